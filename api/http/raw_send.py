@@ -1,17 +1,18 @@
 """Raw send: the one place that goes past the middlewares and past the library that frames server-sent events.
 
 The frames of a token stream are written with the server's own ASGI `send`: no middleware changes anything
-after the start of a response, and without them a frame costs 0.3 µs of CPU in place of 4 µs.
+after the start of a response. A frame that is ready while its client reads is written to the connection in
+the call that brings its token: to wake a task for it takes twice the time of all else.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.heir.answer_socket import socket_of
+from api.feed import MAX_ITEMS, Feed
+from api.heir.answer_socket import CYCLE, socket_of
 from api.heir.rest_of_answer import COMMENT
 
 STATE_KEY = "raw_send"
@@ -35,7 +36,7 @@ class RawSendMiddleware:
 class RawEventSourceResponse(EventSourceResponse):
     """Server-sent events whose frames are bytes already, and are sent without the middlewares."""
 
-    def __init__(self, frames: AsyncIterator[list[bytes]], *args: Any, **options: Any) -> None:
+    def __init__(self, frames: Feed[bytes], *args: Any, **options: Any) -> None:
         super().__init__(frames, *args, **options)
         self.frames = frames
 
@@ -45,6 +46,7 @@ class RawEventSourceResponse(EventSourceResponse):
         """
         self.raw_send: Send = scope["state"][STATE_KEY]
         self.answer_socket = socket_of(scope)
+        self.cycle = scope["extensions"][CYCLE]
         tasks = [
             asyncio.create_task(work)
             for work in (self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send))
@@ -67,9 +69,37 @@ class RawEventSourceResponse(EventSourceResponse):
         async for frames in self.frames:
             for frame in frames:  # each is a chunk of its own, so chunks do not tell how frames were grouped
                 await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
+            if len(frames) < MAX_ITEMS:
+                await self.write_as_they_come()
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def write_as_they_come(self) -> None:
+        """Return when there may be frames that cannot be written at once, or after the last one."""
+        self.interrupted = asyncio.get_running_loop().create_future()
+        self.frames.changed.listener = self.write_now
+        try:
+            self.write_now()  # what came since the last were taken
+            await self.interrupted
+        finally:
+            self.frames.changed.listener = None
+
+    def write_now(self) -> None:
+        """Write the frames that are ready, as long as the client reads."""
+        if self.interrupted.done() or self.cycle.disconnected:
+            return
+        try:
+            if self.frames.ended or self.cycle.flow.write_paused or not self.frames.is_prepared:
+                self.interrupted.set_result(None)
+                return
+            new = self.frames.take()
+            for frame in new:
+                self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))
+            if self.frames.ended or len(new) >= MAX_ITEMS:
+                self.interrupted.set_result(None)
+        except Exception as error:
+            self.interrupted.set_exception(error)
 
     async def _ping(self, send: Send) -> None:
         """As the library does it, but where a socket is kept, its keeper knows the place of each comment."""

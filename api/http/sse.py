@@ -1,5 +1,4 @@
-"""Server-sent events: the response that streams tokens, its frames, and the updates of a stream that are
-worth a frame.
+"""Server-sent events: the response that streams tokens, and its frames.
 
 A frame is a function of the request as it was admitted (`HttpAnswer`) and of its tokens: no clock, no name of
 a gateway, nothing of how tokens were grouped on their way. Frames come in one order, also those of several
@@ -7,13 +6,14 @@ choices, and each is one chunk of HTTP. So every gateway that renders an answer 
 same bytes. Comments that keep the connection alive are the only bytes besides.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
 from api.answer import keep_requests
+from api.feed import Feed, MappedFeed
 from api.heir.answer_socket import flush_socket, socket_of
 from api.http.raw_send import RawEventSourceResponse
 from api.http.release import Release, release_all
@@ -22,8 +22,6 @@ from api.inference.stream import Stream
 from common.messages.answer import HttpAnswer
 
 KEEP_ALIVE_S = 15
-MAX_FRAMES = 128
-"""Frames that are rendered before other streams have their turn."""
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 # A server that is told to stop finishes its streams: the library would cut them.
@@ -42,7 +40,7 @@ class TokenStream(RawEventSourceResponse):
     def __init__(
         self,
         answer: HttpAnswer,
-        frames: AsyncIterator[list[bytes]],
+        frames: Feed[bytes],
         streams: Sequence[Stream],
         headers: Mapping[str, str],
         release: Release,
@@ -82,31 +80,7 @@ def frame(ordinal: int, body: bytes) -> bytes:
     return b"id: %d\ndata: %b\n\n" % (ordinal, body)
 
 
-async def number_frames(bodies: AsyncIterator[list[bytes]]) -> AsyncIterator[list[bytes]]:
-    """Yields the frames of an answer; the id of each is its ordinal, counted from 1."""
-    ordinal = 0
-    async for new in bodies:
-        yield [frame(ordinal + i, body) for i, body in enumerate(new, 1)]
-        ordinal += len(new)
-
-
-async def updates(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
-    """(indices of tokens to show now, whether they are the last), whenever there is something new, up to the
-    end. There are at most MAX_FRAMES at a time: other streams go on in between.
-
-    The last token of a finished answer is in no range: it is shown together with the end.
-    """
-    shown = 0
-    while True:
-        await stream.changed.wait()
-        stream.changed.clear()
-        ended = False
-        while shown < stream.num_ready or (stream.terminal and not ended):
-            until = min(stream.num_ready, shown + MAX_FRAMES)
-            ended = stream.terminal is not None and until == stream.num_ready
-            yield range(shown, until), ended
-            shown = until
-            if shown < stream.num_ready:
-                await asyncio.sleep(0)
-        if ended:
-            return
+def number_frames(bodies: Feed[bytes]) -> Feed[bytes]:
+    """The frames of an answer; the id of each is its ordinal, counted from 1."""
+    ordinals = count(1)
+    return MappedFeed(bodies, lambda body: frame(next(ordinals), body))

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from api.feed import Change
 from api.inference.tokenizer import ModelTokenizer
 from api.late_text import LateText
 from api.lineage import Lineage
@@ -70,7 +71,7 @@ class Stream:
         self.started_s = self.heard_s = self.last_event_s = time.monotonic()
         self.deadline_s = math.inf
         self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
-        self.changed = asyncio.Event()
+        self.changed = Change()
         self.ended = asyncio.Event()
         self.late_text = LateText(tokenizer.backend, self.prompt_ids)
 
@@ -240,9 +241,8 @@ class Stream:
         """Observe the latency of new tokens; those that come together share their time."""
         label = self.request.service_class
         if self.first_token_s:
-            catalogue.TOKEN_LATENCY.observe(
-                (self.last_event_s - self.token_s) / num_new, label, times=num_new
-            )
+            latency_s = (self.last_event_s - self.token_s) / num_new
+            catalogue.TOKEN_LATENCY.observe(latency_s, label, times=num_new)
         else:
             self.placed_s = self.placed_s or self.last_event_s
             self.first_token_s = self.last_event_s

@@ -18,7 +18,7 @@ from api.openai.accept import fill_defaults
 from api.openai.chat_params import read_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
-from api.openai.stream import chunk_updates
+from api.openai.stream import ChunkFeed
 from common.messages.answer import HttpAnswer, ResumeTerms
 from common.messages.request import Generate
 
@@ -34,7 +34,7 @@ class ChatJob:
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
         """New chunks; no `[DONE]`, which is not JSON."""
         num_frames: Counter[int] = Counter()
-        async for chunks, _ in chunk_updates(self.renderer(streams)):
+        async for chunks in ChunkFeed(self.renderer(streams)):
             new = []
             for lane, chunk in chunks:
                 new.append((lane, num_frames[lane], chunk))

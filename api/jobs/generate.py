@@ -28,7 +28,7 @@ class GenerateJob:
         """New frames; none with `best_of`, whose best answer is known at the end."""
         num_frames = 0
         for stream in streams if len(streams) == 1 else []:
-            async for bodies in render.stream_bodies(stream, self.prefix, self.details):
+            async for bodies in render.StreamBodies(stream, self.prefix, self.details):
                 yield [(0, num_frames + i, body) for i, body in enumerate(bodies)]
                 num_frames += len(bodies)
 

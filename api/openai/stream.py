@@ -1,11 +1,9 @@
 """The chunks of a stream on OpenAI's routes."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 
 from api.errors import failed, openai
-from api.http.sse import MAX_FRAMES
+from api.feed import MAX_ITEMS, Change, Feed, MappedFeed
 from api.json import to_json
 from api.offload import offload
 from api.openai.choice import Choice
@@ -15,47 +13,56 @@ NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""
 
 
-async def stream_bodies(renderer: ResponseRenderer) -> AsyncIterator[list[bytes]]:
-    """Yields the bodies of the frames as they come; the last is `[DONE]`."""
-    async for chunks, ended in chunk_updates(renderer):
-        yield [chunk for _, chunk in chunks] + [b"[DONE]"] * ended
+def stream_bodies(renderer: ResponseRenderer) -> Feed[bytes]:
+    """The bodies of the frames; the last is `[DONE]`."""
+    return MappedFeed(ChunkFeed(renderer), lambda chunk: chunk[1], [b"[DONE]"])
 
 
-async def chunk_updates(renderer: ResponseRenderer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
-    """Yields (new chunks, each with the index of its choice; whether they are the last), until all choices
-    have ended or one has failed. There are about MAX_FRAMES at a time: other streams go on in between.
+class ChunkFeed(Feed[tuple[int, bytes]]):
+    """Chunks, each with the index of its choice, until all choices have ended or one has failed.
 
     Choices take turns, a piece each, until they end: the order of all chunks follows from the tokens alone.
     """
-    changed = asyncio.Event()
-    changed.set()
-    for choice in renderer.choices:
-        choice.stream.changed = changed
-    turns = list(renderer.choices)
-    while True:
-        await changed.wait()
-        changed.clear()
-        for choice in turns:
+
+    def __init__(self, renderer: ResponseRenderer) -> None:
+        super().__init__(Change())
+        self.renderer = renderer
+        self.turns = list(renderer.choices)
+        for choice in renderer.choices:
+            choice.stream.changed = self.changed
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether no prompt's log-probabilities are still to be rendered."""
+        return all(choice.begun or choice.stream.request.prompt_logprobs is None for choice in self.turns)
+
+    async def prepare(self) -> None:
+        for choice in self.turns:
             if choice.stream.num_tokens and not choice.begun:
-                await offload(choice.stream.prompt.num_records, partial(renderer.echoed_logprobs, choice))
+                num_records = choice.stream.prompt.num_records
+                await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
+
+    def take(self) -> list[tuple[int, bytes]]:
         new: list[tuple[int, bytes]] = []
-        while turns and turns[0].has_piece and len(new) < MAX_FRAMES:
-            new += take_turn(renderer, turns)
-        if turns and turns[0].has_piece:
-            changed.set()
-            yield new, False
-            await asyncio.sleep(0)
-            continue
-        failure = turns[0].stream.terminal if turns and turns[0].failed else None
-        if failure:
-            new.append((NO_CHOICE, to_json(openai(failed(failure))[1])))
-        elif not turns and renderer.answer.rendering.usage:
-            new.append((NO_CHOICE, renderer.render_usage_chunk()))
-        ended = bool(failure or not turns)
-        if new or ended:
-            yield new, ended
-        if ended:
-            return
+        while self.has_piece and len(new) < MAX_ITEMS:
+            new += take_turn(self.renderer, self.turns)
+        return new if self.has_piece else [*new, *self.take_end()]
+
+    @property
+    def has_piece(self) -> bool:
+        return bool(self.turns) and self.turns[0].has_piece
+
+    def take_end(self) -> list[tuple[int, bytes]]:
+        """What comes behind the last piece, if that was taken."""
+        if not self.turns:
+            self.ended = True
+            shows_usage = self.renderer.answer.rendering.usage
+            return [(NO_CHOICE, self.renderer.render_usage_chunk())] if shows_usage else []
+        failure = self.turns[0].stream.terminal if self.turns[0].failed else None
+        if failure is None:
+            return []
+        self.ended = True
+        return [(NO_CHOICE, to_json(openai(failed(failure))[1]))]
 
 
 def take_turn(renderer: ResponseRenderer, turns: list[Choice]) -> list[tuple[int, bytes]]:

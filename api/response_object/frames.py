@@ -1,9 +1,8 @@
 """Frames of a response's stream: an `event:` line, the frame's id, and the event with its sequence number."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
-from api.http.sse import MAX_FRAMES
+from api.feed import MAX_ITEMS, Feed
 from api.inference.stream import Stream
 from api.json import to_json
 from api.response_object.items import Event
@@ -11,27 +10,24 @@ from api.response_object.response import ResponsesRenderer
 from common.messages.answer import HttpAnswer
 
 
-async def stream_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> AsyncIterator[list[bytes]]:
-    """Yields all frames as they come, MAX_FRAMES or a few more at a time while there are so many. The first
-    ones need no token.
-    """
-    [stream] = streams
-    renderer = ResponsesRenderer(answer, stream)
-    events, num_frames = renderer.begin(), 0
-    while True:
-        stream.changed.clear()
-        while renderer.has_more and len(events) < MAX_FRAMES:
-            events += renderer.take()
-        if events:
-            yield [frame(i, event) for i, event in enumerate(events, num_frames)]
-            num_frames += len(events)
-            events = []
-        if renderer.ended:
-            return
-        if renderer.has_more:
-            await asyncio.sleep(0)
-        else:
-            await stream.changed.wait()
+class ResponseFrames(Feed[bytes]):
+    """All frames of a response; the first ones need no token."""
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        [stream] = streams
+        super().__init__(stream.changed)
+        self.renderer = ResponsesRenderer(answer, stream)
+        self.first = self.renderer.begin()
+        self.num_frames = 0
+
+    def take(self) -> list[bytes]:
+        events, self.first = self.first, []
+        while self.renderer.has_more and len(events) < MAX_ITEMS:
+            events += self.renderer.take()
+        self.ended = self.renderer.ended
+        new = [frame(i, event) for i, event in enumerate(events, self.num_frames)]
+        self.num_frames += len(new)
+        return new
 
 
 def frame(sequence_number: int, event: Event) -> bytes:

@@ -15,7 +15,7 @@ from api.http.sse import TokenStream
 from api.http.whole import respond_with_whole
 from api.inference.pool import Pool
 from api.json import to_json
-from api.response_object.frames import stream_frames
+from api.response_object.frames import ResponseFrames
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
 from api.response_object.whole import render_whole
@@ -36,7 +36,7 @@ async def respond(request: Request, pool: Pool, answer: HttpAnswer, arrived_s: f
     headers = prompt_headers(pool.settings, 0)
     release = pool.admission.release
     if answer.streamed:
-        return TokenStream(answer, stream_frames(answer, streams), streams, headers, release)
+        return TokenStream(answer, ResponseFrames(answer, streams), streams, headers, release)
     if answer.terms.detached:
         [stream] = streams
         rendered = ResponsesRenderer(answer, stream).render("queued")

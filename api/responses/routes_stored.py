@@ -10,7 +10,7 @@ from api.http.openapi import OPENAI, ErrorResponses, error_responses, event_stre
 from api.http.sse import HEADERS, TokenStream
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
-from api.response_object.frames import stream_frames
+from api.response_object.frames import ResponseFrames
 from api.responses.delete import cancel_request, delete_response
 from api.responses.response_schemas import (
     DeletedResponse,
@@ -59,7 +59,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        frames = [frame async for new in stream_frames(answer, [stream]) for frame in new]
+        frames = [frame async for new in ResponseFrames(answer, [stream]) for frame in new]
         return Response(b"".join(frames[num_seen:]), 200, HEADERS)
     try:
         streams, behind = await attach.read_behind(pool, answer, channel, num_seen)

@@ -3,12 +3,12 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from api.answer import address, keep_as_asked
 from api.errors import ApiError, asking_broker, failed, invalid
-from api.http.sse import MAX_FRAMES
+from api.feed import MAX_ITEMS, Feed, FeedBehind
 from api.inference.fill import Filler
 from api.inference.offers import supersede
 from api.inference.pool import Pool
@@ -23,7 +23,6 @@ HEADER = "Last-Event-ID"
 RENDER_TIMEOUT_S = 30.0
 READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
 """How long and how often an answer is read that has fewer frames than its client says."""
-Frames = AsyncIterator[list[bytes]]
 
 
 def unknown_answer(request_id: str) -> ApiError:
@@ -66,7 +65,7 @@ async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Str
 
 
 async def skip_frames(
-    answer: HttpAnswer, frames: Frames, num_seen: int, streams: Sequence[Stream]
+    answer: HttpAnswer, frames: Feed[bytes], num_seen: int, streams: Sequence[Stream]
 ) -> list[bytes]:
     """Skip the frames that the client has. Returns those that were rendered with the last of them.
 
@@ -81,7 +80,7 @@ async def skip_frames(
         except (StopAsyncIteration, TimeoutError):
             break
         num_skipped += len(new)
-        is_more = len(new) >= MAX_FRAMES
+        is_more = len(new) >= MAX_ITEMS
     failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
     if num_skipped < num_seen and failure:  # the tokens of a request that failed are not kept
         raise failed(failure)
@@ -96,7 +95,7 @@ async def skip_frames(
 
 async def read_behind(
     pool: Pool, answer: HttpAnswer, channel: str, num_seen: int
-) -> tuple[list[Stream], Frames | None]:
+) -> tuple[list[Stream], Feed[bytes] | None]:
     """Streams of all choices, and the frames behind those that the client has; None if it has all. Raises
     ApiError: 410, 422, 424, 503.
 
@@ -114,7 +113,7 @@ async def read_behind(
         await asyncio.sleep(READ_PAUSE_S)
 
 
-async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Frames | None:
+async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed[bytes] | None:
     """The frames behind those that the client has; None if it has all. Raises ApiError (422)."""
     frames = render_frames(answer, streams)
     first = await skip_frames(answer, frames, num_seen, streams)
@@ -122,13 +121,7 @@ async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen:
         first = await anext(frames, [])
         if not first:
             return None
-    return chain(first, frames)
-
-
-async def chain(first: list[bytes], frames: Frames) -> Frames:
-    yield first
-    async for new in frames:
-        yield new
+    return FeedBehind(frames, 0, first)
 
 
 async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:

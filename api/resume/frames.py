@@ -1,29 +1,19 @@
 """Frames of any answer, whichever route it was requested at."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from api.errors import family_of, openai
+from api.feed import Feed
 from api.http.sse import number_frames
 from api.http.whole import Whole
 from api.inference.stream import Stream
 from api.openai import respond
 from api.openai.stream import stream_bodies as openai_bodies
-from api.response_object.frames import stream_frames
+from api.response_object.frames import ResponseFrames
 from api.response_object.whole import render_whole as render_response
 from api.tgi import best_of, vertex
-from api.tgi.render import stream_bodies as tgi_bodies
+from api.tgi.render import StreamBodies
 from common.messages.answer import HttpAnswer
-
-
-async def frames_behind(
-    answer: HttpAnswer, streams: Sequence[Stream], num_seen: int
-) -> AsyncIterator[list[bytes]]:
-    """Yields the frames of an answer but the first ones, which the client has."""
-    async for new in render_frames(answer, streams):
-        rest = new[num_seen:]
-        num_seen = max(0, num_seen - len(new))
-        if rest:
-            yield rest
 
 
 def begins_at_once(answer: HttpAnswer) -> bool:
@@ -41,15 +31,15 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return render(answer, streams, arrived_s)
 
 
-def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> AsyncIterator[list[bytes]]:
-    """Yields all frames of an answer, from the first one on, as soon as they are ready.
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    """All frames of an answer, from the first one on.
 
     Args:
         streams: of all choices, in order; this is their only reader.
     """
     if answer.response is not None:
-        return stream_frames(answer, streams)
+        return ResponseFrames(answer, streams)
     if family_of(answer.route) is openai:
         return number_frames(openai_bodies(respond.RENDERERS[answer.route](answer, streams)))
     [stream] = streams
-    return number_frames(tgi_bodies(stream, answer.prefix(0), answer.rendering.details))
+    return number_frames(StreamBodies(stream, answer.prefix(0), answer.rendering.details))

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, asking_broker
+from api.feed import FeedBehind
 from api.heir.answer_socket import CYCLE
 from api.heir.heir import INHERITED
 from api.http.error_handlers import error_response
@@ -22,7 +23,7 @@ from api.inference.pool_registry import PoolRegistry
 from api.inference.stream import Stream
 from api.resume import attach
 from api.resume.admitted import find
-from api.resume.frames import frames_behind, render_whole
+from api.resume.frames import render_frames, render_whole
 from api.retry import PAUSE_S, attempt
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode
@@ -63,7 +64,7 @@ class InheritedAnswers:
         )
         release = pool.admission.release
         if answer.streamed:
-            frames = frames_behind(answer, streams, kept.num_seen)
+            frames = FeedBehind(render_frames(answer, streams), kept.num_seen, [])
             return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
         arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
         render = partial(render_whole, answer, streams, arrived_s)

@@ -2,11 +2,11 @@
 `Stream`.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from api.errors import ApiError, failed, tgi
-from api.http.sse import updates
+from api.feed import MAX_ITEMS, Feed
 from api.inference.stream import Stream
 from api.json import to_json
 
@@ -54,24 +54,29 @@ def seed_of(stream: Stream) -> int | None:
 # --- streams ------------------------------------------------------------------------------------------------
 
 
-async def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
-    """Yields the JSON bodies of the frames that are ready, up to the last one. The whole text begins with
-    `prefix`.
+class StreamBodies(Feed[bytes]):
+    """The JSON bodies of the frames of a stream, up to the last one. The whole text begins with `prefix`.
+
+    The last token of a finished answer is shown together with the end.
     """
-    shown = 0
-    async for fresh, ended in updates(stream):
-        shown = max(shown, fresh.stop)
-        new = [render_frame(stream, i) for i in fresh]
-        if ended:
-            new.append(
-                render_last_frame(
-                    stream,
-                    shown,
-                    prefix,
-                    render_stream_details(stream) if with_details and stream.finished else None,
-                )
-            )
-        yield new
+
+    def __init__(self, stream: Stream, prefix: str, with_details: bool) -> None:
+        super().__init__(stream.changed)
+        self.stream = stream
+        self.prefix = prefix
+        self.with_details = with_details
+        self.num_shown = 0
+
+    def take(self) -> list[bytes]:
+        stream, num_ready = self.stream, self.stream.num_ready
+        until = min(num_ready, self.num_shown + MAX_ITEMS)
+        new = [render_frame(stream, i) for i in range(self.num_shown, until)]
+        self.num_shown = max(self.num_shown, until)
+        if stream.terminal and until == num_ready:
+            self.ended = True
+            details = render_stream_details(stream) if self.with_details and stream.finished else None
+            new.append(render_last_frame(stream, self.num_shown, self.prefix, details))
+        return new
 
 
 def render_frame(

@@ -22,7 +22,7 @@ from api.inference.validate import validate
 from api.service.headers import on_terms
 from api.tgi import best_of
 from api.tgi.best_of import render_whole
-from api.tgi.render import stream_bodies
+from api.tgi.render import StreamBodies
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
 from common.messages.answer import HttpAnswer, Rendering
@@ -137,7 +137,7 @@ async def respond_with_stream(call: AcceptedRequest) -> Response:
     admission = call.pool.admission
     [stream] = await admission.submit_all(call.answer)
     headers = prompt_headers(call.pool.settings, call.num_chars)
-    frames = number_frames(stream_bodies(stream, *call.rendering))
+    frames = number_frames(StreamBodies(stream, *call.rendering))
     return TokenStream(call.answer, frames, [stream], headers, admission.release)
 
 

@@ -33,7 +33,7 @@ FLOORS = {
         "tool_calls.formats tool_calls.reasoning",
         "tool_calls.reading",
         "errors",
-        "answer background garbage json late_text lineage loop_watch offload pace scored_prompt",
+        "answer background feed garbage json late_text lineage loop_watch offload pace scored_prompt",
     ],
     "batcher": [
         "__main__",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from api.inference.stream import Stream
-from api.tgi.render import stream_bodies
+from api.tgi.render import StreamBodies
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, StoppingParams
@@ -213,14 +213,14 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
-    shown = await anext(stream_bodies(one, "", False))
+    shown = await anext(StreamBodies(one, "", False))
     assert [json.loads(body)["token"]["logprob"] for body in shown] == [*logprobs[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
 
 
 async def test_an_unexpected_end_repeats_no_token() -> None:
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
-    found = stream_bodies(one, "", False)
+    found = StreamBodies(one, "", False)
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert [json.loads(body)["index"] for body in await anext(found)] == [1]
     one.end(Terminal("r", "length", 1))

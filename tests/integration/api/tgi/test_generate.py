@@ -10,7 +10,7 @@ import pytest
 
 from api.inference.stream import Stream
 from api.tgi.best_of import rank_by_logprob
-from api.tgi.render import stream_bodies
+from api.tgi.render import StreamBodies
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
@@ -276,5 +276,5 @@ def test_the_best_has_the_highest_mean_log_probability() -> None:
 
 async def test_the_last_frame_has_details_if_they_are_requested() -> None:
     for with_details in (True, False):
-        [[body]] = [one async for one in stream_bodies(ended([-1.0]), "", with_details)]
+        [[body]] = [one async for one in StreamBodies(ended([-1.0]), "", with_details)]
         assert (json.loads(body)["details"] is not None) is with_details
