@@ -106,6 +106,12 @@ def test_an_alert_fires_within_30_s_of_the_last_turn_of_a_batcher() -> None:
     assert first_s + pending_s <= 30
 
 
+def test_every_alert_stands_in_the_runbook() -> None:
+    [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    runbook = (DEPLOY.parent / "docs" / "runbook.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", runbook, re.MULTILINE) == [rule["alert"] for rule in group["rules"]]
+
+
 def seconds(duration: str) -> int:
     return int(duration.removesuffix("s"))
 
