@@ -74,6 +74,7 @@ def gateway(broker: Broker) -> Iterator[Gateway]:
         "HOSTNAME": "127.0.0.1",
         "PARENT_PID": str(os.getpid()),
         "LOG_LEVEL": "warning",
+        "WORKER_GRACE_S": "3600",  # no batcher runs, and the scripted worker shows itself once
     }
     with running([sys.executable, "-m", "api"], os.environ | variables) as pid:
         yield Gateway(pid, f"http://127.0.0.1:{port}")
