@@ -135,7 +135,7 @@ class Benchmark:
         rows = list(self.engine.rows.rows.values())
         cache, end = self.engine.loaded.cache, 1 + sum(len(row.blocks) for row in rows)
         for pages in (*cache.keys, *cache.values):
-            pages[1:end].normal_()
+            pages[1:end] = torch.randn(pages[1:end].shape).to(pages.dtype)
         for row in rows:
             row.kv_len = kv_len
 

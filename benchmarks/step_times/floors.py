@@ -114,7 +114,7 @@ def kv_bytes(geometry: Geometry, context: int) -> int:
         min(context, layer.spec.window or context) * layer.spec.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in geometry.layers
     )
-    return sum(each) * geometry.dtype.itemsize
+    return sum(each) * geometry.kv_dtype.itemsize
 
 
 def floor_ms(ceilings: Ceilings, weights: Weights, tokens: int, samples: int, read_bytes: int) -> float:

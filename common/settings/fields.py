@@ -8,6 +8,7 @@ from common.settings.types import (
     Count,
     Device,
     Dtype,
+    KVCacheDtype,
     LoadFormat,
     LogLevel,
     Number,
@@ -167,6 +168,8 @@ class SettingFields(BaseModel):
     """threads of a worker's engine on CPU (default: cores / NUM_WORKERS)"""
     kv_cache_bytes: Count | None = None
     """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what CUDA_MEMORY_FRACTION leaves on CUDA)"""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto (DTYPE), or 8-bit floats, with a checkpoint's k_scale and v_scale: fp8_e4m3 (fp8), fp8_e5m2"""
     block_size: Count | None = None
     """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
     cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0

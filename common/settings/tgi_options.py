@@ -19,7 +19,6 @@ TGI = (
         "a gateway tokenizes short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
         int,
     ),
-    Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
     Option(
         "cuda_graphs",
         ("0", "1,2,4,8,16,32"),

@@ -22,6 +22,7 @@ MAX_PROCESSES = 1024
 """Processes of one kind, or threads: above what a machine can use, below what it chokes on."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
+KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -91,6 +92,10 @@ def to_dtype(text: str) -> str:
     return DTYPES.get(text.lower(), text.lower())
 
 
+def to_kv_cache_dtype(text: str) -> str:
+    return KV_DTYPES.get(text.lower(), text.lower())
+
+
 Number = Annotated[int, BeforeValidator(to_number), Field(ge=0, le=MAX_NUMBER)]
 Count = Annotated[Number, Field(ge=1)]
 Processes = Annotated[Number, Field(ge=1, le=MAX_PROCESSES)]
@@ -99,6 +104,7 @@ Seconds = Annotated[float, Field(ge=0, le=WEEK_S)]
 Words = Annotated[tuple[str, ...], BeforeValidator(to_list)]
 Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(str.lower)]
 Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(to_dtype)]
+KVCacheDtype = Annotated[Literal["auto", "fp8_e4m3", "fp8_e5m2"], BeforeValidator(to_kv_cache_dtype)]
 LoadFormat = Annotated[Literal["auto", "dummy"], BeforeValidator(to_load_format)]
 RopeScaling = Annotated[Literal["linear", "dynamic"], BeforeValidator(str.lower)]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]

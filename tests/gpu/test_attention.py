@@ -50,7 +50,7 @@ class Pair:
             block_size,
         )
         layer = LayerSpec(spec, dim, dim)
-        exact, given = Geometry([layer], block_size, torch.float32), Geometry([layer], block_size, dtype)
+        exact, given = (Geometry([layer], block_size, number, number) for number in (torch.float32, dtype))
         self.exact, self.flash = SdpaBackend(exact, CPU), backend_of(given, self.device)
         assert not isinstance(self.flash, SdpaBackend)
         self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(given, BLOCKS, self.device)]

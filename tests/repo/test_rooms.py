@@ -54,7 +54,7 @@ FLOORS = {
         "engine.model.load",
         "engine.model.fp8",
         "engine.model.layer_blocks",
-        "engine.model.tp_weights",
+        "engine.model.kv_scales engine.model.tp_weights",
         "engine.model.weights",
         "engine.in_flight engine.model.model engine.model.families engine.model.dummy engine.model.kv_budget "
         "engine.model.warmup",

@@ -33,6 +33,9 @@ class AttentionBackend(Protocol):
     compilable: bool
     modules: list[Any]
 
+    def take_pages(self) -> None:
+        """Hears that the modules have a new cache."""
+
     def begin(self, inputs: Inputs) -> None:
         """Prepares a forward: computes what its layers share."""
 
@@ -49,7 +52,7 @@ class AttentionBackend(Protocol):
         All of one dtype, float32, float16 or bfloat16: query [1, heads, tokens, key_dim], key [1, kv_heads,
         tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their
         share of each softmax and add nothing, as in gpt-oss → [1, tokens, heads, value_dim]. `module`
-        carries `keys`, `values` and `spec` of its layer.
+        carries `keys`, `values`, `spec`, `key_scale` and `value_scale` of its layer.
         """
 
 
@@ -77,7 +80,10 @@ def attach(modules: Iterable[Any], geometry: Geometry, cache: KVCache, backend: 
         module.backend = backend
         module.layer = torch.tensor(number)
         module.spec = layer.spec
+        module.key_scale = layer.key_scale
+        module.value_scale = layer.value_scale
         module.spec_number = geometry.specs.index(layer.spec)
+    backend.take_pages()
 
 
 def register() -> None:

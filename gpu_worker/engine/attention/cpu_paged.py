@@ -29,6 +29,9 @@ class CpuPagedBackend:
         self.arguments = KernelArguments(library, geometry.block_size, geometry.dtype)
         self.modules: list[Any] = []
 
+    def take_pages(self) -> None:
+        self.arguments.take_pages()
+
     def begin(self, inputs: Inputs) -> None:
         """Prepares a forward."""
         self.arguments.begin(inputs)
@@ -42,7 +45,7 @@ class CpuPagedBackend:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """query [1, heads, tokens, key_dim], key and value [1, kv_heads, tokens, dim], sinks [heads], all of
-        the cache's dtype → [1, tokens, heads, value_dim]
+        the model's dtype → [1, tokens, heads, value_dim]
         """
         arguments = self.arguments
         cache = arguments.cache_of(module, sinks)

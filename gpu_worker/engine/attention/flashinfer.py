@@ -83,6 +83,9 @@ class FlashInferBackend:
 
     # --- before a forward ---
 
+    def take_pages(self) -> None:
+        """Nothing is kept of a cache."""
+
     def begin(self, inputs: Inputs) -> None:
         first = (
             next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))

@@ -5,7 +5,7 @@ Block 0 is scratch.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,20 +37,38 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What the attention of one layer keeps of each token."""
+    """What the attention of one layer keeps of each token.
+
+    Attributes:
+        key_scale, value_scale: what 8-bit floats are multiplied with to give K and V.
+    """
 
     spec: AttentionSpec
     key_dim: int
     value_dim: int
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a model keeps of each token."""
+    """What a model keeps of each token.
+
+    Attributes:
+        dtype: what it computes in.
+        kv_dtype: what the cache holds K and V in.
+    """
 
     layers: list[LayerSpec]
     block_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def unrounded(self) -> "Geometry":
+        """With a cache of the model's dtype."""
+        layers = [replace(layer, key_scale=1.0, value_scale=1.0) for layer in self.layers]
+        return replace(self, layers=layers, kv_dtype=self.dtype)
 
     @property
     def specs(self) -> list[AttentionSpec]:
@@ -60,7 +78,7 @@ class Geometry:
     @property
     def block_bytes(self) -> int:
         numbers = sum(layer.spec.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return numbers * self.block_size * self.dtype.itemsize
+        return numbers * self.block_size * self.kv_dtype.itemsize
 
     def num_blocks(self, kv_cache_bytes: int, available_bytes: int) -> int:
         """Blocks that may be granted; the scratch block comes on top. Raises SettingError."""
@@ -106,7 +124,7 @@ class KVCache:
             for dim in (layer.key_dim, layer.value_dim)
         ]
         self.stores = {
-            page: zeros((num, num_blocks + 1, *page), geometry.dtype, device)
+            page: zeros((num, num_blocks + 1, *page), geometry.kv_dtype, device)
             for page, num in Counter(pages).items()
         }
         parts = {page: iter(store) for page, store in self.stores.items()}

@@ -4,6 +4,8 @@ whole blocks.
 
 import torch
 
+from gpu_worker.engine.attention.kv_numbers import raw
+
 
 def write_kv(
     keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
@@ -32,4 +34,5 @@ def fill_kv(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
 
         fill_blocks(store, blocks, value)
     else:
-        store.index_fill_(1, blocks, value)
+        filling = torch.tensor(value).to(store.dtype)
+        raw(store).index_fill_(1, blocks, raw(filling).item())

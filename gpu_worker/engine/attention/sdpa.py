@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
+from gpu_worker.engine.attention.kv_numbers import from_kv, raw, to_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span
 from gpu_worker.engine.batch.to_device import to_device
 
@@ -57,7 +58,7 @@ class SdpaBackend:
     batched over rows and K heads. (The fused `scaled_dot_product_attention` of torch 2.13 was measured on
     CPU: 4 to 6 times slower for rows that decode.)
 
-    Tensors of `attend`, all of the cache's dtype: query [1, heads, tokens, key_dim], key [1, kv_heads,
+    Tensors of `attend`, all of the model's dtype: query [1, heads, tokens, key_dim], key [1, kv_heads,
     tokens, key_dim], value [1, kv_heads, tokens, value_dim], sinks [heads] → [1, tokens, heads, value_dim].
     """
 
@@ -71,6 +72,9 @@ class SdpaBackend:
         self.specs = geometry.specs
         self.prepared: dict[AttentionSpec, PreparedStep] = {}
         self.modules: list[Any] = []
+
+    def take_pages(self) -> None:
+        """Nothing is kept of a cache."""
 
     def begin(self, inputs: Inputs) -> None:
         self.prepared = {spec: self.prepare(spec, inputs) for spec in self.specs}
@@ -126,7 +130,7 @@ class SdpaBackend:
 
     def bias(self, hidden: Any, spec: AttentionSpec, distances: Int64) -> torch.Tensor:
         """hidden bool [rows * kv_heads or 1, group * queries or 1, keys], distances [rows, queries, keys]
-        from key to query → what is added to scores, of the cache's dtype; with ALiBi of each head.
+        from key to query → what is added to scores, of the model's dtype; with ALiBi of each head.
         """
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
         if spec.alibi_slopes:
@@ -145,11 +149,16 @@ class SdpaBackend:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         prepared, spec = self.prepared[module.spec], module.spec
-        for cache, new in ((module.keys, key), (module.values, value)):
-            cache.view(-1, new.shape[-1]).index_copy_(0, prepared.slots, new.reshape(-1, new.shape[-1]))
+        for cache, new, scale in (
+            (module.keys, key, module.key_scale),
+            (module.values, value, module.value_scale),
+        ):
+            lines = to_kv(new.reshape(-1, new.shape[-1]), cache.dtype, scale)
+            raw(cache).view(-1, new.shape[-1]).index_copy_(0, prepared.slots, raw(lines))
         outputs = []
         for span in prepared.spans:
-            keys, values = (self.pages(cache, span, spec.kv_heads) for cache in (module.keys, module.values))
+            keys = self.pages(module.keys, span, spec.kv_heads, module.key_scale)
+            values = self.pages(module.values, span, spec.kv_heads, module.value_scale)
             for tile in span.tiles:
                 queries = queries_of(query, tile, span.rows, spec.kv_heads)
                 scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, spec)
@@ -164,14 +173,11 @@ class SdpaBackend:
                 )
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
-    def pages(self, cache: torch.Tensor, span: GatheredSpan, kv_heads: int) -> torch.Tensor:
-        """→ [rows * kv_heads, tokens, dim]"""
+    def pages(self, cache: torch.Tensor, span: GatheredSpan, kv_heads: int, scale: float) -> torch.Tensor:
+        """→ [rows * kv_heads, tokens, dim] of the model's dtype"""
         dim = cache.shape[-1]
-        return (
-            cache.view(-1, self.block_size * dim)
-            .index_select(0, span.pages)
-            .view(span.rows * kv_heads, -1, dim)
-        )
+        gathered = raw(cache).view(-1, self.block_size * dim).index_select(0, span.pages)
+        return from_kv(gathered.view(cache.dtype), self.dtype, scale).view(span.rows * kv_heads, -1, dim)
 
     def scores(
         self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, spec: AttentionSpec

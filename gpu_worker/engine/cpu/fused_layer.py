@@ -7,6 +7,7 @@ one call, where the model then computes the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import pointer
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ class FusedLayers:
         )
         weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
         norms = [norm_of(module, weight) for module, weight in zip(modules, weights, strict=True)]
-        struct = native.LayerStruct(arguments.caches[attention], *linears, *norms, rotary)
+        struct = native.LayerStruct(pointer(arguments.caches[attention]), *linears, *norms, rotary)
         return cls([struct], weights, arguments)
 
     @classmethod
@@ -109,18 +110,14 @@ def fuse_layers(
 ) -> int:
     """Replaces the forward of the layers that have a native equal; returns how many.
 
-    `forward` → logits [tokens, vocabulary] of any dtype; `context` is the longest sequence in tokens.
+    `forward` → logits [tokens, vocabulary] of any dtype; `context` is the longest sequence in tokens. The
+    cache has the blocks of a trial, in the model's dtype: 8-bit floats would make much of the little by which
+    two codes of a layer differ.
     """
     run = partial(forward, trial_inputs(model, arguments.block_size, context))
-    least_tokens = TRIAL_TOKENS + arguments.block_size
-    candidates = [
-        layer
-        for layer in known_layers(model)
-        if len(layer.self_attn.keys) * arguments.block_size > least_tokens
-    ]
     found = {
         layer: fused
-        for layer, call in record_calls(candidates, run).items()
+        for layer, call in record_calls(known_layers(model), run).items()
         if (fused := find_equal(layer, arguments, call))
     }
     set_forwards(found)

@@ -62,8 +62,7 @@ class KernelArguments:
             sinks = sinks.detach().float().contiguous()
             self.sinks.append(sinks)
         return native.CacheStruct(
-            keys.data_ptr(),
-            values.data_ptr(),
+            pages_of(module),
             spec.kv_heads,
             spec.group,
             keys.shape[3],
@@ -73,6 +72,22 @@ class KernelArguments:
             spec.softcap or 0.0,
             None if sinks is None else sinks.data_ptr(),
         )
+
+    def take_pages(self) -> None:
+        """Points to the pages that the modules have got since `caches` were made."""
+        for module, cache in self.caches.items():
+            cache.pages = pages_of(module)
+
+
+def pages_of(module: Any) -> native.PagesStruct:
+    keys, values = module.keys, module.values
+    return native.PagesStruct(
+        keys.data_ptr(),
+        values.data_ptr(),
+        native.STORED_CODES.get(keys.dtype, 0),
+        module.key_scale,
+        module.value_scale,
+    )
 
 
 def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:

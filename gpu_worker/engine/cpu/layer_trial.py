@@ -32,11 +32,15 @@ class LayerCall(NamedTuple):
     output: Any
 
 
+def num_trial_blocks(block_size: int) -> int:
+    return -(-TRIAL_TOKENS // block_size)
+
+
 def trial_inputs(model: Any, block_size: int, context: int) -> Inputs:
-    """A prompt in the first blocks, which are not granted to any row yet. Its positions span the whole
-    context: some models have factors that depend on them.
+    """A prompt in the first blocks. Its positions span the whole context: some models have factors that
+    depend on them.
     """
-    blocks = np.arange(1, 1 + -(-TRIAL_TOKENS // block_size), dtype=np.int32)
+    blocks = np.arange(1, 1 + num_trial_blocks(block_size), dtype=np.int32)
     ids = np.arange(TRIAL_TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
     row = RowSlice(Row(0, ids, 0, 1, blocks), 0, TRIAL_TOKENS, samples=True)
     prompt = build_inputs([row], block_size, torch.device("cpu"))

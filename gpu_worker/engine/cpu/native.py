@@ -28,6 +28,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toke
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 300
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STORED_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+"""Of numbers that only a KV cache holds."""
 
 
 class StepStruct(ctypes.Structure):
@@ -36,13 +38,19 @@ class StepStruct(ctypes.Structure):
     ]
 
 
+class PagesStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values")),
+        ("stored", c_int32),
+        *((name, c_float) for name in ("key_scale", "value_scale")),
+    ]
+
+
 class CacheStruct(ctypes.Structure):
     _fields_ = [
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        ("pages", PagesStruct),
         *((name, c_int32) for name in ("kv_heads", "group", "key_dim", "value_dim", "window")),
-        ("scaling", c_float),
-        ("softcap", c_float),
+        *((name, c_float) for name in ("scaling", "softcap")),
         ("sinks", c_void_p),
     ]
 
@@ -72,7 +80,7 @@ class NormStruct(ctypes.Structure):
 
 class LayerStruct(ctypes.Structure):
     _fields_ = [
-        ("cache", CacheStruct),
+        ("cache", POINTER(CacheStruct)),
         *((name, LinearStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((name, NormStruct) for name in ("before_attention", "before_mlp", "of_query", "of_key")),
         ("rotary", c_int32),

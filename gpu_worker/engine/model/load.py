@@ -15,11 +15,13 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
+from gpu_worker.engine.attention.kv_numbers import FLOATS8
 from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu.fused_layer import fuse_layers
+from gpu_worker.engine.cpu.layer_trial import num_trial_blocks
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.errors import UnservableModel
@@ -28,6 +30,7 @@ from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
 from gpu_worker.engine.model.families.register import page_attention, register_family
 from gpu_worker.engine.model.fp8 import check_fp8, multiplies_fp8, multiply_fp8, quantize_linears
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
+from gpu_worker.engine.model.kv_scales import scale_layers
 from gpu_worker.engine.model.layer_blocks import find_blocks, replace_linears, shard_blocks
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.tp_weights import read_shard
@@ -55,6 +58,8 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
         raise SettingError(
             "speculate", f"{settings.speculate}, but steps on {device.type} are launched ahead"
         )
+    if settings.kv_cache_dtype in FLOATS8 and device.type != "cpu":
+        raise SettingError("kv_cache_dtype", f"{settings.kv_cache_dtype} is served on CPU only")
     dtype = choose_dtype(settings.dtype, device)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
@@ -77,6 +82,8 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
             optimize_linears(model, device, read_blocks(path, config, model, device, settings))
         page_attention(model)
         layers = probe_attention(model, lambda: probe_forward(model, device))
+        if settings.kv_cache_dtype in FLOATS8 and not settings.makes_weights:
+            layers = scale_layers(model, path, layers)
     except KeyError as error:  # model code that looks attention up in a table of its own
         cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")
         raise cannot_serve(settings.model_id, cause) from error
@@ -87,10 +94,8 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     num_blocks = count_blocks(
         settings, loaded.geometry, device, communicator, lambda: peak_bytes(loaded, settings)
     )
+    num_fused = try_to_fuse(loaded)
     loaded.attach(num_blocks)
-    num_fused = 0
-    if isinstance(loaded.backend, CpuPagedBackend):
-        num_fused = fuse_layers(model, loaded.backend.arguments, loaded.forward, loaded.context)
     if settings.deterministic and (
         reason := nondeterministic_because(settings, loaded, num_fused, communicator)
     ):
@@ -111,7 +116,8 @@ def assemble(
 ) -> LoadedModel:
     """The model with its attention backend and rotary modules, still without a cache."""
     block_size = settings.block_size or BLOCK_SIZES[device.type]
-    geometry = Geometry(list(layers.values()), block_size, dtype)
+    kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
+    geometry = Geometry(list(layers.values()), block_size, dtype, kv_dtype)
     return LoadedModel(
         directory=path,
         model=model,
@@ -160,6 +166,14 @@ def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Bloc
         replace_linears(model, blocks)
         model.to(device)
         fuse_linears(model)
+
+
+def try_to_fuse(loaded: LoadedModel) -> int:
+    """→ layers fused"""
+    if not isinstance(loaded.backend, CpuPagedBackend):
+        return 0
+    loaded.attach(num_trial_blocks(loaded.geometry.block_size), loaded.geometry.unrounded)
+    return fuse_layers(loaded.model, loaded.backend.arguments, loaded.forward, loaded.context)
 
 
 def nondeterministic_because(

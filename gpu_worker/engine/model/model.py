@@ -52,10 +52,10 @@ class LoadedModel:
         """
         return not self.ropes and self.geometry.block_size % HASHED_TOKENS == 0
 
-    def attach(self, num_blocks: int) -> None:
-        """Makes a cache of so many blocks, and of the scratch block."""
-        self.cache = KVCache(self.geometry, num_blocks, self.device)
-        attach(self.attentions, self.geometry, self.cache, self.backend)
+    def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
+        """Makes a cache of so many blocks, and of the scratch block; of another geometry for a trial."""
+        self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
+        attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:

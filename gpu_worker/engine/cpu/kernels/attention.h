@@ -5,79 +5,13 @@
 #include <algorithm>
 #include <atomic>
 #include <vector>
+#include "pages.h"
 #include "structs.h"
 #include "threads.h"
 #include "vector.h"
 
-constexpr int VECTORS = 4, CHUNK = VECTORS * LANES, BLOCK = ROWS == 8 ? 6 : 3;
+constexpr int BLOCK = ROWS == 8 ? 6 : 3;
 constexpr float NEVER = -1e30f, HIDDEN = -__builtin_inff();
-
-inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-
-template <class T>
-void write(const Step& step, const Cache& cache, int token, int head, const T* key, const T* value) {
-    constexpr int P = Pairs<T>::P;
-    int64_t size = step.block_size, offset = step.slots[token] % size;
-    int64_t page = step.slots[token] / size * cache.kv_heads + head;
-    T* keys = (T*)cache.keys + page * size * cache.key_dim + offset * P;
-    for (int d = 0; d < cache.key_dim; d += P) memcpy(keys + d * size, key + d, sizeof(T) * P);
-    memcpy((T*)cache.values + (page * size + offset) * cache.value_dim, value, sizeof(T) * cache.value_dim);
-}
-
-// The keys that the queries of a tile see, from the beginning of a chunk on.
-struct KeyRange {
-    const int32_t* table;
-    int base, end;
-};
-
-inline KeyRange visible_keys(const Step& step, const Cache& cache, int tile) {
-    const int32_t* at = step.tiles + 4 * tile;
-    int first = cache.window ? std::max(0, at[2] - cache.window + 1) : 0;
-    return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
-}
-
-// A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do
-// not fit the vectors are copied.
-template <class T> struct Chunk {
-    static constexpr int P = Pairs<T>::P;
-    int num_keys;
-    int key_stride;  // from one pair of a K to its next one
-    int value_stride;  // from one V to the next key's
-    const T *keys[VECTORS], *values[VECTORS];
-    std::vector<T> key_copy, value_copy;
-
-    const T* value(int key) const { return values[key / LANES] + key % LANES * value_stride; }
-
-    void gather(const Step& step, const Cache& cache, KeyRange seen, int head) {
-        int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
-        num_keys = std::min(CHUNK, seen.end - seen.base);
-        key_stride = size * P, value_stride = cache.value_dim;
-        if (size % LANES || width != cache.value_dim) return copy(step, cache, seen, head, width);
-        for (int v = 0; v < VECTORS; v++) {
-            int key = seen.base + (v * LANES < num_keys ? v * LANES : 0);
-            int64_t page = ((int64_t)seen.table[key / size] * cache.kv_heads + head) * size;
-            keys[v] = (const T*)cache.keys + page * dim + key % size * P;
-            values[v] = (const T*)cache.values + (page + key % size) * width;
-        }
-    }
-
-    void copy(const Step& step, const Cache& cache, KeyRange seen, int head, int width) {
-        int size = step.block_size, dim = cache.key_dim;
-        key_copy.assign(dim * CHUNK, T{}), value_copy.assign(CHUNK * width, T{});
-        key_stride = CHUNK * P, value_stride = width;
-        for (int key = 0; key < num_keys; key++) {
-            int at = seen.base + key;
-            int64_t page = ((int64_t)seen.table[at / size] * cache.kv_heads + head) * size;
-            const T* from = (const T*)cache.keys + page * dim + at % size * P;
-            for (int d = 0; d < dim; d += P)
-                memcpy(&key_copy[d * CHUNK + key * P], from + (int64_t)d * size, sizeof(T) * P);
-            memcpy(&value_copy[key * width], (const T*)cache.values + (page + at % size) * cache.value_dim,
-                sizeof(T) * cache.value_dim);
-        }
-        for (int v = 0; v < VECTORS; v++)
-            keys[v] = &key_copy[v * LANES * P], values[v] = &value_copy[v * LANES * width];
-    }
-};
 
 // Sums of one chunk; with PREFETCH, the same place of the next chunk is prefetched meanwhile: memory
 // is slow, and serves few requests at a time.
@@ -148,7 +82,7 @@ inline void softmax_chunk(float* scores, const Cache& cache, int base, int posit
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int v = 0; v < VECTORS; v++) {
-        x[v] = load(scores + v * LANES) * cache.scaling;
+        x[v] = load(scores + v * LANES) * (cache.scaling * cache.pages.key_scale);
         if (cache.softcap) x[v] = hyperbolic_tangent(x[v] * (1 / cache.softcap)) * cache.softcap;
         if (masked) {
             Ints key = lane + (base + v * LANES);
@@ -202,8 +136,9 @@ void attend(const Step& step, const Cache& cache, int unit, int next, Heads quer
         const Chunk<T>& chunk = chunks[i];
         const Chunk<T>& ahead = chunks[!i];
         bool last = keys.base + CHUNK >= keys.end;
-        chunks[!i].gather(step, cache, last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end},
-            last ? next_head : head);
+        if (!last || !cache.pages.stored)
+            chunks[!i].gather(step, cache, last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end},
+                last ? next_head : head);
         bool masked = keys.base + CHUNK > position + 1 ||
                       (cache.window && keys.base <= keys.end - 1 - cache.window);
         score_rows<T>(rows, chunk, ahead, true, dim, queries.data(), scores.data());
@@ -215,7 +150,7 @@ void attend(const Step& step, const Cache& cache, int unit, int next, Heads quer
     for (int row = 0; row < rows; row++) {
         U* to = out +
                 ((int64_t)(begin + row % count) * heads + head * cache.group + row / count) * cache.value_dim;
-        float inverse = 1 / sum(totals[row]);
+        float inverse = cache.pages.value_scale / sum(totals[row]);
         int d = 0;
         for (; d + LANES <= cache.value_dim; d += LANES)
             store(to + d, load(&outputs[row * width + d]) * inverse);

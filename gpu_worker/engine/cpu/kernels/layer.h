@@ -64,7 +64,7 @@ template <class T> const Factor<T>* normalize_rows(
 // For a token and a K head: norms and rotates Q and K, writes K and V to their page.
 template <class T> void prepare_token(
     const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
-    const Cache& cache = layer.cache;
+    const Cache& cache = *layer.cache;
     T* key = query + layer.q.outputs + head * cache.key_dim;
     T* value = query + layer.q.outputs + layer.k.outputs + head * cache.value_dim;
     auto normalize_and_rotate = [&](T* one, const Norm& norm) {
@@ -90,7 +90,7 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
     Factor<T>* gated = buffers.gated.data();
     std::atomic<int> started{0};
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
-    int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs;
+    int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 #pragma omp parallel num_threads(step.threads)
@@ -117,7 +117,7 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
             int64_t row = step.tiles[4 * (unit / heads)];
             if (independent)
                 prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
-            attend<T>(step, layer.cache, unit, next, {projected, stride, layer.cache.key_dim}, attended);
+            attend<T>(step, *layer.cache, unit, next, {projected, stride, layer.cache->key_dim}, attended);
         });
 #pragma omp barrier
         for_own_panels(num_panels(layer.o), thread, threads,

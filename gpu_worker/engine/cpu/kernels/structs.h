@@ -12,8 +12,14 @@ struct Step {
 
 // K pages are [blocks][kv_heads][key_dim / P][block_size][P],
 // V pages are [blocks][kv_heads][block_size][value_dim].
-struct Cache {
+struct Pages {
     void *keys, *values;
+    int32_t stored;  // 8-bit floats in place of the model's numbers: 1 e4m3, 2 e5m2 (floats8.h); else 0
+    float key_scale, value_scale;  // what 8-bit floats are multiplied with; else 1
+};
+
+struct Cache {
+    Pages pages;
     int32_t kv_heads, group, key_dim, value_dim;
     int32_t window;  // keys that a query sees; 0 is all
     float scaling, softcap;  // 0 is none
@@ -49,7 +55,7 @@ struct Norm {
 // A layer of the shape that Llama made common: norm, attention, norm, gated feed-forward, each half with a
 // residual connection.
 struct Layer {
-    Cache cache;
+    const Cache* cache;
     Linear q, k, v, o, gate, up, down;
     Norm before_attention, before_mlp, of_query, of_key;  // the latter two are of each head
     int32_t rotary;  // numbers of a head that are rotated, half against half

@@ -66,14 +66,14 @@ TGI_DEFAULTS = """
 --enable-prefill-logprobs true
 --graceful-termination-timeout 90
 --uds-path /tmp/text-generation-server
+--kv-cache-dtype fp8_e4m3fn
+--kv-cache-dtype fp8_e5m2
 """
 """Flags of router, launcher and server with their defaults, or with a value where the default is none. All
 are variables, too.
 """
 
 NOT_SERVED = """
---kv-cache-dtype fp8_e4m3fn
---kv-cache-dtype fp8_e5m2
 --cuda-graphs 1,2
 --weights-cache-override /data
 --otlp-endpoint http://collector:4317
@@ -237,7 +237,7 @@ def test_every_name_is_answered_once() -> None:
 
 def test_the_help_says_what_becomes_of_each() -> None:
     text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
-    assert "--kv-cache-dtype X only auto: the KV cache has the type of the model" in text
+    assert "--max-image-fetch-size X accepted: no image is ever fetched" in text
     assert "--ngrok-edge X refused: tunnels are not built" in text
     assert any(option.accepts is ANY for option in OPTIONS.values())
     assert "--validation-workers X accepted: a gateway tokenizes" in text

@@ -49,7 +49,7 @@ SERVED = """
 
 REFUSED = {
     "--hf-overrides {}": "HF_OVERRIDES: {} is not served: edit the config.json",
-    "--kv-cache-dtype fp8": "KV_CACHE_DTYPE: fp8 is not served: the KV cache has",
+    "--kv-cache-dtype int8": "KV_CACHE_DTYPE: 'int8' is not one of auto, fp8_e4m3, fp8_e5m2",
     "--omni --port 80": "OMNI: true is not served: models take and give text only",
     "-sc.method mtp": "SPECULATIVE_CONFIG: mtp is not served: no other model proposes",
     "-dcp 4": "DECODE_CONTEXT_PARALLEL_SIZE: 4 is not served: one sequence",

@@ -20,10 +20,16 @@ ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
-@pytest.mark.parametrize("block_size", [16, 8, 5])
-def test_outputs_equal_those_of_torch(dtype: torch.dtype, block_size: int, library: Any) -> None:
-    """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody
-    wrote are NaN.
+@pytest.mark.parametrize(
+    ("block_size", "stored"),
+    [(16, None), (8, None), (5, None), *itertools.product((16, 5), native.STORED_CODES)],
+    ids=str,
+)
+def test_outputs_equal_those_of_torch(
+    dtype: torch.dtype, block_size: int, stored: torch.dtype | None, library: Any
+) -> None:
+    """Features in all combinations; dimensions that fit the vectors and such that do not; caches of the same
+    numbers and of `stored`, some of which are saturated. Slots that nobody wrote are NaN.
     """
     for (key_dim, value_dim), group, window, softcap, sinks in itertools.product(
         ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
@@ -31,13 +37,19 @@ def test_outputs_equal_those_of_torch(dtype: torch.dtype, block_size: int, libra
         torch.manual_seed(0)
         spec = AttentionSpec(2, group, window, key_dim**-0.5, softcap)
         geometries = [
-            Geometry([LayerSpec(spec, key_dim, value_dim)], block_size, number)
+            Geometry([LayerSpec(spec, key_dim, value_dim)], block_size, number, stored or number)
             for number in (torch.float32, dtype)
         ]
         caches = [KVCache(geometry, BLOCKS, CPU) for geometry in geometries]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         backends = [SdpaBackend(geometries[0], CPU), CpuPagedBackend(geometries[1], library)]
-        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], spec=spec) for cache in caches]
+        scales = (
+            {"key_scale": 0.7, "value_scale": 0.002} if stored else {"key_scale": 1.0, "value_scale": 1.0}
+        )
+        modules = [
+            SimpleNamespace(keys=cache.keys[0], values=cache.values[0], spec=spec, **scales)
+            for cache in caches
+        ]
         modules = [type("Module", (), vars(module))() for module in modules]
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:

@@ -28,9 +28,8 @@ def test_outputs_equal_those_of_torch(block_size: int, generation: int) -> None:
     for window, softcap, sinks in itertools.product((None, 20), (None, 5.0), (None, torch.randn(6))):
         group = 3 if window else 1
         torch.manual_seed(0)
-        geometry = Geometry(
-            [LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64)], block_size, torch.float32
-        )
+        layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64)
+        geometry = Geometry([layer], block_size, torch.float32, torch.float32)
         backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation)]
         assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)  # type: ignore[attr-defined]
         caches = [KVCache(geometry, BLOCKS, CPU) for _ in backends]

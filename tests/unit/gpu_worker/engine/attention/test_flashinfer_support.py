@@ -43,7 +43,7 @@ def test_unsupported_models_use_torch(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype)
+    geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype, dtype)
     found = unsupported_because(geometry)
     assert why in found and bool(found) == bool(why)
     monkeypatch.setattr(choose, "find_spec", lambda name: name)
@@ -72,9 +72,8 @@ def test_plans_are_needed_where_a_kernel_lacks_a_feature(
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    geometry = Geometry(
-        [LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)], block_size, torch.bfloat16
-    )
+    layer = LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)
+    geometry = Geometry([layer], block_size, torch.bfloat16, torch.bfloat16)
     found = plans_needed_because(geometry, generation)
     assert why in found and bool(found) == bool(why)
     assert FlashInferBackend(geometry, CPU, generation).plan_free == (not why) and found in caplog.text

@@ -1,0 +1,53 @@
+"""KV scales: what a checkpoint says that K and V of each layer are divided by, in a cache of 8-bit floats."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu_worker.engine.attention.kv_cache import LayerSpec
+from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING
+from gpu_worker.engine.quantization.checkpoint import file_slices
+
+KEY_SCALES = ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale", "kv_scale")
+VALUE_SCALES = ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale", "kv_scale")
+"""Names behind that of an attention module: of compressed-tensors, ModelOpt, vLLM, and of older versions."""
+
+
+def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dict[Any, LayerSpec]:
+    """What each attention module keeps of a token, with the checkpoint's scales; 1 where it has none. Raises
+    UnservableModel.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    scales = {text_name(name): tensor for name, tensor in file_slices(path) if name.endswith("_scale")}
+    return {
+        module: replace(
+            layer,
+            key_scale=find_scale(scales, names[module], KEY_SCALES),
+            value_scale=find_scale(scales, names[module], VALUE_SCALES),
+        )
+        for module, layer in layers.items()
+    }
+
+
+def text_name(name: str) -> str:
+    """The name that the model for text has for a tensor of the checkpoint."""
+    for pattern, replacement in TEXT_KEY_MAPPING.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -> float:
+    """Raises UnservableModel for several scales in one layer, and for one that is no positive number."""
+    name = next((name for last in names if (name := f"{module}.{last}") in scales), None)
+    if name is None:
+        return 1.0
+    scale = scales[name][...].float().flatten()
+    if len(scale) != 1:
+        raise UnservableModel(f"{name} has {len(scale)} numbers; a cache of 8-bit floats has one for a layer")
+    if not (0 < scale.item() < math.inf):
+        raise UnservableModel(f"{name} is {scale.item()}, and must be more than 0")
+    return float(scale.item())
