@@ -21,7 +21,7 @@ from gpu_worker.engine.attention.flashinfer_inputs import (
     window_left,
 )
 from gpu_worker.engine.attention.flashinfer_support import add_ninja_to_path, plans_needed_because
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
+from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.kv_write import write_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span
 from gpu_worker.engine.batch.to_device import pinned, to_device
@@ -39,8 +39,9 @@ LOG2_E = 1.4426950408889634
 class FlashInferBackend:
     """Attention by FlashInfer. Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
 
-    Tensors, all float16 or bfloat16 but for the scores: query and output [tokens, heads, dim]; the cache is
-    a pair of K and V, each [blocks, kv_heads, block_size, dim]; sinks float32 [heads].
+    Tensors, all float16 or bfloat16 but for the scores: query and output [tokens, heads, dim]; the cache,
+    which may hold 8-bit floats, is a pair of K and V, each [blocks, kv_heads, block_size, dim]; sinks float32
+    [heads].
 
     Attributes:
         plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and
@@ -54,6 +55,7 @@ class FlashInferBackend:
             add_ninja_to_path()
         self.block_size = geometry.block_size
         self.dtype = geometry.dtype
+        self.kv_dtype = geometry.kv_dtype
         self.device = device
         self.dim = geometry.layers[0].key_dim
         self.specs = geometry.specs
@@ -136,7 +138,7 @@ class FlashInferBackend:
                 window_left=window_left(spec),
                 logits_soft_cap=spec.softcap,
                 q_data_type=self.dtype,
-                kv_data_type=self.dtype,
+                kv_data_type=self.kv_dtype,
                 seq_lens=lengths,  # or FlashInfer computes them, in memory that is not pinned
                 max_token_per_sequence=host.longest,  # or it looks for it, number by number
             )
@@ -156,58 +158,42 @@ class FlashInferBackend:
         output: torch.Tensor = attend(query, key, value, sinks, module.layer, self.number)
         return output
 
-    def run(
-        self,
-        number: int,
-        query: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(self, module: Any, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """query [tokens, heads, dim] → the same shape"""
         rows, output = len(self.step.lengths), torch.empty_like(query)
         if rows:
-            self.decode(self.specs[number], query[:rows], cache, sinks, output[:rows])
+            self.decode(module, query[:rows], sinks, output[:rows])
         if rows < len(query):
-            self.prefill(self.wrappers[self.current][number], query[rows:], cache, sinks, output[rows:])
+            self.prefill(module, query[rows:], sinks, output[rows:])
         return output
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        sinks: Any,
-        output: torch.Tensor,
-    ) -> None:
+    def decode(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
         xqa_batch_decode_with_kv_cache(
             query,
-            cache,
+            (module.keys, module.values),
             self.workspace,
             self.step.table,
             self.step.lengths,
             self.step.table.shape[1] * self.block_size,
-            bmm1_scale=spec.scaling,
-            window_left=window_left(spec),
+            bmm1_scale=module.spec.scaling * module.key_scale,
+            bmm2_scale=module.value_scale,
+            window_left=window_left(module.spec),
             out=output,
             sinks=sinks,
             kv_layout="HND",
         )
 
-    def prefill(
-        self,
-        wrapper: Any,
-        query: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        sinks: Any,
-        output: torch.Tensor,
-    ) -> None:
+    def prefill(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
         """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log
         sum - sink)`.
         """
+        wrapper = self.wrappers[self.current][module.spec_number]
+        cache = (module.keys, module.values)
+        scales = {"k_scale": module.key_scale, "v_scale": module.value_scale}
         if sinks is None:
-            wrapper.run(query, cache, out=output)
+            wrapper.run(query, cache, out=output, **scales)
         else:
-            _, log2_sum = wrapper.run(query, cache, out=output, return_lse=True)
+            _, log2_sum = wrapper.run(query, cache, out=output, return_lse=True, **scales)
             output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
@@ -233,10 +219,10 @@ def attend(
     """
     flash = BACKENDS[backend]
     module = flash.modules[int(layer)]
-    keys, values = module.keys, module.values
-    write_kv(keys, values, key[0], value[0], flash.step.slots)
+    scales = (module.key_scale, module.value_scale)
+    write_kv(module.keys, module.values, key[0], value[0], flash.step.slots, scales)
     sinks = None if sinks is None else sinks.float()
-    return flash.run(module.spec_number, query[0].transpose(0, 1).contiguous(), (keys, values), sinks)[None]
+    return flash.run(module, query[0].transpose(0, 1).contiguous(), sinks)[None]
 
 
 @attend.register_fake

@@ -45,6 +45,8 @@ def plans_needed_because(geometry: Geometry, generation: int) -> str:
         return f"{max(groups)} query heads share a K head, more than {PLAN_FREE_GROUP}"
     if geometry.block_size not in PLAN_FREE_BLOCKS:
         return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
+    if geometry.kv_dtype == torch.float8_e5m2:
+        return "XQA reads 8-bit floats of e4m3, not of e5m2 (KV_CACHE_DTYPE)"
     return (
         ""
         if generation in PLAN_FREE_GENERATIONS

@@ -58,8 +58,6 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
         raise SettingError(
             "speculate", f"{settings.speculate}, but steps on {device.type} are launched ahead"
         )
-    if settings.kv_cache_dtype in FLOATS8 and device.type != "cpu":
-        raise SettingError("kv_cache_dtype", f"{settings.kv_cache_dtype} is served on CPU only")
     dtype = choose_dtype(settings.dtype, device)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))

@@ -42,15 +42,15 @@ def attention(
     return outputs.to(query.dtype), (sums / math.log(2)).T.float()
 
 
-def gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """Pages [kv_heads, block_size, dim] → [tokens, kv_heads, dim]"""
-    return cache[blocks.long()].transpose(1, 2).flatten(0, 1)[:length]
+def gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [kv_heads, block_size, dim] → [tokens, kv_heads, dim] of `dtype`"""
+    return cache.to(dtype)[blocks.long()].transpose(1, 2).flatten(0, 1)[:length]
 
 
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: Cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, max_seq_len: int, *, bmm1_scale: float, window_left: int, out: torch.Tensor,
-    sinks: torch.Tensor | None, kv_layout: str,
+    seq_lens: torch.Tensor, max_seq_len: int, *, bmm1_scale: float, bmm2_scale: float, window_left: int,
+    out: torch.Tensor, sinks: torch.Tensor | None, kv_layout: str,
 ) -> None:  # fmt: skip
     """The kernel takes addresses and a few strides: everything else must be as it expects, and nothing checks
     it.
@@ -65,19 +65,21 @@ def xqa_batch_decode_with_kv_cache(
     )
     assert block_size in (16, 32, 64, 128) and heads % kv_heads == 0 and dim % 16 == 0
     assert -(-heads // kv_heads // 16) * 16 * dim * 2 <= 2**14, "queries of one program"
-    assert query.dtype == keys.dtype == values.dtype == out.dtype and out.shape == query.shape
+    assert keys.dtype == values.dtype and keys.dtype in (query.dtype, torch.float8_e4m3fn)
+    assert query.dtype == out.dtype and out.shape == query.shape
     assert all(tensor.is_contiguous() for tensor in (query, out, block_tables, seq_lens, workspace_buffer))
     assert block_tables.dtype == seq_lens.dtype == torch.int32 and seq_lens.shape == (rows,)
     assert block_tables.shape == (rows, max_seq_len // block_size) and max_seq_len % block_size == 0
     assert workspace_buffer.dtype == torch.uint8 and len(workspace_buffer) > COUNTERS_BYTES
-    assert type(bmm1_scale) is float and type(window_left) is int
+    assert type(bmm1_scale) is type(bmm2_scale) is float and type(window_left) is int
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (heads,))
     for row, (blocks, length) in enumerate(zip(block_tables, seq_lens.tolist(), strict=True)):
         held = blocks[: -(-length // block_size)]
-        row_keys, row_values = (gathered(cache, held, length) for cache in kv_cache)
-        out[row] = attention(
+        row_keys, row_values = (gathered(cache, held, length, query.dtype) for cache in kv_cache)
+        output, _ = attention(
             query[row : row + 1], row_keys, row_values, bmm1_scale, window_left, None, sinks
-        )[0][0]
+        )
+        out[row] = output[0] * bmm2_scale
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -125,8 +127,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.dtypes = (q_data_type, kv_data_type)
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: Cache, *, out: torch.Tensor, return_lse: bool = False
-    ) -> Any:
+        self, q: torch.Tensor, paged_kv_cache: Cache, *, k_scale: float, v_scale: float, out: torch.Tensor,
+        return_lse: bool = False,
+    ) -> Any:  # fmt: skip
         keys, values = paged_kv_cache
         assert q.shape == (self.queries[-1], *self.shape) and q.stride(2) == out.stride(2) == 1
         assert (
@@ -141,8 +144,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 slice(*self.queries[row : row + 2]),
                 self.indices[slice(*self.blocks[row : row + 2])],
             )
-            row_keys, row_values = (gathered(cache, blocks, length) for cache in paged_kv_cache)
-            out[mine], sums[mine] = attention(q[mine], row_keys, row_values, *self.rest, None)
+            row_keys, row_values = (gathered(cache, blocks, length, q.dtype) for cache in paged_kv_cache)
+            sm_scale, *rest = self.rest
+            out[mine], sums[mine] = attention(q[mine], row_keys, row_values, sm_scale * k_scale, *rest, None)
+        out *= v_scale
         return (out, sums) if return_lse else out
 
 

@@ -8,40 +8,81 @@ import triton.language as tl
 
 WIDTH = 2048
 """Numbers that one program fills."""
+MANTISSAS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+"""Bits of the mantissa."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def to_float8(
+    numbers: tl.tensor, scale: tl.tensor, mantissa: tl.constexpr, largest: tl.constexpr
+) -> tl.tensor:
+    """The bytes of the nearest 8-bit floats, to even, of numbers divided by `scale`; no further from zero
+    than `largest`. In integers: not every card has 8-bit floats.
+    """
+    bias: tl.constexpr = (1 << (6 - mantissa)) - 1
+    shift: tl.constexpr = 23 - mantissa
+    normal: tl.constexpr = (128 - bias) << 23
+    least: tl.constexpr = (151 - bias - mantissa) << 23  # a float that rounds what is added to the least step
+    quotient = tl.div_rn(numbers.to(tl.float32), scale)
+    sign = (quotient.to(tl.int32, bitcast=True) >> 24) & 0x80
+    size = tl.abs(quotient)
+    size = tl.where(size > largest, largest, size)
+    bits = size.to(tl.int32, bitcast=True)
+    added = tl.full(size.shape, least, tl.int32).to(tl.float32, bitcast=True)
+    small = (size + added).to(tl.int32, bitcast=True) - least
+    large = (bits - normal + (1 << 23) + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift
+    rest = tl.where(bits < normal, small, large)
+    return (sign | tl.where(size == size, rest, 0x7F)).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def write_line(
     keys: tl.tensor, values: tl.tensor, key: tl.tensor, value: tl.tensor, slots: tl.tensor,
+    key_scale: tl.tensor, value_scale: tl.tensor,
     key_head: tl.tensor, key_token: tl.tensor, value_head: tl.tensor, value_token: tl.tensor,
     heads: tl.tensor, block_size: tl.tensor,
     key_dim: tl.constexpr, value_dim: tl.constexpr, width: tl.constexpr,
+    mantissa: tl.constexpr, largest: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for a token and a head: the numbers of its K and of its V, each next to each other on both
-    sides.
+    sides. `mantissa`: bits of the cache's 8-bit floats, 0 where it has the model's dtype.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     line = (slot // block_size * heads + head) * block_size + slot % block_size
     column = tl.arange(0, width)
     key_numbers = tl.load(key + head * key_head + token * key_token + column, mask=column < key_dim)
+    if mantissa:
+        key_numbers = to_float8(key_numbers, key_scale, mantissa, largest)
     tl.store(keys + line * key_dim + column, key_numbers, mask=column < key_dim)
     value_numbers = tl.load(value + head * value_head + token * value_token + column, mask=column < value_dim)
+    if mantissa:
+        value_numbers = to_float8(value_numbers, value_scale, mantissa, largest)
     tl.store(values + line * value_dim + column, value_numbers, mask=column < value_dim)
 
 
 def write_keys_and_values(
-    keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float],
 ) -> None:
-    """keys and values [blocks, kv_heads, block_size, dim], key and value [kv_heads, tokens, dim], all of one
-    dtype; slots int [tokens]. As `write_kv` in attention/kv_write.py.
+    """keys and values [blocks, kv_heads, block_size, dim] of the cache's dtype, key and value [kv_heads,
+    tokens, dim] of the model's; slots int [tokens]. As `write_kv` in attention/kv_write.py.
     """
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
     heads, tokens, key_dim = key.shape
     strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
     dims = (key_dim, value.shape[2], triton.next_power_of_2(max(key_dim, value.shape[2])))
-    write_line[(tokens, heads)](keys, values, key, value, slots, *strides, heads, keys.shape[2], *dims)
+    form = (MANTISSAS.get(keys.dtype, 0), torch.finfo(keys.dtype).max)
+    if keys.dtype in MANTISSAS:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    write_line[(tokens, heads)](
+        keys, values, key, value, slots, *scales, *strides, heads, keys.shape[2], *dims, *form
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -22,16 +22,28 @@ from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 HOPPER = 9
 
 
-@pytest.mark.parametrize(("block_size", "generation"), [(16, HOPPER), (5, HOPPER), (16, 8)])
-def test_outputs_equal_those_of_torch(block_size: int, generation: int) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "generation", "kv_dtype"),
+    [
+        (16, HOPPER, torch.float32),
+        (5, HOPPER, torch.float32),
+        (16, 8, torch.float32),
+        (16, HOPPER, torch.float8_e4m3fn),
+        (16, HOPPER, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+def test_outputs_equal_those_of_torch(block_size: int, generation: int, kv_dtype: torch.dtype) -> None:
     """Against torch's, in all combinations; slots that nobody wrote are NaN."""
     for window, softcap, sinks in itertools.product((None, 20), (None, 5.0), (None, torch.randn(6))):
         group = 3 if window else 1
         torch.manual_seed(0)
-        layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64)
-        geometry = Geometry([layer], block_size, torch.float32, torch.float32)
+        scales = (1.0, 1.0) if kv_dtype == torch.float32 else (0.7, 0.01)
+        layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64, *scales)
+        geometry = Geometry([layer], block_size, torch.float32, kv_dtype)
         backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation)]
-        assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)  # type: ignore[attr-defined]
+        plan_free = (block_size, generation, softcap) == (16, HOPPER, None) and kv_dtype != torch.float8_e5m2
+        assert backends[1].plan_free == plan_free  # type: ignore[attr-defined]
         caches = [KVCache(geometry, BLOCKS, CPU) for _ in backends]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         modules = [SimpleNamespace() for _ in caches]

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from gpu_worker.engine.attention.kv_numbers import FLOATS8
 from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
 from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cuda.block_linear import UNIT, BlockLinear
@@ -60,8 +61,25 @@ def test_keys_and_values_are_written_to_their_slots(
         expected = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
         found = [cache.clone() for cache in expected]
         write_kv(*expected, key, value, slots)
-        interpreted("kv_write").write_keys_and_values(*found, key, value, slots.int())
+        interpreted("kv_write").write_keys_and_values(*found, key, value, slots.int(), (1.0, 1.0))
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", FLOATS8.values(), ids=str)
+def test_keys_and_values_become_8_bit_floats(dtype: torch.dtype, interpreted: Interpreted) -> None:
+    """Of all sizes: too large ones, such as lie between two, the smallest; NaN."""
+    torch.manual_seed(0)
+    slots, scales = torch.tensor([100, 3, 16, 15, 111]), (0.37, 1.0)
+    numbers = torch.randn(2, len(slots), 64) * torch.logspace(-7, 6, 64)
+    halves = torch.arange(5 * 64).to(torch.uint8).view(dtype).float().view(5, 64) * 1.0625
+    key, value = numbers.bfloat16(), torch.stack((halves, numbers[0])).bfloat16()
+    expected = [torch.zeros(BLOCKS, 2, BLOCK_SIZE, 64, dtype=dtype) for _ in range(2)]
+    found = [torch.zeros_like(cache) for cache in expected]
+    write_kv(*expected, key, value, slots, scales)
+    interpreted("kv_write").write_keys_and_values(*found, key, value, slots.int(), scales)
+    for cache, other in zip(found, expected, strict=True):
+        assert other.float().any()
+        torch.testing.assert_close(cache.float(), other.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("page", [(2, 16, 64), (3, 16, 96), (1, 5, 3)])
@@ -130,18 +148,25 @@ def product_types(quants: str) -> dict[str, str]:
     return types | dict.fromkeys(("scales", "offsets"), "*fp16")
 
 
+SCALES = {"key_scale": "fp32", "value_scale": "fp32"}
 COMPILED: list[tuple[str, str, dict[str, int | None], dict[str, str]]] = [
     (
         "kv_write",
         "write_line",
-        {"key_dim": 128, "value_dim": 128, "width": 128},
-        types_of("*bf16", "*i64"),
+        {"key_dim": 128, "value_dim": 128, "width": 128, "mantissa": 0, "largest": 0},
+        types_of("*bf16", "*i64") | SCALES,
     ),
     (
         "kv_write",
         "write_line",
-        {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1},
-        types_of("*fp32", "*i32"),
+        {"key_dim": 128, "value_dim": 128, "width": 128, "mantissa": 3, "largest": 448},
+        types_of("*bf16", "*i64") | SCALES | {"keys": "*u8", "values": "*u8"},
+    ),
+    (
+        "kv_write",
+        "write_line",
+        {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1, "mantissa": 2, "largest": 57344},
+        types_of("*fp32", "*i32") | SCALES | {"keys": "*u8", "values": "*u8"},
     ),
     (
         "kv_write",
