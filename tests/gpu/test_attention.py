@@ -209,9 +209,10 @@ def test_keys_and_values_are_written_to_their_slots(
         )
         caches = [torch.randn(blocks, heads, block_size, dim).to(dtype) for dim in (key_dim, value_dim)]
         expected = [cache.clone() for cache in caches]
-        write_kv(*expected, key, value, slots)  # type: ignore[call-arg]
+        write_kv(expected[0], expected[1], key, value, slots)
         found = [cache.to(where) for cache in caches]
-        write_kv(*found, key.to(where), value.to(where), to_device(slots.numpy(), where))  # type: ignore[call-arg]
+        on_device = (key.to(where), value.to(where), to_device(slots.numpy(), where))
+        write_kv(found[0], found[1], *on_device)
         assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (
             tokens,
             kind,

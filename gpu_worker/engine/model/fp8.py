@@ -34,6 +34,23 @@ def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torc
         raise SettingError("quantize", f"fp8 gives bfloat16, and DTYPE is {settings.dtype}")
 
 
+def use_fp8(
+    model: Any,
+    path: Path,
+    config: Any,
+    device: torch.device,
+    settings: Settings,
+    shards: Mapping[str, TensorShards],
+    rank: int,
+) -> None:
+    """`shards`: how weights [...] of any dtype are split, where there are several ranks."""
+    multiplied = multiplies_fp8(device, model.dtype)
+    if quantizes(config, settings):
+        quantize_linears(model, multiplied)
+    elif multiplied:
+        multiply_fp8(model, path, config, shards, rank)
+
+
 def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     return (
         device.type == "cuda"

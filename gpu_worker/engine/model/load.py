@@ -28,7 +28,7 @@ from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
 from gpu_worker.engine.model.families.register import page_attention, register_family
-from gpu_worker.engine.model.fp8 import check_fp8, multiplies_fp8, multiply_fp8, quantize_linears
+from gpu_worker.engine.model.fp8 import check_fp8, use_fp8
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
 from gpu_worker.engine.model.kv_scales import scale_layers
 from gpu_worker.engine.model.layer_blocks import find_blocks, replace_linears, shard_blocks
@@ -38,7 +38,6 @@ from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import connect_shards
-from gpu_worker.engine.parallel.tp_plan import TensorShards
 from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
@@ -137,23 +136,6 @@ def read_blocks(
     """What can be multiplied as it is in the checkpoint."""
     changed = settings.makes_weights or quantizes(config, settings)
     return {} if changed else find_blocks(path, config, model, device)
-
-
-def use_fp8(
-    model: Any,
-    path: Path,
-    config: Any,
-    device: torch.device,
-    settings: Settings,
-    shards: Mapping[str, TensorShards],
-    rank: int,
-) -> None:
-    """`shards`: how weights [...] of any dtype are split, where there are several ranks."""
-    multiplied = multiplies_fp8(device, model.dtype)
-    if quantizes(config, settings):
-        quantize_linears(model, multiplied)
-    elif multiplied:
-        multiply_fp8(model, path, config, shards, rank)
 
 
 def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:

@@ -75,7 +75,7 @@ def test_keys_and_values_become_8_bit_floats(dtype: torch.dtype, interpreted: In
     key, value = numbers.bfloat16(), torch.stack((halves, numbers[0])).bfloat16()
     expected = [torch.zeros(BLOCKS, 2, BLOCK_SIZE, 64, dtype=dtype) for _ in range(2)]
     found = [torch.zeros_like(cache) for cache in expected]
-    write_kv(*expected, key, value, slots, scales)
+    write_kv(expected[0], expected[1], key, value, slots, scales)
     interpreted("kv_write").write_keys_and_values(*found, key, value, slots.int(), scales)
     for cache, other in zip(found, expected, strict=True):
         assert other.float().any()
