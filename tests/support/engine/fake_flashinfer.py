@@ -145,8 +145,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 self.indices[slice(*self.blocks[row : row + 2])],
             )
             row_keys, row_values = (gathered(cache, blocks, length, q.dtype) for cache in paged_kv_cache)
-            sm_scale, *rest = self.rest
-            out[mine], sums[mine] = attention(q[mine], row_keys, row_values, sm_scale * k_scale, *rest, None)
+            sm_scale, window_left, softcap = self.rest
+            scale = sm_scale * k_scale
+            out[mine], sums[mine] = attention(
+                q[mine], row_keys, row_values, scale, window_left, softcap, None
+            )
         out *= v_scale
         return (out, sums) if return_lse else out
 

@@ -19,7 +19,7 @@ class QuantizedCache(DynamicCache):
         self.dtype = dtype
         self.scales = scales
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[1, kv_heads, tokens, dim] float32 → what the cache has of all tokens"""

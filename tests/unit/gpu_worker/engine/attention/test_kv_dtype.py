@@ -21,9 +21,14 @@ SCALES = {0: (0.03, 0.002), 2: (1.5, 4.0)}
 
 
 def engine_of(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
-    options = {"kv_cache_bytes": 2**20, "threads": 1, "debug_kv": True, "max_batch_prefill_tokens": 64}
+    options: dict[str, Any] = {
+        "kv_cache_bytes": 2**20,
+        "threads": 1,
+        "debug_kv": True,
+        "max_batch_prefill_tokens": 64,
+    }
     options |= {"dtype": "float32", "block_size": block_size, "kv_cache_dtype": kv_cache_dtype, **settings}
-    return Engine(Settings(model_id=str(folder), **options))  # type: ignore[arg-type]
+    return Engine(Settings(model_id=str(folder), **options))
 
 
 @pytest.fixture(scope="module")
