@@ -24,5 +24,5 @@ def from_kv(pages: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tens
 
 
 def raw(pages: torch.Tensor) -> torch.Tensor:
-    """A view of a cache's tensor [...] that torch can index: 8-bit floats as bytes."""
+    """pages [...] of the cache's dtype → a view that torch can index: 8-bit floats as uint8"""
     return pages.view(torch.uint8) if pages.dtype in FLOATS8.values() else pages
