@@ -37,6 +37,9 @@ add_weights(redis.call('ZADD', KEYS[5], now_ms, ARGV[11] .. ' ' .. tenant) * ton
 add_weights(-weight_of(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)))
 redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)
 redis.call('PEXPIRE', KEYS[5], WINDOW_MS)
+local num_tenants = redis.call('ZCARD', KEYS[5])
+-- Tenants may have expired with their key, and the places not.
+if num_tenants == 1 then redis.call('HDEL', places, weights_field) end
 if redis.call('XLEN', KEYS[1]) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
   count_places(KEYS[1], places)
 end
@@ -63,7 +66,7 @@ if ARGV[13] ~= '' and total_tokens > 0 and total_tokens + tokens > tonumber(ARGV
 end
 if total_bytes + #ARGV[1] > tonumber(ARGV[3]) then return refuse('bytes', total_bytes, 1) end
 local own = tonumber(redis.call('HGET', places, 'tenant:' .. class .. ':' .. tenant) or '0')
-if own > 0 and redis.call('ZCARD', KEYS[5]) > 1 then -- each may have one
+if own > 0 and num_tenants > 1 then -- each may have one
   local weights = redis.call('HGET', places, weights_field)
   if not weights then
     weights = weight_of(redis.call('ZRANGE', KEYS[5], 0, -1))

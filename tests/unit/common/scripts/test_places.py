@@ -87,6 +87,19 @@ async def test_a_share_grows_when_other_tenants_ask_no_more(redis: Redis) -> Non
     assert await ask(redis, "last", tenant="a") == "tenant", "two of ten"
 
 
+async def test_tenants_of_which_none_has_asked_for_long_are_counted_once_when_they_are_back(
+    redis: Redis,
+) -> None:
+    """Their key has expired, the places of what they run are taken still."""
+    for tenant in "ab":
+        await ask(redis, f"first-{tenant}", tenant=tenant)
+    for i in range(3):
+        assert await ask(redis, f"a{i}", tenant="a") == "admitted"
+        await redis.delete(KEYS.tenants("standard"))
+        assert await ask(redis, f"b{i}", tenant="b") == "admitted"
+    assert await fill(redis, "more", 10, tenant="a") == 1, "five of ten"
+
+
 async def test_tokens_have_a_limit_too_but_one_prompt_is_always_taken(redis: Redis) -> None:
     assert await ask(redis, "long", tokens=500, max_tokens=100) == "admitted"
     assert await ask(redis, "next", tokens=1, max_tokens=100) == "tokens"
