@@ -75,6 +75,8 @@ class PlanHandler:
                 row.blocks += blocks
         if starts:
             state.idle.clear()
+        if state.report_clock.is_due(state.step):  # no other step may come to wake the flusher
+            state.wake.set()
         self.engine.send(state.grant(starts, plan.blocks, plan.stops))
         for start in plan.starts:
             self.steps.end_at_committed_stop_string(state.table.rows[start.row])
@@ -112,7 +114,7 @@ class PlanHandler:
         first.
         """
         state = self.state
-        state.report_clock.take_over()
+        state.report_clock.stop_waiting()
         state.takeover_pending = not plan.adopts
         if plan.adopts or not state.table.rows:
             state.finish_takeover()

@@ -40,6 +40,6 @@ class ReportClock:
             self.due_s = 0.0
         self.due_step = due_step
 
-    def take_over(self) -> None:
-        """A new batcher asks what is held: what its predecessor was told is not waited for."""
+    def stop_waiting(self) -> None:
+        """No grant is waited for: no row is held, or a new batcher asks first what is."""
         self.due_s = 0.0

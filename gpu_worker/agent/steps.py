@@ -60,8 +60,10 @@ class StepHandler:
             state.ahead.pop(number, None)
             if row is not None and self.prefix_caching and (hashes := row.generated_hashes(kv_len)):
                 state.outbox.hashes.append((number, hashes))
-        if state.takeover_pending and not rows:
-            state.finish_takeover()
+        if not rows:
+            state.report_clock.stop_waiting()
+            if state.takeover_pending:
+                state.finish_takeover()
 
     def add_tokens(self, step: StepResult) -> None:
         rows, outbox = self.state.table.rows, self.state.outbox

@@ -51,7 +51,7 @@ def test_a_round_trip_of_a_batcher_that_is_gone_does_not_count(now_s: list[float
     clock = ReportClock()
     clock.grant(16)
     run_to(clock, 16, now_s)
-    clock.take_over()
+    clock.stop_waiting()
     clock.grant(40)
     assert clock.report(17) == []
 
@@ -82,3 +82,33 @@ async def test_a_batcher_of_an_earlier_version_hears_when_half_of_the_steps_are_
     agent.plans.apply(Plan(7, 9, until=40, prefill_tokens=64))
     await run_steps(agent, 24)
     assert [report.step for report in await reports(redis)] == [20]
+
+
+async def test_a_grant_is_not_waited_for_while_no_row_is_held(agent: Agent, redis: Redis) -> None:
+    """The batcher grants nothing then, however long that is."""
+    await start(agent)
+    agent.plans.apply(plan(agent, report_at=3))
+    await run_steps(agent, 4)
+    step(agent, ended=[(1, "length", 4)], released=[(1, 5)])
+    await start(agent, row=2)
+    agent.plans.apply(plan(agent, report_at=9))
+    await run_steps(agent, 4)
+    assert [report.round_trips for report in await reports(redis)] == [[], [], []]
+
+
+async def test_a_report_is_sent_where_a_plan_says_that_it_was_due_at_a_step_that_is_made(
+    agent: Agent, redis: Redis
+) -> None:
+    """An engine that has made all its steps wakes nobody: a batcher that took over grants fewer than the one
+    before it, and the engine has made them when its plan comes.
+    """
+    await start(agent)
+    agent.plans.apply(plan(agent, report_at=16))
+    await run_steps(agent, 20)
+    agent.state.wake.clear()
+    agent.plans.apply(plan(agent, report_at=16))
+    assert not agent.state.wake.is_set(), "a report has told of that step"
+    agent.plans.apply(plan(agent, report_at=18))
+    assert agent.state.wake.is_set()
+    await agent.flusher.flush()
+    assert [report.step for report in await reports(redis)] == [16, 20]
