@@ -18,7 +18,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
     if not (starting or needs_grant or stops):
         return None
     if needs_grant:
-        replica.until = replica.step + replica.horizon
+        replica.until = max(replica.until, replica.step + replica.horizon)
         replica.report_at = replica.until - replica.horizon // 2
         replica.is_short = False
     replica.plan += 1

@@ -112,6 +112,14 @@ def test_a_row_that_starts_has_blocks_for_all_steps_granted_though_the_horizon_i
     assert len(replica.start(make_sequence(16, 200)).blocks) == (16 + 128) // BLOCK_SIZE
 
 
+def test_steps_that_are_granted_stay_so_though_the_horizon_is_less_by_then() -> None:
+    replica = make_replica(num_blocks=1000)
+    row = replica.start(make_sequence(16, 500))
+    replica.step, replica.until, replica.report_at = 128, 256, 128
+    plan = next_plan(replica, 1, [row])
+    assert plan and (plan.until, plan.report_at) == (256, 240)
+
+
 def test_a_starved_worker_needs_a_grant_once_blocks_are_free() -> None:
     replica = make_replica(num_blocks=3)
     replica.start(make_sequence(16))
