@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -242,6 +243,36 @@ def test_tenants_are_charged_with_what_was_computed_whichever_rows_stand_by_and_
     accounts = pool.scheduler.queue.classes[1].accounts
     assert {name: round(account.served) for name, account in accounts.items()} == computed
     assert not any(account.num_started for account in accounts.values())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_new=st.integers(5, 100),
+    prompts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 50)), min_size=25, max_size=40),
+    join=st.integers(0, 20),
+    seed=st.integers(0, 10**6),
+)
+def test_two_backlogged_tenants_start_alike_whichever_rows_stand_by_and_move(
+    num_new: int, prompts: list[tuple[int, int]], join: int, seed: int
+) -> None:
+    """What their requests take that have started differs by at most twice the largest one."""
+    pool = Pool(1, 1000, seed, WorkerLimits(max_batch_size=16), eos_chance=0, shares=False)
+    for i, of_each in enumerate(prompts):
+        for tenant, first, prompt in zip("ab", (0, 1000), of_each, strict=True):
+            pool.add(new(f"{tenant}{i}", first + i, tenant=tenant, prompt=prompt, most=num_new))
+    accounts = pool.scheduler.queue.classes[1].accounts
+    for turn in count():
+        pool.turn()
+        if not (accounts["a"].first() and accounts["b"].first()):
+            break
+        taken = Counter[str]()
+        for name in pool.attempts:
+            taken[name[0]] += prompts[int(name[1:])]["ab".index(name[0])] + num_new
+        assert abs(taken["a"] - taken["b"]) <= 2 * (max(map(max, prompts)) + num_new)
+        if turn == join:
+            pool.add_worker()
+    pool.run()
+    assert len(pool.finished) == 2 * len(prompts)
 
 
 def waiting_of(pool: Pool, tenant: str) -> list[Sequence]:
