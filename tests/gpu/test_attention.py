@@ -29,7 +29,7 @@ with and without a window.
 """
 OTHERS = [
     one
-    for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 128, 256), (1, 3, 4, 8))
+    for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 80, 128, 256), (1, 3, 4, 8))
     if one not in SERVED
 ]
 FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
@@ -53,7 +53,7 @@ class Pair:
         exact, given = (Geometry([layer], block_size, number, number) for number in (torch.float32, dtype))
         self.exact, self.flash = SdpaBackend(exact, CPU), backend_of(given, self.device)
         assert not isinstance(self.flash, SdpaBackend)
-        self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(given, BLOCKS, self.device)]
+        self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(self.flash.geometry, BLOCKS, self.device)]
         self.modules = [SimpleNamespace() for _ in self.caches]
         for module, geometry, cache, backend in zip(
             self.modules, (exact, given), self.caches, (self.exact, self.flash), strict=True

@@ -22,6 +22,7 @@ class AttentionBackend(Protocol):
     """The attention of all layers on one device.
 
     Attributes:
+        geometry: what the cache keeps of each token for this backend.
         plan_free: the backend has `begin_decode`, so steps in which all rows decode can be captured as CUDA
             graphs.
         compilable: compilers see one operation in `attend`. They would look into other backends, and compile
@@ -29,6 +30,7 @@ class AttentionBackend(Protocol):
         modules: the attention modules, in the order of layers.
     """
 
+    geometry: Geometry
     plan_free: bool
     compilable: bool
     modules: list[Any]

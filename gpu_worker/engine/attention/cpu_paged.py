@@ -26,6 +26,7 @@ class CpuPagedBackend:
     compilable = False
 
     def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
+        self.geometry = geometry
         self.arguments = KernelArguments(library, geometry.block_size, geometry.dtype)
         self.modules: list[Any] = []
 

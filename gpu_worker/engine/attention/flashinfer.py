@@ -13,6 +13,7 @@ from typing import Any, Optional
 import flashinfer
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
+from torch.nn.functional import pad
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
     FlashInferStep,
@@ -20,7 +21,11 @@ from gpu_worker.engine.attention.flashinfer_inputs import (
     table_of,
     window_left,
 )
-from gpu_worker.engine.attention.flashinfer_support import add_ninja_to_path, plans_needed_because
+from gpu_worker.engine.attention.flashinfer_support import (
+    add_ninja_to_path,
+    plans_needed_because,
+    with_padded_heads,
+)
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.kv_write import write_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span
@@ -39,6 +44,9 @@ LOG2_E = 1.4426950408889634
 class FlashInferBackend:
     """Attention by FlashInfer. Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
 
+    Smaller heads than FlashInfer has kernels for are padded with zeros: these add nothing to scores, and the
+    same numbers of each output are cut off.
+
     Tensors, all float16 or bfloat16 but for the scores: query and output [tokens, heads, dim]; the cache,
     which may hold 8-bit floats, is a pair of K and V, each [blocks, kv_heads, block_size, dim]; sinks float32
     [heads].
@@ -53,6 +61,7 @@ class FlashInferBackend:
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         if device.type == "cuda":
             add_ninja_to_path()
+        self.geometry = geometry = with_padded_heads(geometry)
         self.block_size = geometry.block_size
         self.dtype = geometry.dtype
         self.kv_dtype = geometry.kv_dtype
@@ -155,8 +164,11 @@ class FlashInferBackend:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        dim = value.shape[3]
+        if dim < self.dim:  # here, where a compiler fuses it with what made these
+            query, key, value = (pad(tensor, (0, self.dim - dim)) for tensor in (query, key, value))
         output: torch.Tensor = attend(query, key, value, sinks, module.layer, self.number)
-        return output
+        return output[..., :dim]
 
     def run(self, module: Any, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """query [tokens, heads, dim] → the same shape"""

@@ -4,6 +4,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,10 @@ from gpu_worker.engine.attention.kv_cache import Geometry
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128, 256)
+PADDED_DIMS = (64, 128)
+"""What smaller heads are padded to. Larger ones are not padded to 256, which would make caches up to twice as
+large.
+"""
 PLAN_FREE_BLOCKS = (16, 32, 64, 128)
 PLAN_FREE_GENERATIONS = (9, 10, 12)
 """Major compute capabilities that XQA is compiled for."""
@@ -21,7 +26,7 @@ have 256 numbers.
 
 
 def unsupported_because(geometry: Geometry) -> str:
-    """Why FlashInfer has no attention for a model; empty where it has."""
+    """Why FlashInfer has no attention for a model, also with padded heads; empty where it has."""
     dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
     if geometry.dtype not in DTYPES:
         return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
@@ -29,9 +34,22 @@ def unsupported_because(geometry: Geometry) -> str:
         return "its kernels here have no ALiBi position biases"
     return (
         ""
-        if len(dims) == 1 and dims[0] in DIMS
+        if len(dims) == 1 and padded_dim(dims[0]) in DIMS
         else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
     )
+
+
+def with_padded_heads(geometry: Geometry) -> Geometry:
+    """What the cache keeps of a token for FlashInfer: heads of a size that it has kernels for."""
+    layers = [
+        replace(layer, key_dim=padded_dim(layer.key_dim), value_dim=padded_dim(layer.value_dim))
+        for layer in geometry.layers
+    ]
+    return replace(geometry, layers=layers)
+
+
+def padded_dim(dim: int) -> int:
+    return next(size for size in (*PADDED_DIMS, dim) if dim <= size)
 
 
 def plans_needed_because(geometry: Geometry, generation: int) -> str:

@@ -66,6 +66,7 @@ class SdpaBackend:
     compilable = False
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self.geometry = geometry
         self.block_size = geometry.block_size
         self.dtype = geometry.dtype
         self.device = device

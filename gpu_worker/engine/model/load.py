@@ -114,14 +114,14 @@ def assemble(
     """The model with its attention backend and rotary modules, still without a cache."""
     block_size = settings.block_size or BLOCK_SIZES[device.type]
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
-    geometry = Geometry(list(layers.values()), block_size, dtype, kv_dtype)
+    backend = choose_backend(Geometry(list(layers.values()), block_size, dtype, kv_dtype), device)
     return LoadedModel(
         directory=path,
         model=model,
         attentions=list(layers),
-        geometry=geometry,
+        geometry=backend.geometry,
         device=device,
-        backend=choose_backend(geometry, device),
+        backend=backend,
         ropes=rope.replace_ropes(model),
         context=int(model_config.context_length(path) * (settings.rope_factor or 1)),
         eos_ids=model_config.eos_ids(path),

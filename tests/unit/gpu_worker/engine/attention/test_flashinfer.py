@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +14,10 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCach
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row_slice import arrange
-from tests.support.engine import fake_flashinfer
+from gpu_worker.engine.engine import Engine
+from tests.support.engine import fake_flashinfer, tiny_models
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
+from tests.support.engine.tiny_models import FAMILIES
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
@@ -23,28 +27,36 @@ HOPPER = 9
 
 
 @pytest.mark.parametrize(
-    ("block_size", "generation", "kv_dtype"),
+    ("block_size", "generation", "kv_dtype", "dim"),
     [
-        (16, HOPPER, torch.float32),
-        (5, HOPPER, torch.float32),
-        (16, 8, torch.float32),
-        (16, HOPPER, torch.float8_e4m3fn),
-        (16, HOPPER, torch.float8_e5m2),
+        (16, HOPPER, torch.float32, 64),
+        (5, HOPPER, torch.float32, 64),
+        (16, 8, torch.float32, 64),
+        (16, HOPPER, torch.float8_e4m3fn, 64),
+        (16, HOPPER, torch.float8_e5m2, 64),
+        (16, HOPPER, torch.float32, 80),
+        (16, 8, torch.float32, 96),
+        (16, HOPPER, torch.float8_e4m3fn, 96),
     ],
     ids=str,
 )
-def test_outputs_equal_those_of_torch(block_size: int, generation: int, kv_dtype: torch.dtype) -> None:
-    """Against torch's, in all combinations; slots that nobody wrote are NaN."""
+def test_outputs_equal_those_of_torch(
+    block_size: int, generation: int, kv_dtype: torch.dtype, dim: int
+) -> None:
+    """Against torch's, in all combinations; slots that nobody wrote are NaN. Heads of 80 and 96 are
+    padded.
+    """
     for window, softcap, sinks in itertools.product((None, 20), (None, 5.0), (None, torch.randn(6))):
         group = 3 if window else 1
         torch.manual_seed(0)
         scales = (1.0, 1.0) if kv_dtype == torch.float32 else (0.7, 0.01)
-        layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64, *scales)
+        layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), dim, dim, *scales)
         geometry = Geometry([layer], block_size, torch.float32, kv_dtype)
         backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation)]
         plan_free = (block_size, generation, softcap) == (16, HOPPER, None) and kv_dtype != torch.float8_e5m2
         assert backends[1].plan_free == plan_free  # type: ignore[attr-defined]
-        caches = [KVCache(geometry, BLOCKS, CPU) for _ in backends]
+        caches = [KVCache(backend.geometry, BLOCKS, CPU) for backend in backends]  # type: ignore[attr-defined]
+        assert caches[1].keys[0].shape[3] == caches[1].values[0].shape[3] == (64 if dim == 64 else 128)
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         modules = [SimpleNamespace() for _ in caches]
         for module, cache, backend in zip(modules, caches, backends, strict=True):
@@ -55,8 +67,8 @@ def test_outputs_equal_those_of_torch(block_size: int, generation: int, kv_dtype
                 arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
             )
             tokens = line.ids.shape[1]
-            query = torch.randn(1, tokens, 2 * group, 64).transpose(1, 2)
-            key, value = torch.randn(1, 2, tokens, 64), torch.randn(1, tokens, 2, 64).transpose(1, 2)
+            query = torch.randn(1, tokens, 2 * group, dim).transpose(1, 2)
+            key, value = torch.randn(1, 2, tokens, dim), torch.randn(1, tokens, 2, dim).transpose(1, 2)
             outputs = []
             for backend, module in zip(backends, modules, strict=True):
                 backend.begin(line)  # type: ignore[attr-defined]
@@ -64,3 +76,14 @@ def test_outputs_equal_those_of_torch(block_size: int, generation: int, kv_dtype
                     backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])  # type: ignore[attr-defined]
                 )
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
+
+
+def test_padded_heads_take_room_in_the_cache(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    """Of 16 numbers each, padded to 64, in a cache of 8 MiB."""
+    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
+    engine = like_cuda(tmp_path)
+    cache, geometry = engine.loaded.cache, engine.loaded.geometry
+    assert {layer.key_dim for layer in geometry.layers} == {64}
+    held_bytes = sum(store.nbytes for store in cache.stores.values())
+    assert held_bytes == (engine.ready.num_blocks + 1) * geometry.block_bytes
+    assert 2**23 - geometry.block_bytes < held_bytes - geometry.block_bytes <= 2**23

@@ -33,7 +33,9 @@ HOPPER = 9
         ((256, 256), torch.float16, ""),
         ((128, 128), torch.float32, "not for torch.float32"),
         ((192, 128), torch.bfloat16, "these have 128, 192"),
-        ((80, 80), torch.float16, "these have 80"),
+        ((80, 80), torch.float16, ""),
+        ((96, 96), torch.bfloat16, ""),
+        ((160, 160), torch.bfloat16, "these have 160"),
     ],
 )
 def test_unsupported_models_use_torch(
