@@ -12,8 +12,15 @@ from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING
 from gpu_worker.engine.quantization.checkpoint import file_slices
 
-KEY_SCALES = ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale", "kv_scale")
-VALUE_SCALES = ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale", "kv_scale")
+KEY_SCALES = (
+    "k_scale",
+    "k_proj.k_scale",
+    "qkv_proj.k_scale",
+    "attn.k_scale",
+    "k_proj.output_scale",
+    "kv_scale",
+)
+VALUE_SCALES = tuple(name.replace("k_", "v_") for name in KEY_SCALES)
 """Names behind that of an attention module: of compressed-tensors, ModelOpt, vLLM, and of older versions."""
 
 

@@ -78,7 +78,7 @@ IGNORED = (
     "q_zero_point",
     "weight_format",
 )
-"""Tensors about activations and the KV cache, which are not quantised."""
+"""Tensors about activations, which are not quantised so, and the KV cache (model/kv_scales.py)."""
 COMPRESSED = {
     "dense",
     "float-quantized",
