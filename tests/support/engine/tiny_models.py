@@ -210,6 +210,14 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | UNTIED,
     ),
+    "Qwen2-VL": (
+        "Qwen2VL",
+        {
+            "text_config": LLAMA | rope("default", mrope_section=[2, 3, 3]),
+            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+        }
+        | UNTIED,
+    ),
     "Qwen2.5-VL": (
         "Qwen2_5_VL",
         {"text_config": LLAMA | rope("default", mrope_section=[2, 3, 3]), "vision_config": QWEN_EYES}
