@@ -24,8 +24,8 @@ ANSWER_S = 1.0
 
 @dataclass(slots=True)
 class WaitingProcess:
-    """A process that imports, or has imported, and the socket to it. `taken`: it has its place in the fleet,
-    or has to make way for one that has.
+    """A process that imports, or has imported, and the socket to it. `taken`: it has been asked to take its
+    place in the fleet.
     """
 
     process: Process
@@ -55,14 +55,24 @@ class WaitingProcess:
         except OSError:
             return False
 
-    async def accepts(self, variables: Mapping[str, str]) -> bool:
-        """Give the process its place in the fleet. Returns False when it does not take it in time."""
-        try:
+    async def takes(self, variables: Mapping[str, str]) -> bool:
+        """Give the process its place in the fleet, which one that still imports takes later. Returns False
+        when one that is ready does not take it in time.
+        """
+        self.taken.set()
+        self.writer.write(encode_variables(variables))
+        if not self.is_ready:
+            return True
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                self.writer.write(encode_variables(variables))
-                return await self.says(ACCEPTED)
-        except (TimeoutError, OSError):
-            return False
+                return await self.accepts()
+        return False
+
+    async def accepts(self) -> bool:
+        """Wait until it has its place, and hears no more from us. Returns False when it ends instead."""
+        accepted = await self.says(ACCEPTED)
+        self.writer.close()
+        return accepted
 
     async def until_taken_or_ended(self) -> None:
         waits = [asyncio.create_task(self.taken.wait()), asyncio.create_task(self.process.wait())]
@@ -137,7 +147,9 @@ class PreloadedProcess:
             log.warning("no %s is preloaded: %s", self.kind, error)
             return False
         waiting.is_ready = await waiting.says(READY)
-        if waiting.is_ready:
+        if waiting.taken.is_set():  # while it imported
+            await waiting.accepts()
+        elif waiting.is_ready:
             log.info("a preloaded %s waits (%s), process %d", self.kind, *flags[-1:], waiting.process.pid)
             await waiting.until_taken_or_ended()
         if waiting.taken.is_set():
@@ -149,15 +161,12 @@ class PreloadedProcess:
 
     async def become(self, variables: Mapping[str, str]) -> Process | None:
         """The waiting process, which has its place with these variables from here on; None where none waits
-        or takes them. A process that still imports is ended, so that it takes nothing from the one that
-        starts.
+        or takes them. One that still imports is used, too: it is further than one that starts.
         """
         waiting, self.waiting = self.waiting, None
         if waiting is None:
             return None
-        waiting.taken.set()
-        if waiting.is_ready and await waiting.accepts(variables):
-            waiting.writer.close()
+        if await waiting.takes(variables):
             log.info("a preloaded %s takes the place, process %d", self.kind, waiting.process.pid)
             return waiting.process
         await waiting.end()

@@ -99,16 +99,30 @@ async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: 
         assert await shop.start() == [str(second), "preloaded", shop.worker.incarnation]
 
 
-async def test_one_that_still_imports_makes_way_for_the_worker(tmp_path: Path) -> None:
+async def test_one_that_still_imports_is_used_too_and_another_follows(tmp_path: Path) -> None:
+    """It is further than a worker that starts."""
     async with workshop(tmp_path, FLAG) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)
         assert shop.preloaded.waiting is not None
-        process = shop.preloaded.waiting.process
-        assert (await shop.start())[1] == "alone"
-        assert process.returncode == -signal.SIGKILL
+        pid = shop.preloaded.waiting.process.pid
+        starting = asyncio.create_task(shop.start())
+        await wait_until(lambda: shop.worker.pid)
+        assert shop.preloaded.waiting is None
         shop.imports.unlink()
-        assert await shop.ready() != process.pid
+        assert await starting == [str(pid), "preloaded", shop.worker.incarnation]
+        assert await shop.ready() != pid
+
+
+async def test_one_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp_path: Path) -> None:
+    async with workshop(tmp_path, FLAG) as shop:
+        shop.imports.touch()
+        await wait_until(lambda: shop.preloaded.waiting)
+        running = asyncio.create_task(shop.worker.run_once())
+        os.kill(await wait_until(lambda: shop.worker.pid) or 0, signal.SIGKILL)
+        assert (await running)[0] == -signal.SIGKILL
+        shop.imports.unlink()
+        assert await shop.ready()
 
 
 async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(tmp_path: Path) -> None:
