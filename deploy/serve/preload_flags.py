@@ -13,10 +13,10 @@ GATEWAY_BYTES = 128 * 2**20
 def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     """How a worker is preloaded: with its model, where that is on CPU and of one rank and leaves memory, or
     without; not at all where even that does not, unless PRELOAD_WORKER demands it. `worker_bytes`: what a
-    worker takes that has loaded the model.
+    worker takes that has loaded the model; 0 where nobody knows, as on macOS.
     """
     num_ranks = settings.num_shard or 1
-    may_load = num_ranks == 1 and not checks.caches_on_gpu(settings)
+    may_load = num_ranks == 1 and not checks.caches_on_gpu(settings) and worker_bytes > 0
     if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
         return [FLAG, LOAD_FLAG]
     return [FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []

@@ -35,6 +35,12 @@ def test_a_worker_is_preloaded_with_its_model_or_without(
     assert worker_flags(Settings(**SETTINGS | settings), WORKER_BYTES) == flags
 
 
+def test_a_model_of_unknown_size_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc nobody knows what a worker takes: a second model might fill the memory."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**40)
+    assert worker_flags(Settings(**SETTINGS), 0) == [FLAG]
+
+
 @pytest.mark.parametrize(
     ("spare_bytes", "wanted", "flags"),
     [
