@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
+ENDS_FIRST = 1000
+"""Memory score of whom the kernel ends before all others when memory runs out."""
 
 
 def family(pid: int | None) -> Iterator[int]:
@@ -26,3 +28,17 @@ def resident_bytes(pid: int) -> int:
         pages = (PROC / str(pid) / "statm").read_bytes().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def memory_score() -> int:
+    """Our own `oom_score_adj`, which those that we start have, too."""
+    with contextlib.suppress(OSError):
+        return int((PROC / "self" / "oom_score_adj").read_text())
+    return 0
+
+
+def score_memory(pid: int, score: int) -> None:
+    """Give a process and all that it has started, or will start, a memory score; on Linux."""
+    for member in family(pid):
+        with contextlib.suppress(OSError):
+            (PROC / str(member) / "oom_score_adj").write_text(str(score))

@@ -1,5 +1,6 @@
 """Preloaded process: has done what a worker or a gateway does before it knows its name, and waits to become
-the next one that starts. It serves nobody before, and is no process of the fleet.
+the next one that starts. It serves nobody before, and is no process of the fleet: when memory runs out, it is
+the first that the kernel ends.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.process.preload import ACCEPTED, READY, encode_variables
+from deploy.serve.family import ENDS_FIRST, memory_score, score_memory
 from deploy.serve.spawn import OpenChannel, spawn
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class WaitingProcess:
             except OSError:
                 ours.close()
                 raise
+        score_memory(process.pid, ENDS_FIRST)
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     async def says(self, words: bytes) -> bool:
@@ -60,6 +63,7 @@ class WaitingProcess:
         when one that is ready does not take it in time.
         """
         self.taken.set()
+        score_memory(self.process.pid, memory_score())
         self.writer.write(encode_variables(variables))
         if not self.is_ready:
             return True

@@ -13,6 +13,7 @@ import pytest
 
 from common.process.preload import FLAG
 from deploy.serve import preloaded_process
+from deploy.serve.family import ENDS_FIRST, memory_score
 from deploy.serve.preloaded_process import PreloadedProcess
 from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
@@ -97,6 +98,18 @@ async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: 
         second = await shop.ready()
         assert second != first
         assert await shop.start() == [str(second), "preloaded", shop.worker.incarnation]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such scores")
+async def test_it_ends_first_where_memory_runs_out_until_it_is_the_worker(tmp_path: Path) -> None:
+    async with workshop(tmp_path, FLAG) as shop:
+        score = Path(f"/proc/{await shop.ready()}/oom_score_adj")
+        assert int(score.read_text()) == ENDS_FIRST
+        running = asyncio.create_task(shop.worker.run_once())
+        await wait_until(lambda: shop.worker.pid)
+        assert int(score.read_text()) == memory_score()
+        shop.worker.kill()
+        await running
 
 
 async def test_one_that_still_imports_is_used_too_and_another_follows(tmp_path: Path) -> None:
