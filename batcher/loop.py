@@ -107,13 +107,13 @@ class Batcher:
         await self.run_pending()
         await self.timeline.write()
         if self.housekeeping.left_ms <= 0:
-            control_id = self.inbox.done_id(self.keys.control)
-            for incarnation in await self.housekeeping.run(self.undecodable, control_id):
-                self.pending.add(partial(self.seal, incarnation, "no heartbeat"))
+            dead = await self.housekeeping.run(self.undecodable, self.inbox.done_id(self.keys.control))
+            self.pending.add(*(partial(self.seal, incarnation, "no heartbeat") for incarnation in dead))
+        has_work = bool(self.pending or self.recovery.actions)  # what an action resumes is to be placed
         await self.recovery.run_next()
         is_idle = not (self.scheduler.sequences or self.timeline.unwritten)
         wait_ms = self.housekeeping.left_ms if is_idle else READ_WAIT_MS
-        await self.inbox.fill(1 if self.recovery.actions else wait_ms)
+        await self.inbox.fill(1 if has_work else wait_ms)
         for entry in self.inbox.take(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())

@@ -1,5 +1,6 @@
 """The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -202,3 +203,28 @@ async def test_a_jump_of_the_broker_s_clock_pauses_failure_detection(batcher: Ba
     assert batcher.detector.active
     batcher.detector.check_clock_jump(1_010_000)
     assert not batcher.detector.active
+
+
+async def test_a_turn_with_something_to_do_waits_for_no_entry(
+    batcher: Batcher, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the seal of a worker found dead, nor what a recovery has resumed."""
+    await batcher.start_epoch()
+    await admit(redis, make_request("r1"))
+    await turns(batcher)
+    monkeypatch.setattr(loop, "READ_WAIT_MS", 60_000)
+    dead = [["w1"]]
+
+    async def run(*_: object) -> list[str]:
+        return dead.pop() if dead else []
+
+    async def resume() -> None:
+        pass
+
+    async with asyncio.timeout(30):
+        monkeypatch.setattr(batcher.housekeeping, "run", run)
+        await batcher.turn()
+        assert len(batcher.pending) == 1
+        batcher.recovery.actions.append(resume)
+        while batcher.recovery.actions:
+            await batcher.turn()
