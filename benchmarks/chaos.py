@@ -125,7 +125,8 @@ async def strike_often(plan: Plan, crowd: Crowd, attack: Attack, running: asynci
         if any(hit.kind == "gateway" for hit in strike.hits):
             crowd.gateway_hit_s = math.inf  # one that is killed takes connections until it is gone
             await attack.gone(victims)
-            crowd.gateway_hit_s = time.monotonic()
+            # one that is stopped takes them until it goes on, or is ended for that
+            crowd.gateway_hit_s = time.monotonic() + max(hit.stop_s for hit in strike.hits)
         log(f"{attack.hits.total():4} {strike}")
 
 

@@ -47,7 +47,7 @@ class Crowd:
 
     Attributes:
         expected: the undisturbed answer to each case, by its name.
-        gateway_hit_s: when a gateway was killed last.
+        gateway_hit_s: when a gateway was killed last, or had been stopped for as long as it was to be.
     """
 
     def __init__(self, reader: Reader, cases: list[Case], seed: int, tally: Tally) -> None:
