@@ -61,13 +61,24 @@ class Terminal:
         os.write(self.screen, text.encode())
 
 
+def heed_ctrl_c() -> None:
+    """A program in a terminal does; one that a script starts in the background inherits that it does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def terminal(server: Server, *flags: str) -> Iterator[Terminal]:
     screen, theirs = pty.openpty()
     os.set_blocking(screen, False)
     command = [*COMMAND, "--url", server.url, *flags]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRON, start_new_session=True
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=ENVIRON,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
     os.close(theirs)
     try:
