@@ -17,6 +17,8 @@ from common.process import cpu
 from deploy.serve.embedded_broker import Broker
 from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers
+from tests.support.fleet.fleet import Fleet
+from tests.support.forks import client as forks
 
 os.environ.setdefault(*SPIN_COUNT)  # before anything imports torch
 # hundreds of processes import the same modules: they are compiled once, whatever the environment says
@@ -30,6 +32,7 @@ deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER::WORKERS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """
+Fleet.start_process = forks.ForkedProcess
 FLEETS = ("clients", "fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet")
 LONG = ("unit/gpu_worker", "integration", "repo")
 
@@ -68,6 +71,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def shared_broker() -> Iterator[Broker]:
+    forks.server()
     with brokers.running() as broker:
         yield broker
 

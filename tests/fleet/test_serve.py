@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,12 @@ from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
 PROMPT = "The sky is blue because"
+
+
+@pytest.fixture(autouse=True)
+def by_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is forked here: the processes start as a person's do."""
+    monkeypatch.setattr(Fleet, "start_process", subprocess.Popen)
 
 
 def test_processes_have_names_restart_and_drain() -> None:

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import modeless_worker
+from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until
 
 NUM_STREAMS, NUM_TOKENS = 6, 60
@@ -29,7 +30,7 @@ def gateway(url: str, port: int, **settings: str) -> Iterator[subprocess.Popen[b
         "HEARTBEAT_S": "0.1",
         **settings,
     }
-    process = subprocess.Popen([sys.executable, "-P", "-m", "api"], env=os.environ | variables)
+    process = ForkedProcess([sys.executable, "-P", "-m", "api"], env=os.environ | variables)
     try:
         yield process
     finally:

@@ -15,6 +15,7 @@ from common.broker.keys import Keys, admission_keys
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.forks.client import ForkedProcess
 from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
@@ -32,7 +33,7 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
         "WORKER_TTL_S": "1",
         **settings,
     }
-    process = subprocess.Popen([sys.executable, "-P", "-m", "batcher"], env=environ)
+    process = ForkedProcess([sys.executable, "-P", "-m", "batcher"], env=environ)
     try:
         yield process
     finally:

@@ -33,9 +33,11 @@ class Fleet:
         redis_url: of the broker, embedded or as given.
         launcher: the process of `tokenfleet serve`.
         command: what runs it, as words after `python -P -m`.
+        start_process: starts it; in tests, a fork server does (tests/conftest.py).
     """
 
     command: tuple[str, ...] = ("deploy.cli", "serve")
+    start_process: type[subprocess.Popen[Any]] = subprocess.Popen
 
     def __init__(self, **settings: Any) -> None:
         own = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0}
@@ -50,7 +52,7 @@ class Fleet:
         command = [sys.executable, "-P", "-m", *self.command]
         environ = os.environ | variables | {"PARENT_PID": str(os.getpid())}
         with (self.directory / "stdout").open("w") as out, (self.directory / "stderr").open("w") as error:
-            self.launcher = subprocess.Popen(
+            self.launcher = self.start_process(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=error
             )
         self.known = {self.launcher.pid: psutil.Process(self.launcher.pid)}

@@ -1,0 +1,60 @@
+"""What a fork server starts is the process that the interpreter would start."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.batchers import batcher
+from tests.support.fleet.fleet import is_alive
+from tests.support.forks.client import ForkedProcess, can_fork, create_subprocess_exec
+from tests.support.waiting import wait_until_sync
+
+BATCHER = [sys.executable, "-P", "-m", "batcher"]
+
+
+def test_it_is_our_child_with_a_title_and_our_signals(broker: Broker) -> None:
+    assert can_fork(BATCHER, os.environ)
+    with batcher(broker.url, "b7") as process:
+        child = psutil.Process(process.pid)
+        assert child.ppid() == os.getpid()
+        wait_until_sync(lambda: " ".join(child.cmdline()).strip() == "tokenfleet batcher b7")
+        process.send_signal(signal.SIGSTOP)
+        wait_until_sync(lambda: child.status() == psutil.STATUS_STOPPED)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_it_has_the_variables_files_session_and_exit_code_that_it_was_given(tmp_path: Path) -> None:
+    environ = os.environ | {"PROCESS_NAME": "b8", "MAX_BATCH_SIZE": "0"}
+    forked = ForkedProcess(BATCHER, env=environ, stderr=subprocess.PIPE, start_new_session=True, cwd=tmp_path)
+    assert os.getsid(forked.pid) == forked.pid
+    started = subprocess.run(BATCHER, env=environ, capture_output=True)
+    assert forked.communicate() == (None, started.stderr) and b"MAX_BATCH_SIZE" in started.stderr
+    assert forked.returncode == started.returncode == os.EX_CONFIG
+
+
+def test_it_dies_with_who_asked_for_it(broker: Broker) -> None:
+    """As do the fork servers of those that have died."""
+    code = "import os, time; from tests.support.fleet.batchers import batcher\n"
+    code += f"with batcher({broker.url!r}) as process: print(process.pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    family = psutil.Process(parent.pid).children(recursive=True)
+    assert len(family) == 2
+    parent.kill()
+    parent.communicate()
+    wait_until_sync(lambda: not any(map(is_alive, family)))
+
+
+@pytest.mark.parametrize("words", [["-c", "pass"], ["-m", "json.tool", "--help"]])
+async def test_the_interpreter_starts_what_is_no_process_of_the_fleet(words: list[str]) -> None:
+    process = await create_subprocess_exec(sys.executable, *words, stdout=subprocess.DEVNULL)
+    assert await process.wait() == 0
+    assert not hasattr(process, "process")
