@@ -62,8 +62,11 @@ def serve(sock: socket.socket) -> NoReturn:
         import_all(IMPORTS.get(start.module, ()))
         gc.freeze()
         if (between := os.fork()) == 0:
+            middle = os.getpid()
             if os.fork():
                 os._exit(0)  # the copy has another parent then
+            while os.getppid() == middle:
+                time.sleep(0.001)
             become(start, sock, files)
         os.waitpid(between, 0)
         for file in files:
@@ -72,8 +75,8 @@ def serve(sock: socket.socket) -> NoReturn:
 
 def become(start: Start, sock: socket.socket, files: Sequence[int]) -> NoReturn:
     """Make this copy of the server what the process would be that the interpreter starts, and run it."""
-    while os.getppid() != start.parent:
-        time.sleep(0.001)
+    if os.getppid() != start.parent:
+        os._exit(1)  # who asked has ended
     if start.new_session:
         os.setsid()
     os.chdir(start.directory)
