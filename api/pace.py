@@ -14,8 +14,8 @@ MAX_S = 0.001
 class Pace:
     """Pace of one loop: a slice ends after MAX_UNITS units of work or MAX_S seconds.
 
-    A unit is a stream that got something: its reader then has about as much to do. So both the slice and what
-    it causes are short.
+    A unit is a stream that got something: its frame is written in the same call, or by a task that has about
+    as much to do. So both the slice and what it causes are short.
     """
 
     def __init__(self) -> None:

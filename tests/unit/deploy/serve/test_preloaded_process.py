@@ -19,19 +19,13 @@ from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
 
 FAKE = """
-import os, socket, sys, time
+import os, sys, time
 from pathlib import Path
-from common.process.preload import ACCEPTED, READY, decode_variables
+from common.process.preload import wait_for_place
 if "--preload" in sys.argv:
-    launcher = socket.socket(fileno=0)
     while Path(os.environ["IMPORTS"]).exists():
         time.sleep(0.01)
-    launcher.sendall(READY)
-    line = launcher.makefile("rb").readline()
-    if not line:
-        sys.exit(0)
-    os.environ.update(decode_variables(line))
-    launcher.sendall(ACCEPTED)
+    wait_for_place()
     told = "preloaded"
 else:
     told = "alone"
