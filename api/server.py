@@ -18,8 +18,8 @@ from api.heir.keeper_channel import inherited_channel
 from api.http.draining import Draining, DrainingServer
 from api.http.protocol import HttpProtocol, InheritedConnection
 from api.inference.sampling import load_sampling_defaults
-from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
+from api.tokenizer import ModelTokenizer
 from common import model_files
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import logs, parent_death

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from api.offload import offload
+from api.event_loop.offload import offload
 from api.templates.chat_template import ChatTemplate
 from common import model_config
 

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from api.chat.tools import ToolChoice
-from api.inference.tokenizer import ModelTokenizer
 from api.structured_output.grammar import CompiledGrammar, Grammar, compile_grammar
+from api.tokenizer import ModelTokenizer
 from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
 from api.tool_calls.formats.table import CALL_FORMATS
 from api.tool_calls.reasoning import REASONING_FORMATS

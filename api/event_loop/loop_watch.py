@@ -1,7 +1,7 @@
 """Loop watch: measures for how long a gateway's event loop is held.
 
-While one task works, all streams wait. So long work goes in slices (`api/pace.py`) or in a thread
-(`api/offload.py`), and this metric shows where neither was done.
+While one task works, all streams wait. So long work goes in slices (`api/event_loop/pace.py`) or in a thread
+(`api/event_loop/offload.py`), and this metric shows where neither was done.
 """
 
 import asyncio

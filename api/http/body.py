@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid
-from api.offload import offload
+from api.event_loop.offload import offload
 
 Schema = TypeVar("Schema", bound=BaseModel)
 MAX_PROBLEMS = 5

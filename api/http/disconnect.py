@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, Request
 
 from api.errors import failed
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 
 
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:

@@ -1,6 +1,6 @@
 """Headers of a response: TGI's counts and times, which accounting proxies read."""
 
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 from common.settings.settings import Settings
 
 

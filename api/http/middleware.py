@@ -6,9 +6,9 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.event_loop.pace import Turns
 from api.http.request_id import HEADER, client_request_id
 from api.inference.metrics import count_arrival
-from api.pace import Turns
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)

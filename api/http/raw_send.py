@@ -11,9 +11,9 @@ from typing import Any
 from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.feed import MAX_ITEMS, Feed
 from api.heir.answer_socket import CYCLE, socket_of
 from api.heir.rest_of_answer import COMMENT
+from api.streams.feed import MAX_ITEMS, Feed
 
 STATE_KEY = "raw_send"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import Scope
 
 from api.heir.answer_socket import is_handed_over
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 
 Release = Callable[[Stream, int, float], None]
 """(stream, number of its reader, seconds for which it is kept): `Admission.release`."""

@@ -13,12 +13,12 @@ from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
 from api.answer import keep_requests
-from api.feed import Feed, MappedFeed
 from api.heir.answer_socket import flush_socket, socket_of
 from api.http.raw_send import RawEventSourceResponse
 from api.http.release import Release, release_all
 from api.http.unread import UNREAD, Unread
-from api.inference.stream import Stream
+from api.streams.feed import Feed, MappedFeed
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 KEEP_ALIVE_S = 15

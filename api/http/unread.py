@@ -14,8 +14,8 @@ import sys
 import time
 from typing import Any
 
-from api.inference.stream import Stream
-from api.pace import Pace
+from api.event_loop.pace import Pace
+from api.streams.stream import Stream
 from common.metrics import catalogue
 from common.settings.settings import Settings
 

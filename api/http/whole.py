@@ -7,11 +7,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answer import keep_requests
+from api.event_loop.offload import offload
 from api.heir.answer_socket import flush_socket, socket_of
 from api.http.disconnect import wait_until_finished
 from api.http.release import Release, release_all
-from api.inference.stream import Stream
-from api.offload import offload
+from api.streams.stream import Stream
 
 Whole = tuple[bytes, dict[str, str]]
 """A body, and the headers that are known with it."""

@@ -14,12 +14,12 @@ from api.answer import address, keep_as_asked
 from api.errors import ApiError, unavailable
 from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
-from api.inference.capacity import WorkerMonitor
-from api.inference.relay import Relay
-from api.inference.stream import Stream
-from api.inference.tokenizer import ModelTokenizer
+from api.inference.worker_monitor import WorkerMonitor
 from api.retry import Policy, attempt, fail_fast, retry_forever
 from api.service.admit import AdmitCall, refusal
+from api.streams.relay import Relay
+from api.streams.stream import Stream
+from api.tokenizer import ModelTokenizer
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer

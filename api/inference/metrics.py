@@ -6,8 +6,8 @@ import logging
 import time
 from contextvars import ContextVar
 
-from api.inference.stream import Stream
 from api.inference.validate import Limits
+from api.streams.stream import Stream
 from common.metrics import catalogue
 from common.process.logs import for_request
 

@@ -5,12 +5,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from api.background import background_task
+from api.event_loop.background import background_task
 from api.inference.admission import Admission
 from api.inference.batcher_monitor import BatcherMonitor
-from api.inference.capacity import WorkerMonitor
-from api.inference.relay import Relay
-from api.inference.tokenizer import ModelTokenizer
+from api.inference.worker_monitor import WorkerMonitor
+from api.streams.relay import Relay
+from api.tokenizer import ModelTokenizer
 from api.tool_calls import detect
 from api.tool_calls.formats.table import ALIASES, CALL_FORMATS, CallFormat, call_format
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat

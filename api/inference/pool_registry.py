@@ -10,7 +10,7 @@ from pathlib import Path
 from api.errors import asking_broker, model_not_found, unavailable
 from api.inference.pool import Pool
 from api.inference.sampling import load_sampling_defaults
-from api.inference.tokenizer import ModelTokenizer
+from api.tokenizer import ModelTokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
 from common.messages.codec import WireError, decode

@@ -9,7 +9,7 @@ from typing import Any
 
 from api.inference.params import GenerationParams
 from api.inference.ranges import RANGES
-from api.inference.tokenizer import ModelTokenizer
+from api.tokenizer import ModelTokenizer
 from common.messages.request import SamplingParams
 from common.model_config import read_json
 from common.settings.settings import SettingError, Settings

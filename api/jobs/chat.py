@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 from api.answer import describe_answer
 from api.errors import invalid
+from api.event_loop.offload import offload
 from api.http.body import parse_body
 from api.inference.pool import Pool
-from api.inference.stream import Stream
 from api.inference.validate import validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.json import to_json
-from api.offload import offload
 from api.openai.accept import fill_defaults
 from api.openai.chat_params import read_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import ChunkFeed
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, ResumeTerms
 from common.messages.request import Generate
 

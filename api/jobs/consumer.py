@@ -13,6 +13,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from api.errors import ApiError, conflict, internal_error, openai, overloaded, tgi
+from api.event_loop.offload import offload
 from api.inference import metrics
 from api.inference.pool import Pool
 from api.jobs import chat, generate
@@ -20,7 +21,6 @@ from api.jobs.job import NAME, Job, read_job
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.json import to_json
-from api.offload import offload
 from api.retry import repeat_forever
 from common.broker.client import script
 from common.broker.keys import RESULT_TTL_MS

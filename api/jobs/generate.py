@@ -5,14 +5,14 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from api.event_loop.offload import offload
 from api.http.body import parse_body
 from api.inference.pool import Pool
-from api.inference.stream import Stream
 from api.inference.validate import validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.json import to_json
-from api.offload import offload
+from api.streams.stream import Stream
 from api.tgi import best_of, render
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.request import Generate

@@ -18,17 +18,17 @@ from api.errors import (
     overloaded,
     unavailable,
 )
+from api.event_loop.offload import offload
 from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.pool import Pool
 from api.inference.pool_registry import names_own
-from api.inference.stream import Stream
 from api.jobs.deadline import left_ms, waiting_turn
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
 from api.json import to_json
-from api.offload import offload
 from api.retry import PAUSE_S, attempt
+from api.streams.stream import Stream
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from api.inference.stream import Stream
 from api.logprobs.tokens import bytes_of, finite, token_name
+from api.streams.stream import Stream
 
 
 def chat_logprobs(stream: Stream, tokens: Iterable[int], by_id: bool = False) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.inference.stream import Stream
 from api.logprobs.tokens import finite, token_name
+from api.streams.stream import Stream
 from common.messages.records import TopTokens
 
 LogprobLists = dict[str, list[Any]]

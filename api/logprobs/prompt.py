@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from api.inference.stream import Stream
 from api.logprobs.tokens import finite, token_name
+from api.streams.stream import Stream
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 

@@ -1,7 +1,7 @@
 """Tokens as OpenAI's log-probabilities name them, and numbers that JSON can carry."""
 
-from api.inference.stream import Stream
 from api.inference.token_bytes import token_bytes
+from api.streams.stream import Stream
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for an impossible token, because JSON has no minus infinity."""

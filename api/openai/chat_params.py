@@ -10,9 +10,9 @@ from api.chat.messages import join_parts, template_messages
 from api.chat.prompt import Chat, reasoning_variables, render_prompt
 from api.chat.tools import ToolChoice, read_functions, read_tools
 from api.errors import invalid
+from api.event_loop.offload import offload
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
-from api.offload import offload
 from api.openai.params import from_chat
 from api.openai.request_schemas import ChatRequest
 from api.structured_output.grammar import Grammar

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api.chat.answer import marks_of
-from api.inference.stream import Stream
 from api.openai.stop_holdback import StopHoldback
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}

@@ -1,9 +1,9 @@
 """The prompt in the response to a completion with `echo`."""
 
 from api.inference.params import GenerationParams
-from api.inference.stream import Stream
-from api.inference.tokenizer import ModelTokenizer
 from api.openai.request_schemas import CompletionRequest
+from api.streams.stream import Stream
+from api.tokenizer import ModelTokenizer
 from common.detokenize import Detokenizer
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from api.inference.stream import Stream
 from api.json import to_json
 from api.logprobs.prompt import prompt_logprobs
 from api.openai.choice import Choice, TextPiece, new_choices
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 NO_FIELDS: Mapping[str, Any] = {}

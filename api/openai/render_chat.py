@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
-from api.inference.stream import Stream
 from api.logprobs.chat import chat_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.render import ResponseRenderer, join_text
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.inference.stream import Stream
 from api.logprobs.completion import LogprobLists, completion_logprobs, join_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
 from api.openai.render import ResponseRenderer, join_text
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 

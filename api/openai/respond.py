@@ -14,13 +14,13 @@ from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream, number_frames
 from api.http.whole import Whole, respond_with_whole
 from api.inference.pool import Pool
-from api.inference.stream import Stream
 from api.openai.render import ResponseRenderer
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
 from api.openai.shared_fields import OpenAIRequest
 from api.openai.stream import stream_bodies
 from api.service.headers import on_terms
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 

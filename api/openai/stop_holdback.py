@@ -4,7 +4,7 @@ of a stop string is held back until that is known.
 
 from collections.abc import Collection, Sequence
 
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 
 
 class StopHoldback:

@@ -3,11 +3,11 @@
 from functools import partial
 
 from api.errors import failed, openai
-from api.feed import MAX_ITEMS, Change, Feed, MappedFeed
+from api.event_loop.offload import offload
 from api.json import to_json
-from api.offload import offload
 from api.openai.choice import Choice
 from api.openai.render import ResponseRenderer
+from api.streams.feed import MAX_ITEMS, Change, Feed, MappedFeed
 
 NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""

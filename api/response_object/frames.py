@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from api.feed import MAX_ITEMS, Feed
-from api.inference.stream import Stream
 from api.json import to_json
 from api.response_object.items import Event
 from api.response_object.response import ResponsesRenderer
+from api.streams.feed import MAX_ITEMS, Feed
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 

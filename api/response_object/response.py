@@ -7,10 +7,10 @@ import orjson
 
 from api.chat.answer import AnswerReader
 from api.errors import failed
-from api.inference.stream import Stream
 from api.logprobs.chat import chat_logprobs
 from api.openai.choice import TextPiece, new_choices
 from api.response_object.items import CallItem, Event, Item, Logprobs, MessageItem, OutputItem, ReasoningItem
+from api.streams.stream import Stream
 from api.tool_calls.reading.deltas import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from common.messages.answer import HttpAnswer
 

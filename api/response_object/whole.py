@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from api.http.headers import time_headers
 from api.http.whole import Whole
-from api.inference.stream import Stream
 from api.json import to_json
 from api.response_object.response import ResponsesRenderer
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 

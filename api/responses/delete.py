@@ -5,8 +5,8 @@ import time
 
 from api.errors import asking_broker, unavailable
 from api.inference.pool import Pool
-from api.inference.stream import Stream
 from api.responses.stored import StoredResponse, read_response
+from api.streams.stream import Stream
 from common.broker.client import script
 from common.messages.codec import encode
 from common.messages.request import Cancel

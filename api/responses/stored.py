@@ -8,13 +8,13 @@ import orjson
 from starlette.requests import Request
 
 from api.errors import ApiError
+from api.event_loop.offload import offload
 from api.inference.pool import Pool
-from api.inference.stream import Stream
-from api.offload import offload
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
 from api.resume import attach
 from api.resume.admitted import find_own
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")

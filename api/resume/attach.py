@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from api.answer import address, keep_as_asked
 from api.errors import ApiError, asking_broker, failed, invalid
-from api.feed import MAX_ITEMS, Feed, FeedBehind
-from api.inference.fill import Filler
-from api.inference.offers import supersede
 from api.inference.pool import Pool
-from api.inference.sources import Sources
-from api.inference.stream import Stream
 from api.resume.frames import begins_at_once, render_frames
+from api.streams.feed import MAX_ITEMS, Feed, FeedBehind
+from api.streams.fill import Filler
+from api.streams.offers import supersede
+from api.streams.sources import Sources
+from api.streams.stream import Stream
 from common.broker.client import script
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode

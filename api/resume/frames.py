@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from api.errors import family_of, openai
-from api.feed import Feed
 from api.http.sse import number_frames
 from api.http.whole import Whole
-from api.inference.stream import Stream
 from api.openai import respond
 from api.openai.stream import stream_bodies as openai_bodies
 from api.response_object.frames import ResponseFrames
 from api.response_object.whole import render_whole as render_response
+from api.streams.feed import Feed
+from api.streams.stream import Stream
 from api.tgi import best_of, vertex
 from api.tgi.render import StreamBodies
 from common.messages.answer import HttpAnswer

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, asking_broker
-from api.feed import FeedBehind
 from api.heir.answer_socket import CYCLE
 from api.heir.heir import INHERITED
 from api.http.error_handlers import error_response
@@ -20,11 +19,12 @@ from api.http.sse import TokenStream
 from api.http.whole import respond_with_whole
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
-from api.inference.stream import Stream
 from api.resume import attach
 from api.resume.admitted import find
 from api.resume.frames import render_frames, render_whole
 from api.retry import PAUSE_S, attempt
+from api.streams.feed import FeedBehind
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode
 from common.messages.kept_answer import KeptAnswer, KeptRequests

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from redis.asyncio import Redis
 
-from api.inference.offers import Offers
-from api.inference.sources import Sources
-from api.inference.stream import Stream
-from api.pace import Pace
+from api.event_loop.pace import Pace
+from api.streams.offers import Offers
+from api.streams.sources import Sources
+from api.streams.stream import Stream
 from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed, read_tails
 from common.broker.keys import Keys

@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id, script
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.messages import finish_reasons

@@ -2,7 +2,7 @@
 
 Messages may be lost, one by one or with the connection. That shows in a stream (an index beyond its tokens),
 in a source (a skipped sequence number) or in silence; then what is committed is read of the streams that it
-may concern (`api/inference/fill.py`).
+may concern (`api/streams/fill.py`).
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.inference.fill import Filler
-from api.inference.offers import time_out
-from api.inference.sources import Sources
-from api.inference.stream import Stream
-from api.pace import Pace
+from api.event_loop.pace import Pace
+from api.streams.fill import Filler
+from api.streams.offers import time_out
+from api.streams.sources import Sources
+from api.streams.stream import Stream
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import FastConnection
 from common.broker.keys import Keys

@@ -5,11 +5,11 @@ import math
 import time
 from collections.abc import Sequence
 
-from api.feed import Change
-from api.inference.tokenizer import ModelTokenizer
-from api.late_text import LateText
-from api.lineage import Lineage
-from api.scored_prompt import ScoredPrompt
+from api.streams.feed import Change
+from api.streams.late_text import LateText
+from api.streams.lineage import Lineage
+from api.streams.scored_prompt import ScoredPrompt
+from api.tokenizer import ModelTokenizer
 from common.broker.committed import Committed
 from common.detokenize import StopMatcher, generated_text
 from common.messages.events import Terminal, Tokens

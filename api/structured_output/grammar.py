@@ -15,7 +15,7 @@ import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from api.errors import ApiError, invalid
-from api.offload import LONG, offload
+from api.event_loop.offload import LONG, offload
 from api.structured_output.lark import Lark
 from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, close_objects, map_schemas
 from api.structured_output.structural_tag import source_of_tag

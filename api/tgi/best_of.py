@@ -9,9 +9,9 @@ from api.http.headers import time_headers
 from api.http.whole import Whole
 from api.inference.params import GenerationParams
 from api.inference.sampling import SWITCH_NAMES, draws
-from api.inference.stream import Stream
 from api.inference.validate import Limits
 from api.json import to_json
+from api.streams.stream import Stream
 from api.tgi.render import render_response
 from common.messages.answer import HttpAnswer
 from common.messages.request import Generate

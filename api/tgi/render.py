@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.errors import ApiError, failed, tgi
-from api.feed import MAX_ITEMS, Feed
-from api.inference.stream import Stream
 from api.json import to_json
+from api.streams.feed import MAX_ITEMS, Feed
+from api.streams.stream import Stream
 
 
 def render_token(stream: Stream, i: int) -> dict[str, Any]:

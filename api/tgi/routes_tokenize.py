@@ -6,18 +6,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.event_loop.offload import offload
 from api.http import body
 from api.http.openapi import TGI, json_body
 from api.http.state import own_pool
-from api.inference.tokenizer import ModelTokenizer
 from api.inference.validate import check
 from api.json import to_json
-from api.offload import offload
 from api.openai.accept import accept
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
+from api.tokenizer import ModelTokenizer
 from api.vllm.schemas import TokenizeResponse
 from api.vllm.tokenize import tokenize_chat, tokenize_prompt
 

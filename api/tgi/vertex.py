@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from api.http.headers import time_headers
 from api.http.whole import Whole
-from api.inference.stream import Stream
 from api.json import to_json
+from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 PATH = "/vertex"

@@ -4,11 +4,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import invalid
+from api.event_loop.offload import offload
 from api.http import body
 from api.http.openapi import OPENAI, json_body
 from api.http.state import pools_of
 from api.json import to_json
-from api.offload import offload
 from api.openai.response_schemas import ERROR_RESPONSES
 from api.vllm.schemas import DetokenizeRequest, DetokenizeResponse
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens

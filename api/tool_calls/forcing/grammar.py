@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import llguidance
 
 from api.errors import ApiError, invalid
-from api.offload import LONG, offload
+from api.event_loop.offload import LONG, offload
 from api.structured_output.grammar import MAX_GRAMMAR_BYTES, byte_vocabulary
 from api.structured_output.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final

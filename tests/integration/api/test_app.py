@@ -8,7 +8,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
-from api.background import background_task
+from api.event_loop.background import background_task
 from common.process.logs import REQUEST_ID
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving

@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from api.inference import relay as relay_module
+from api.streams import relay as relay_module
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker

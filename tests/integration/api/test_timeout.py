@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.inference import relay as relay_module
+from api.streams import relay as relay_module
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving

@@ -11,9 +11,9 @@ import uvicorn
 
 from api.app import build
 from api.http.protocol import HttpProtocol
-from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
 from api.server import own_listener
+from api.tokenizer import ModelTokenizer
 from common import model_files
 from common.settings.settings import Settings
 from tests.support.fleet.scripted_worker import FakeWorker

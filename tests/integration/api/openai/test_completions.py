@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from api.answer import FINGERPRINT
-from api.inference.stream import Stream
 from api.openai.echo import prompt_offsets
+from api.streams.stream import Stream
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker

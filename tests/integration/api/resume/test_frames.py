@@ -10,10 +10,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.inference.fill import Filler
-from api.inference.sources import Sources
-from api.inference.stream import Stream
 from api.resume.frames import render_frames
+from api.streams.fill import Filler
+from api.streams.sources import Sources
+from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import decode

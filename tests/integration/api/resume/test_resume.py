@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from api.inference import admission
-from api.inference.stream import Stream
 from api.lifecycle import Gateway
 from api.resume import attach
+from api.streams.stream import Stream
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.integration.api.resume.test_frames import REQUESTS
 from tests.integration.api.test_server import healthy, start

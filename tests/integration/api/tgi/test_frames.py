@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 from api.tgi.render import StreamBodies
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.inference.stream import Stream
+from api.streams.stream import Stream
 from api.tgi.best_of import rank_by_logprob
 from api.tgi.render import StreamBodies
 from common.messages.events import Terminal, Tokens

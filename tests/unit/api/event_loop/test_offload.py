@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.offload import LONG, offload
+from api.event_loop.offload import LONG, offload
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working

@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 
-from api import pace
-from api.pace import Pace, Turns
+from api.event_loop import pace
+from api.event_loop.pace import Pace, Turns
 
 
 async def count_turns(counts: list[int]) -> None:

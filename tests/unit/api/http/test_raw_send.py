@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from api.feed import MAX_ITEMS, Change, Feed
 from api.heir.answer_socket import CYCLE
 from api.http.raw_send import STATE_KEY, RawEventSourceResponse
+from api.streams.feed import MAX_ITEMS, Change, Feed
 
 HIGH = 400
 """Bytes that a client may leave unread before its gateway pauses."""

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.inference.stream import Stream
 from api.inference.token_bytes import token_bytes
 from api.openai.stop_holdback import StopHoldback
+from api.streams.stream import Stream
 from common.detokenize import StopMatcher
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids

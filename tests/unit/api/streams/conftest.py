@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from api.inference.relay import Relay
+from api.streams.relay import Relay
 from tests.support.events import KEYS
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from api.inference import fill
-from api.inference.relay import Relay
-from api.inference.stream import Stream
+from api.streams import fill
+from api.streams.relay import Relay
+from api.streams.stream import Stream
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.records import RECORD, pack_tokens

@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.late_text import LateText
+from api.streams.late_text import LateText
 from common.detokenize import Detokenizer
 from tests.support.events import TOKENIZER
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.inference import offers
-from api.inference.relay import Relay
-from api.inference.stream import Stream
+from api.streams import offers
+from api.streams.relay import Relay
+from api.streams.stream import Stream
 from common.broker.client import read_server_id, script
 from common.broker.committed import Committed, read
 from common.messages.codec import decode, encode

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from api.inference import fill
-from api.inference import relay as relay_module
-from api.inference.relay import Relay
-from api.inference.stream import Stream
+from api.streams import fill
+from api.streams import relay as relay_module
+from api.streams.relay import Relay
+from api.streams.stream import Stream
 from common.broker.client import connect
 from common.broker.committed import Committed
 from common.broker.keys import Keys

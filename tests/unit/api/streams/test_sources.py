@@ -1,7 +1,7 @@
 """Sources: what was lost between two messages of one source."""
 
-from api.inference import sources
-from api.inference.sources import Sources
+from api.streams import sources
+from api.streams.sources import Sources
 from common.messages.events import Events, Terminal
 
 
