@@ -38,7 +38,7 @@ class SettingFields(BaseModel):
     load_format: LoadFormat = "auto"
     """auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed"""
     quantize: str | None = None
-    """how the checkpoint is quantised (awq, gptq …); fp8 rounds plain weights; else the start ends"""
+    """how the checkpoint is quantised (awq, gptq …), refused if it is not; fp8 also rounds plain weights"""
     trust_remote_code: bool = False
     """run the Python code that a checkpoint brings along"""
     huggingface_hub_cache: str | None = None
@@ -54,11 +54,11 @@ class SettingFields(BaseModel):
     tool_call_parser: str | None = None
     """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
     reasoning_parser: str | None = None
-    """how it writes reasoning, by vLLM's names, or none: it is content (default: as its template shows)"""
+    """how the model writes reasoning, by vLLM's names; none: as content (default: as its template shows)"""
     rope_scaling: RopeScaling | None = None
     """linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)"""
     rope_factor: Annotated[float, Field(ge=1, le=1000)] | None = None
-    """how much longer than trained for; alone, it means linear"""
+    """how much longer a context may be than the model was trained for; alone, it means linear"""
 
     hostname: str = "0.0.0.0"
     """address that gateways listen on; a machine's name means all addresses"""
@@ -80,9 +80,9 @@ class SettingFields(BaseModel):
     max_concurrent_requests: Count = 1024
     """live requests of the pool, queued and running; a class counts itself and the more urgent ones"""
     max_queued_bytes: Count = 256 * 2**20
-    """their messages together (bytes)"""
+    """size of all live requests in the broker (bytes)"""
     max_queued_tokens: Count | None = None
-    """tokens of their prompts together (default: no limit)"""
+    """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
     max_input_tokens: Count | None = None
@@ -100,17 +100,17 @@ class SettingFields(BaseModel):
     watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
     """share of the vocabulary that a `watermark` favours at each token"""
     watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0
-    """what a `watermark` adds to the logits of these tokens"""
+    """what a `watermark` adds to the logits of the tokens that it favours"""
     disable_grammar_support: bool = False
     """requests for structured output (JSON schemas, regexes, grammars) are refused"""
     finish_json: bool = False
     """an answer with a grammar that comes near `max_tokens` is steered into its shortest valid end"""
     request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
-    """a request not finished by then ends with an error (s)"""
+    """a request that is not finished after so long ends with an error (s)"""
     write_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
     """a client that takes nothing of its answer for so long is cut off, and its request cancelled (s)"""
     max_unread_bytes: Count = 256 * 2**20
-    """what clients have not read yet, in one gateway; beyond it the one that lets wait longest is cut off"""
+    """unread answers in a gateway (bytes); beyond it the client that read nothing for longest is cut off"""
     response_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
     """how long a stored response of /v1/responses is kept after its end (s)"""
     max_stored_responses: Count = 10_000
@@ -150,11 +150,11 @@ class SettingFields(BaseModel):
     prefix_caching: bool = True
     """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
     inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 100.0
-    """prefill beside decode makes a step at most so long (ms; 0: no bound)"""
+    """longest step in which prompts are computed beside rows that decode (ms; 0: no bound)"""
     waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """prompts take whole steps, whatever that target, where so many wait for each row that decodes"""
+    """prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS, once so many wait per decoding row"""
     max_waiting_tokens: Number | None = None
-    """a prompt takes whole steps, whatever that target, once rows have decoded so often since it started"""
+    """prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS, once one has waited so many steps"""
     horizon: Count = 256
     """steps granted ahead at most: 32, and where grants take long, as many as they take"""
     speculate: Annotated[Number, Field(le=15)] = 0
@@ -184,15 +184,15 @@ class SettingFields(BaseModel):
     """fill freed KV blocks with NaN, which makes a use after release visible"""
 
     heartbeat_s: Annotated[Seconds, Field(ge=0.01)] = 0.5
-    """between two heartbeats of a process (s)"""
+    """time between two heartbeats of a process (s)"""
     worker_ttl_s: Seconds = 5.0
     """a worker without a heartbeat for so long is declared dead; at least twice HEARTBEAT_S (s)"""
     stopped_grace_s: Seconds = 0.5
     """a process that is stopped (SIGSTOP) for so long is ended and started again (0: it is waited for) (s)"""
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
-    """an engine that computes, but no step for so long and 20 times what one takes, is killed (s)"""
+    """an engine is killed when a step takes so long, and 20 times what warm-up says of such a step (s)"""
     worker_grace_s: Seconds = 30.0
-    """how long requests are accepted, and wait, after the last worker died or without a batcher (s)"""
+    """how long requests are accepted, and wait, without any worker or batcher (s)"""
     gateway_grace_s: Seconds = 30.0
     """how long a request lives on after its gateway died (s)"""
     graceful_termination_timeout: Seconds = 90.0

@@ -10,6 +10,7 @@ NO_NGROK = "tunnels are not built; put a proxy in front"
 NO_LORA = "adapters are not built yet; merge the adapter into the model"
 OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
 BY_HUB = "read by huggingface_hub"
+OWN_ATTENTION = "each device has its own attention kernels"
 
 TGI = (
     # launcher and router
@@ -63,15 +64,14 @@ TGI = (
     ),
     Option("hf_api_token", ANY, "given to huggingface_hub as HF_TOKEN", flag=False),
     Option("hf_hub_enable_hf_transfer", ANY, "huggingface_hub has its own fast transfers", flag=False),
-    Option("attention", ("paged",), "attention is over pages, on every device", flag=False),
+    *options("attention use_flash_attention", ANY, OWN_ATTENTION, flag=False),
     Option("prefill_chunking", ON, CHUNKED, bool, flag=False),
     Option("tgi_wiggle_room", NONE, "KV_CACHE_BYTES says how large the cache is", flag=False),
-    Option("use_flash_attention", ANY, "attention is FlashInfer's on CUDA, for all models", flag=False),
     Option("request_logprobs", ANY, "log-probabilities are always computed", flag=False),
     *options(
         "disable_exllama exllama_version",
         ANY,
-        "ExLlama's kernels are for GPTQ weights, which are not served",
+        "GPTQ weights are multiplied by kernels of our own",
         flag=False,
     ),
     *options(

@@ -5,6 +5,7 @@ from common.settings.tgi_options import (
     CHUNKED,
     NO_LORA,
     NO_TRACES,
+    OWN_ATTENTION,
     OWN_TOKENIZER,
 )
 
@@ -22,6 +23,8 @@ ONLY_NGRAMS = "no other model proposes tokens; SPECULATE finds them in the row i
 IN_METRICS = "figures are in /metrics, not in the log"
 ONE_WORKERS_RANKS = "one sequence is computed by the ranks of one worker (NUM_SHARD)"
 IN_PYTHON = "code of yours is not loaded into the processes"
+AHEAD = "steps are granted ahead (HORIZON)"
+ENDS_LOGGED = "the log has a line for the end of each generation, and none for other requests"
 
 VLLM = (
     # model
@@ -135,7 +138,12 @@ VLLM = (
     *options("dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", ANY, ONE_WORKERS_RANKS, int),
     Option("dcp_comm_backend", ANY, ONE_WORKERS_RANKS),
     Option("disable_nccl_for_dp_synchronization", ANY, "workers do not wait for each other", bool),
-    Option("distributed_timeout_seconds", ANY, "a worker that hangs is replaced (WORKER_TTL_S)", float),
+    Option(
+        "distributed_timeout_seconds",
+        ANY,
+        "a worker that hangs is replaced (STEP_TIMEOUT_S, WORKER_TTL_S)",
+        float,
+    ),
     *options("enable_eplb enable_dbo ubatch_size enable_elastic_ep", ANY, EXPERTS, bool),
     *options("eplb_config all2all_backend expert_placement_strategy moe_backend", ANY, EXPERTS),
     *options("mamba_ssm_cache_dtype mamba_cache_dtype mamba_cache_mode mamba_block_size", ANY, NO_MAMBA),
@@ -146,42 +154,47 @@ VLLM = (
     Option("preemption_mode", ("recompute",), "nothing is swapped: what is preempted is computed again"),
     *options("cpu_offload_gb kv_offloading_size", (0.0,), "weights and caches stay on the device", float),
     Option("num_gpu_blocks_override", NONE, BLOCKS, int),
-    *options(
-        "kv_offloading_backend offload_backend prefix_caching_hash_algo", ANY, "caches stay on the device"
-    ),
-    Option("kv_sharing_fast_prefill", ANY, CHUNKED, bool),
-    Option("calculate_kv_scales", OFF, "the KV cache has the type of the model (DTYPE)", bool),
+    *options("kv_offloading_backend offload_backend", ANY, "caches stay on the device"),
+    Option("prefix_caching_hash_algo", ANY, "blocks are named by BLAKE2b"),
+    Option("kv_sharing_fast_prefill", ANY, "every layer computes the whole prompt", bool),
+    Option("calculate_kv_scales", OFF, "scales of an 8-bit KV cache are the checkpoint's, or 1", bool),
     # scheduling and speed
     Option("seed", (0,), "a seed belongs to a request", int),
-    Option("scheduling_policy", ("fcfs",), "requests are served first come, first served"),
+    Option(
+        "scheduling_policy",
+        ("fcfs", "priority"),
+        "by `priority` where requests have it, those of one class and tenant first come, first served",
+    ),
     *options(
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold", ANY, CHUNKED, int
     ),
-    *options("num_scheduler_steps stream_interval", ANY, "steps are granted ahead (HORIZON)", int),
-    Option("async_scheduling", ANY, "steps are granted ahead (HORIZON)", bool),
-    *options("attention_backend mm_encoder_attn_backend", ANY, "each device has its own attention kernels"),
+    *options("num_scheduler_steps num_lookahead_slots", ANY, AHEAD, int),
+    Option("async_scheduling", ANY, AHEAD, bool),
+    Option("stream_interval", ANY, "each token is sent as soon as it is there", int),
     Option("linear_backend", ANY, "each device has its own kernels for products"),
     *options("compilation_config optimization_level cudagraph_capture_sizes", ANY, CAPTURES),
     *options("cuda_graph_sizes kernel_config performance_mode", ANY, CAPTURES),
     *options(
         "max_seq_len_to_capture max_context_len_to_capture max_cudagraph_capture_size", ANY, CAPTURES, int
     ),
-    *options("attention_config flash_attn_version", ANY, "each device has its own attention kernels"),
+    *options(
+        "attention_backend mm_encoder_attn_backend attention_config flash_attn_version", ANY, OWN_ATTENTION
+    ),
     Option(
         "enable_flashinfer_autotune", ANY, "FlashInfer compiles its kernels when they are first used", bool
     ),
     Option("scheduler_delay_factor", ANY, "requests start as soon as there is room", float),
-    *options("tokenizer_pool_size num_lookahead_slots", ANY, "steps are granted ahead (HORIZON)", int),
+    Option("tokenizer_pool_size", ANY, "each gateway tokenizes by itself; NUM_GATEWAYS adds more", int),
     *options(
         "multi_step_stream_outputs disable_async_output_proc scheduler_reserve_full_isl",
         ANY,
-        "steps are granted ahead (HORIZON)",
+        AHEAD,
         bool,
     ),
     *options(
         "disable_cascade_attn disable_hybrid_kv_cache_manager use_v2_block_manager",
         ANY,
-        "each device has its own attention kernels",
+        OWN_ATTENTION,
         bool,
     ),
     Option("disable_sliding_window", OFF, "a model's windows are as its config says", bool),
@@ -199,7 +212,7 @@ VLLM = (
     ),
     Option("kv_cache_metrics_sample", ANY, IN_METRICS, float),
     Option("show_hidden_metrics_for_version", ANY, "no metric is hidden"),
-    *options("disable_uvicorn_access_log disable_access_log", ANY, "requests are counted, not logged", bool),
+    *options("disable_uvicorn_access_log disable_access_log", ANY, ENDS_LOGGED, bool),
     Option("enable_request_id_headers", ON, "every response has the header x-request-id", bool),
     Option("enable_prompt_tokens_details", ANY, "usage always has them", bool),
     Option("fingerprint_mode", ANY, "`system_fingerprint` has this server's version"),
@@ -217,7 +230,7 @@ VLLM = (
     Option("ssl_ciphers", ANY, PROXY_TLS),
     Option("log_config_file", NONE, "LOG_LEVEL and JSON_OUTPUT say how logs are written"),
     Option("log_error_stack", ANY, "the log has the traceback of every crash", bool),
-    Option("disable_access_log_for_endpoints", ANY, "requests are counted, not logged"),
+    Option("disable_access_log_for_endpoints", ANY, ENDS_LOGGED),
     Option("disable_fastapi_docs", OFF, "/docs is there", bool),
     Option("enable_offline_docs", ANY, "/docs needs nothing from elsewhere", bool),
     Option("enable_tokenizer_info_endpoint", OFF, "/info has what is known of the model", bool),

@@ -89,7 +89,8 @@ LOG_LEVEL=info LOG_LEVEL=warn LOG_LEVEL=debug,hyper=info
 LOG_COLORIZE=1 COMPUTE_TYPE=gpu HF_TOKEN=t HUGGING_FACE_HUB_TOKEN=t
 HF_API_TOKEN=t HUGGINGFACE_HUB_CACHE=/data HF_HOME=/data HF_HUB_OFFLINE=1
 HF_HUB_ENABLE_HF_TRANSFER=1 HF_HUB_USER_AGENT_ORIGIN=here
-ATTENTION=paged PREFIX_CACHING=0 PREFILL_CHUNKING=1 CUDA_GRAPHS=0 USE_FLASH_ATTENTION=true REQUEST_LOGPROBS=1
+ATTENTION=paged ATTENTION=flashinfer ATTENTION=flashdecoding USE_FLASH_ATTENTION=true REQUEST_LOGPROBS=1
+PREFIX_CACHING=0 PREFILL_CHUNKING=1 CUDA_GRAPHS=0
 DISABLE_EXLLAMA=1 EXLLAMA_VERSION=2 OMP_NUM_THREADS=2 PYTORCH_TUNABLEOP_ENABLED=1 DEBUG=1 RANK=1 WORLD_SIZE=2
 CUDA_VISIBLE_DEVICES=0 NVIDIA_VISIBLE_DEVICES=all ZE_AFFINITY_MASK=0
 HF_MODEL_ID=org/model HF_MODEL_REVISION=main SM_NUM_GPUS=4 HF_MODEL_TRUST_REMOTE_CODE=true
@@ -97,7 +98,6 @@ SAGEMAKER_BIND_TO_PORT=8080
 """.split()
 
 VARIABLES_NOT_SERVED = """
-ATTENTION=flashdecoding ATTENTION=flashdecoding-ipex ATTENTION=flashinfer
 PREFILL_CHUNKING=0 TGI_WIGGLE_ROOM=0.9
 ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5
 """.split()
@@ -177,6 +177,7 @@ def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> 
         (["--logger-level", "WARNING"], "log_level", "warning"),
         (["-p", "8080", "-tp", "1"], "port", 8080),
         (["-e"], "port", 3000),
+        (["--scheduling-policy", "priority"], "port", 3000),
         (["--enable-prefix-caching"], "prefix_caching", True),
         (["--no-enable-prefix-caching"], "prefix_caching", False),
         (["--cors-allow-origin", "a", "--cors-allow-origin", "b"], "cors_allow_origin", ("a", "b")),
