@@ -29,6 +29,7 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
         **os.environ,
         "REDIS_URL": url,
         "PROCESS_NAME": name,
+        "PARENT_PID": str(os.getpid()),
         "HEARTBEAT_S": "0.1",
         "WORKER_TTL_S": "1",
         **settings,

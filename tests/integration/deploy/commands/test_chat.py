@@ -1,6 +1,7 @@
 """`tokenfleet chat` as a person sees it: through a pipe, and in a terminal of its own."""
 
 import asyncio
+import codecs
 import contextlib
 import os
 import pty
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 import pytest
@@ -45,13 +46,14 @@ class Terminal:
     process: subprocess.Popen[bytes]
     screen: int
     seen: str = ""
+    decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
 
     def waits_for(self, text: str) -> None:
         """Returns when the program has written `text`; what comes after it is looked at next time."""
 
         def found() -> bool:
             with contextlib.suppress(BlockingIOError, OSError):
-                self.seen += os.read(self.screen, 65_536).decode()
+                self.seen += self.decoder.decode(os.read(self.screen, 65_536))
             return text in self.seen
 
         wait_until_sync(found)
