@@ -12,18 +12,17 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from api.errors import ApiError, conflict, internal_error, openai, overloaded, tgi
+from api.errors import conflict, internal_error, openai, overloaded, tgi
 from api.event_loop.offload import offload
 from api.inference import metrics
 from api.inference.pool import Pool
 from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read_job
+from api.jobs.lost_entries import submit_lost
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
-from api.json import to_json
 from api.retry import repeat_forever
 from common.broker.client import script
-from common.broker.keys import RESULT_TTL_MS
 from common.messages.service_class import SERVICE_CLASSES
 from common.process.logs import REQUEST_ID
 
@@ -49,6 +48,7 @@ class JobConsumer:
         name: of the consumer in the group: the gateway's incarnation.
         held: entries that belong to this gateway until their jobs are answered.
         waiting: held entries whose jobs have not started.
+        running: jobs that are served, by entry.
         runs: jobs that run, by id.
         permits: limit the jobs that run, or wait for room, at once.
         admission_locks: jobs of a class are admitted one after the other, in order.
@@ -66,6 +66,7 @@ class JobConsumer:
         self.cancel_script = script(self.redis, "jobs/cancel_job")
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
+        self.running: dict[str, Job] = {}
         self.runs: dict[str, JobRun] = {}
         self.permits = asyncio.Semaphore(self.settings.max_concurrent_requests + NUM_WAITING)
         self.admission_locks = {name: asyncio.Lock() for name in SERVICE_CLASSES}
@@ -88,6 +89,7 @@ class JobConsumer:
         pending = await self.redis.xpending_range(self.keys.submit, GROUP, "-", "+", MAX_PENDING, self.name)
         for entry in pending:
             self.hold(entry["message_id"].decode())
+        await submit_lost(self.redis, self.keys, self.running)
         self.joined.set()
         while True:
             new = await self.next_entries()
@@ -197,21 +199,29 @@ class JobConsumer:
         """Returns when the job is answered."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
-        reply = Reply(self.redis, self.keys, self.admission.retry_forever, job)
+        reply = self.reply_to(job)
         match await reply.register():
             case "conflict":
-                await self.send_error(job, conflict("job"), job.entry_id)
+                await reply.send_error(conflict("job"), job.entry_id)
             case "spoiled":
                 log.error("job %s: the key %s is not a job's", job.id, self.keys.job(job.id))
                 error = internal_error("the record of this job was overwritten")
-                await self.send_error(job, error, job.id)
-            case "live" if (run := self.runs.get(job.id)) is not None:
-                run.join(reply)
-                await run.ended.wait()
+                await reply.send_error(error, job.id)
             case "live":
-                await self.run_job(job, reply)
+                self.running[job.entry_id] = job
+                try:
+                    await self.join_or_run(job, reply)
+                finally:
+                    self.running.pop(job.entry_id, None)
 
-    async def run_job(self, job: Job, reply: Reply) -> None:
+    def reply_to(self, job: Job) -> Reply:
+        return Reply(self.redis, self.keys, self.admission.retry_forever, job)
+
+    async def join_or_run(self, job: Job, reply: Reply) -> None:
+        if (run := self.runs.get(job.id)) is not None:
+            run.join(reply)
+            await run.ended.wait()
+            return
         run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.priority])
         run.join(reply)
         try:
@@ -233,18 +243,5 @@ class JobConsumer:
         metrics.count_error(429, "overloaded")
         job = await self.parse(entry_id, fields)
         known = await self.redis.exists(self.keys.job(job.id))
-        await self.send_error(job, overloaded(), entry_id if known else job.id)
+        await self.reply_to(job).send_error(overloaded(), entry_id if known else job.id)
         await self.delete_entry(entry_id)
-
-    async def send_error(self, job: Job, error: ApiError, result_id: str) -> None:
-        """Answer this entry alone; the record of a job with its id does not change."""
-        body = to_json((openai if job.is_chat else tgi)(error)[1])
-
-        async def command() -> None:
-            async with self.redis.pipeline() as pipe:
-                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
-                if job.reply_to:
-                    pipe.publish(self.keys.channel(job.reply_to), body)
-                await pipe.execute()
-
-        await self.admission.retry_forever(command)

@@ -75,6 +75,11 @@ class Job:
         """Unix time of the entry: every gateway that serves the job reports the same."""
         return self.entry_ms // 1000
 
+    def to_json(self) -> bytes:
+        """The field `job` of another entry with this valid job."""
+        assert self.body is not None
+        return orjson.dumps(self.body.model_dump(exclude_unset=True) | {"id": self.id})
+
 
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
     """The job of an entry. A faulty one gets the entry's id, unless its own can be read."""

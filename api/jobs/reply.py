@@ -9,7 +9,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.errors import ApiError, openai, tgi
 from api.jobs.job import Job
+from api.json import to_json
 from common.broker.client import script
 from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 
@@ -34,6 +36,7 @@ class Reply:
     """
 
     def __init__(self, redis: Redis, keys: Keys, retry_forever: RetryForever, job: Job) -> None:
+        self.redis: Any = redis
         self.keys = keys
         self.retry_forever = retry_forever
         self.job = job
@@ -69,6 +72,19 @@ class Reply:
         """Send the last frames together with the answer: after the last frame a client finds the answer."""
         await self.send(frames, max_frames, answer, request_ids)
         self.num_sent = len(frames)
+
+    async def send_error(self, error: ApiError, result_id: str) -> None:
+        """Answer this entry alone; the record of a job with its id does not change."""
+        body = to_json((openai if self.job.is_chat else tgi)(error)[1])
+
+        async def command() -> None:
+            async with self.redis.pipeline() as pipe:
+                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
+                if self.channel:
+                    pipe.publish(self.channel, body)
+                await pipe.execute()
+
+        await self.retry_forever(command)
 
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None

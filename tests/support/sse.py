@@ -3,12 +3,14 @@
 import re
 
 FRAME = re.compile(r"id: (\d+)\ndata: ([^\n]*)")
+COMMENTS = re.compile(r"^:[^\n]*\n", re.MULTILINE)
+"""Lines in front of a frame, which has no empty line before it."""
 
 
 def numbered(content: bytes) -> list[tuple[int, str]]:
     """(id, data) of each whole frame of a stream, without comments."""
-    frames = content.decode().split("\n\n")[:-1]
-    matches = [FRAME.fullmatch(frame) for frame in frames if not frame.startswith(":")]
+    frames = COMMENTS.sub("", content.decode()).split("\n\n")[:-1]
+    matches = [FRAME.fullmatch(frame) for frame in frames]
     assert all(matches), frames
     return [(int(match[1]), match[2]) for match in matches if match]
 
