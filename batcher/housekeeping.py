@@ -1,5 +1,6 @@
-"""Housekeeping: what the active batcher does at an interval, besides scheduling."""
+"""Housekeeping: what the active batcher does at intervals beside its turns: no request waits for it."""
 
+import asyncio
 import math
 import time
 
@@ -9,6 +10,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.orphans import OrphanTracker
 from batcher.scheduling.counts import count
 from batcher.scheduling.scheduler import Scheduler
+from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.broker.keys import POOLS, Keys
@@ -22,9 +24,10 @@ POOL_TTL_S = 3600
 
 class Housekeeping:
     """Cancels requests that nobody reads or nobody can serve, finds dead workers, trims `control`, publishes
-    the state.
+    the state, writes timelines. A turn starts each run, so a loop that hangs shows no heartbeat.
 
     Attributes:
+        tasks: the one that runs, or whose end no turn has seen; else none.
         due_s: monotonic time of the next run.
     """
 
@@ -38,6 +41,7 @@ class Housekeeping:
         workers: WorkerRegistry,
         detector: FailureDetector,
         channels: ChannelSequences,
+        timeline: TimelineWriter,
     ) -> None:
         self.redis = redis
         self.keys = keys
@@ -45,6 +49,8 @@ class Housekeeping:
         self.workers = workers
         self.detector = detector
         self.channels = channels
+        self.timeline = timeline
+        self.tasks: set[asyncio.Task[list[str]]] = set()
         self.orphans = OrphanTracker(redis, keys)
         self.absence = WorkerAbsence(redis, keys, settings.worker_grace_s)
         self.heartbeat = Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s)
@@ -56,8 +62,27 @@ class Housekeeping:
         """Milliseconds until the next run; 0 or less when it is due."""
         return math.ceil(1000 * (self.due_s - time.monotonic()))
 
+    def start(self, undecodable: int, control_id: str) -> None:
+        """Start what is due, unless a task runs. Messages of `control` before `control_id` are done."""
+        if not self.tasks and (self.timeline.is_due or self.left_ms <= 0):
+            self.tasks.add(asyncio.create_task(self.run_due(undecodable, control_id)))
+
+    def take_dead(self) -> list[str]:
+        """Return the workers that must be sealed, once a task has found them. Raises what ended it."""
+        done = {task for task in self.tasks if task.done()}
+        self.tasks -= done
+        return [incarnation for task in done for incarnation in task.result()]
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+    async def run_due(self, undecodable: int, control_id: str) -> list[str]:
+        await self.timeline.write()
+        return await self.run(undecodable, control_id) if self.left_ms <= 0 else []
+
     async def run(self, undecodable: int, control_id: str) -> list[str]:
-        """Return the workers that must be sealed. Messages of `control` before `control_id` are done."""
+        """Return the workers that must be sealed."""
         self.due_s = time.monotonic() + self.interval_s
         orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
         dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped

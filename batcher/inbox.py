@@ -1,9 +1,12 @@
-"""Inbox: reads requests, control messages and the reports of every worker with one XREAD."""
+"""Inbox: reads requests, control messages and the reports of every worker with one XREAD.
+
+The next entries are asked for before what came last is acted upon: they come while plans are written.
+"""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,29 +37,55 @@ class StreamEntry:
         return next(iter(self.fields.values()), b"")
 
 
+Answer = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
+"""What the broker says to XREAD."""
+
+
 class Inbox:
-    """The streams that are followed, and the last id read of each.
+    """The streams that are followed, and the last id taken from each.
 
     Attributes:
         unhandled: entries that were read and not taken.
+        reading: the read that was asked for, until its entries are `unhandled`.
     """
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.last_ids: dict[str, str] = {}
         self.unhandled: deque[StreamEntry] = deque()
+        self.reading: asyncio.Task[Answer] | None = None
 
     def follow(self, stream: str, after: str = "0") -> None:
         """Read `stream` from the entry behind `after` on; no change if it is followed already."""
-        self.last_ids.setdefault(stream, after)
+        if stream not in self.last_ids:
+            self.last_ids[stream] = after
+            self.close()  # what is asked for lacks this stream
 
     def unfollow(self, stream: str) -> None:
         self.last_ids.pop(stream, None)
 
-    async def fill(self, wait_ms: int) -> None:
-        """Read new entries if all that were read are taken; wait up to `wait_ms` while there are none."""
-        if not self.unhandled:
-            self.unhandled.extend(await self.read(wait_ms))
+    def close(self) -> None:
+        """Give up what was asked for: the next read brings it."""
+        if self.reading is not None:
+            self.reading.cancel()
+            self.reading = None
+
+    def read_ahead(self, wait_ms: int) -> None:
+        """Ask for new entries if all that were read are taken; the broker waits up to `wait_ms` for one."""
+        if self.reading is None and not self.unhandled:
+            self.reading = asyncio.create_task(self.read(wait_ms))
+
+    async def fill(self, waits: bool, beside: Collection[asyncio.Task[Any]] = ()) -> None:
+        """Take over what was asked for. With `waits`, wait until it has come, or one of the tasks `beside` is
+        done.
+        """
+        if (reading := self.reading) is None:
+            return
+        if waits:
+            await asyncio.wait([reading, *beside], return_when=asyncio.FIRST_COMPLETED)
+        if reading.done() and reading is self.reading:
+            self.reading = None
+            self.unhandled.extend(self.entries(reading.result()))
 
     def take(self, seconds: float) -> Iterator[StreamEntry]:
         """Yield the entries that were read; after `seconds` the rest stays for the next call."""
@@ -68,21 +97,21 @@ class Inbox:
         """Return the id up to which the entries of a stream were taken, or that of the next one."""
         return next((entry.id for entry in self.unhandled if entry.stream == stream), self.last_ids[stream])
 
-    async def read(self, wait_ms: int) -> list[StreamEntry]:
-        """Return new entries of all streams, in order in each; wait up to `wait_ms` while there are none."""
+    async def read(self, wait_ms: int) -> Answer:
+        """Return what is new in all streams, in order in each; wait up to `wait_ms` while nothing is."""
         streams: Any = dict(self.last_ids)
         try:
             async with asyncio.timeout(wait_ms / 1000 + LATE_S):
-                answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=max(1, wait_ms))
+                answer: Answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=max(1, wait_ms))
         except TimeoutError:
             return []
-        return list(self.entries(answer))
+        return answer
 
-    def entries(
-        self, answer: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
-    ) -> Iterator[StreamEntry]:
+    def entries(self, answer: Answer) -> Iterator[StreamEntry]:
         for stream, items in answer:
             name = stream.decode()
+            if name not in self.last_ids:  # it was unfollowed after it was asked for
+                continue
             for entry_id, fields in items:
                 self.last_ids[name] = entry_id.decode()
                 yield StreamEntry(name, entry_id.decode(), fields)

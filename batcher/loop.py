@@ -21,7 +21,7 @@ from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.workers import WorkerRegistry, WorkerState
+from batcher.workers import WorkerRegistry
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import SerialClient
 from common.broker.keys import Keys
@@ -65,9 +65,8 @@ class Batcher:
         self.recovery = Recovery(
             redis, keys, self.scheduler, self.workers, self.terminals, self.timeline, self.backlog
         )
-        self.housekeeping = Housekeeping(
-            settings, redis, keys, lease.holder, self.scheduler, self.workers, self.detector, self.channels
-        )
+        state = self.scheduler, self.workers, self.detector, self.channels, self.timeline
+        self.housekeeping = Housekeeping(settings, redis, keys, lease.holder, *state)
         self.pending = ActionQueue(SerialClient(redis))
         self.undecodable = 0
 
@@ -98,26 +97,31 @@ class Batcher:
         self.pending.add(*(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended))
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
-            self.pending.add(partial(self.seal, incarnation, "it died before this epoch"))
+            self.pending.add(partial(self.recovery.seal, incarnation, "it died before this epoch"))
         log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:
-        """Do what is pending, then read new entries and decide."""
+        """Do what is pending while new entries are read, then decide."""
         await self.lease.confirm()
+        is_idle = not (self.scheduler.sequences or self.timeline.unwritten)
+        self.inbox.read_ahead(self.housekeeping.left_ms if is_idle else READ_WAIT_MS)
         await self.run_pending()
-        await self.timeline.write()
-        if self.housekeeping.left_ms <= 0:
-            dead = await self.housekeeping.run(self.undecodable, self.inbox.done_id(self.keys.control))
-            self.pending.add(*(partial(self.seal, incarnation, "no heartbeat") for incarnation in dead))
+        self.pending.add(
+            *(partial(self.recovery.seal, one, "no heartbeat") for one in self.housekeeping.take_dead())
+        )
+        self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
         has_work = bool(self.pending or self.recovery.actions)  # what an action resumes is to be placed
         await self.recovery.run_next()
-        is_idle = not (self.scheduler.sequences or self.timeline.unwritten)
-        wait_ms = self.housekeeping.left_ms if is_idle else READ_WAIT_MS
-        await self.inbox.fill(1 if has_work else wait_ms)
+        await self.inbox.fill(not has_work, beside=self.housekeeping.tasks)
         for entry in self.inbox.take(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
+
+    def close(self) -> None:
+        self.pending.client.close()
+        self.inbox.close()
+        self.housekeeping.close()
 
     async def run_pending(self) -> None:
         """Run pending actions, and those that follow, until none is left."""
@@ -171,7 +175,9 @@ class Batcher:
             case "worker_ready":
                 self.pending.add(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
             case "died":
-                self.pending.add(partial(self.seal_process, decode(WorkerDied, entry.data).incarnation))
+                self.pending.add(
+                    partial(self.recovery.seal_process, decode(WorkerDied, entry.data).incarnation)
+                )
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
@@ -198,7 +204,9 @@ class Batcher:
             try:
                 self.recovery.take_over(incarnation, report)
             except ValueError as error:
-                self.pending.add(partial(self.seal, incarnation, f"its report contradicts itself: {error}"))
+                self.pending.add(
+                    partial(self.recovery.seal, incarnation, f"its report contradicts itself: {error}")
+                )
 
     def decide(self) -> None:
         """Enqueue the scheduler's plans and outcomes."""
@@ -231,20 +239,5 @@ class Batcher:
             case "FENCED":
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
             case "MISSING":
-                self.pending.add(partial(self.seal, incarnation, "its logs are gone"))
+                self.pending.add(partial(self.recovery.seal, incarnation, "its logs are gone"))
         return []
-
-    async def seal_process(self, incarnation: str) -> None:
-        """Declare every incarnation of a process dead, by the name that its launcher gave it."""
-        for name in sorted(self.workers.incarnations(incarnation)):
-            await self.seal(name, "its process ended")
-
-    async def seal(self, incarnation: str, why: str) -> None:
-        """Declare a worker dead. It is removed when its reports are read to the seal, or at once."""
-        if self.workers.state(incarnation) is WorkerState.REMOVED:  # it had sealed its own logs
-            return
-        log.warning("worker %s is sealed: %s", incarnation, why)
-        if await self.workers.seal(incarnation):
-            self.inbox.follow(self.keys.reports(incarnation))
-        else:
-            self.recovery.remove(incarnation)

@@ -56,7 +56,7 @@ async def run_batcher(
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)
             finally:
-                batcher.pending.client.close()
+                batcher.close()
 
 
 async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> NoReturn:

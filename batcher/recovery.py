@@ -19,7 +19,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.workers import WorkerRegistry
+from batcher.workers import WorkerRegistry, WorkerState
 from common.broker import committed
 from common.broker.client import script
 from common.broker.committed import Committed, in_slices
@@ -84,6 +84,21 @@ class Recovery:
         """Resume the requests from before this epoch that no worker held."""
         for part in in_slices(self.backlog.pop(""), RESTORED_AT_ONCE):
             self.actions.append(partial(self.enqueue_unheld, part))
+
+    async def seal_process(self, incarnation: str) -> None:
+        """Declare every incarnation of a process dead, by the name that its launcher gave it."""
+        for name in sorted(self.workers.incarnations(incarnation)):
+            await self.seal(name, "its process ended")
+
+    async def seal(self, incarnation: str, why: str) -> None:
+        """Declare a worker dead. It is removed when its reports are read to the seal, or at once."""
+        if self.workers.state(incarnation) is WorkerState.REMOVED:  # it had sealed its own logs
+            return
+        log.warning("worker %s is sealed: %s", incarnation, why)
+        if await self.workers.seal(incarnation):
+            self.workers.inbox.follow(self.keys.reports(incarnation))
+        else:
+            self.remove(incarnation)
 
     def remove(self, incarnation: str) -> None:
         """Remove a worker that is sealed, and whose reports were read."""

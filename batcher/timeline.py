@@ -110,14 +110,19 @@ class TimelineWriter:
     def count_resume(self, sequence: Sequence, cause: str) -> None:
         catalogue.RESUMES.add(1, sequence.request.service_class, cause)
 
+    @property
+    def is_due(self) -> bool:
+        return bool(self.unwritten) and time.monotonic() - self.written_s >= WRITE_INTERVAL_S
+
     async def write(self) -> None:
         """Write the events recorded since the last write. If the broker fails they are kept, bounded."""
-        if not self.unwritten or time.monotonic() - self.written_s < WRITE_INTERVAL_S:
+        if not self.is_due:
             return
         self.written_s = time.monotonic()
+        unwritten, self.unwritten = self.unwritten, {}
         try:
             async with self.redis.pipeline(transaction=False) as pipe:
-                items = iter(self.unwritten.items())
+                items = iter(unwritten.items())
                 while fields := {
                     request_id: encode(Timeline(events))
                     for request_id, events in islice(items, REQUESTS_PER_ENTRY)
@@ -125,8 +130,8 @@ class TimelineWriter:
                     pipe.xadd(self.keys.timeline, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
                 pipe.pexpire(self.keys.timeline, TIMELINE_TTL_MS)
                 await pipe.execute()
-            self.unwritten = {}
         except ERRORS as error:
-            log.debug("timelines of %d requests wait: %s", len(self.unwritten), describe_error(error))
-            if len(self.unwritten) > MAX_UNWRITTEN:
-                self.unwritten = {}
+            log.debug("timelines of %d requests wait: %s", len(unwritten), describe_error(error))
+            for request_id, events in self.unwritten.items():  # recorded meanwhile
+                unwritten.setdefault(request_id, []).extend(events)
+            self.unwritten = unwritten if len(unwritten) <= MAX_UNWRITTEN else {}

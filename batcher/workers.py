@@ -35,6 +35,9 @@ class WorkerState(Enum):
     """It was sealed, and its reports were read to the end; its keys are deleted."""
 
 
+UNSENT = (WorkerState.FOUND, WorkerState.UNREADABLE)
+
+
 @dataclass(slots=True)
 class KnownWorker:
     """One incarnation; with `is_earlier` it was there before this epoch, so it may hold requests."""
@@ -116,7 +119,7 @@ class WorkerRegistry:
         state, capacity = await self.redis.hmget(self.keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
         if state == b"draining":
             self.scheduler.drain(incarnation)
-        if state is None or self.state(incarnation) not in (WorkerState.FOUND, WorkerState.UNREADABLE):
+        if state is None or self.state(incarnation) not in UNSENT:
             return
         worker = self.workers.setdefault(incarnation, KnownWorker())
         try:
@@ -126,7 +129,8 @@ class WorkerRegistry:
                 log.error("worker %s: its capacity cannot be read: %s", incarnation, error)
             worker.state = WorkerState.UNREADABLE
             return
-        if await self.dispatch.send_takeover(incarnation, self.scheduler.epoch) == "OK":
+        is_sent = await self.dispatch.send_takeover(incarnation, self.scheduler.epoch) == "OK"
+        if is_sent and self.state(incarnation) in UNSENT:  # meanwhile it may have answered another, or ended
             worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.keys.reports(incarnation))
 
@@ -176,7 +180,7 @@ class WorkerRegistry:
         self.detector.check_stall()
         self.detector.check_clock_jump(now_ms)
         for incarnation, state in zip(incarnations, states, strict=True):
-            is_new = self.state(incarnation) in (WorkerState.FOUND, WorkerState.UNREADABLE)
+            is_new = self.state(incarnation) in UNSENT
             if state == b"draining" or (state is not None and is_new):
                 await self.send_takeover(incarnation)
         dead = {

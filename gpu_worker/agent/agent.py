@@ -21,6 +21,7 @@ from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.heartbeat import WorkerHeartbeat
+from gpu_worker.agent.plan_stream import PlanStream
 from gpu_worker.agent.plans import PlanHandler
 from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone
 from gpu_worker.agent.state import AgentState
@@ -61,8 +62,8 @@ class Agent:
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
         self.heartbeat = WorkerHeartbeat(redis, self.keys, settings, worker)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
-        plans = self.keys.plans(worker.incarnation)
-        self.plans = PlanHandler(redis, plans, engine, self.state, self.steps)
+        plans = PlanStream(redis, self.keys.plans(worker.incarnation))
+        self.plans = PlanHandler(plans, engine, self.state, self.steps)
         self.flusher = Flusher(self.publisher, self.state, self.steps.drop, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.heartbeat_now = asyncio.Event()

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from redis.asyncio import Redis
-
 from common.broker.client import ERRORS, describe_error
 from common.messages.codec import WireError, decode
 from common.messages.packing import pack_ids
@@ -14,6 +12,7 @@ from common.messages.records import unpack_records
 from common.metrics import catalogue
 from common.process.readiness import READY
 from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.plan_stream import Entry, PlanStream
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 from gpu_worker.protocol import StartRow
@@ -21,16 +20,14 @@ from gpu_worker.protocol import StartRow
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
-BLOCK_MS = 5000
 
 
 class PlanHandler:
     """Reads the stream of plans and sends the engine what they grant."""
 
     def __init__(
-        self, redis: Redis, stream: str, engine: EngineClient, state: AgentState, steps: StepHandler
+        self, stream: PlanStream, engine: EngineClient, state: AgentState, steps: StepHandler
     ) -> None:
-        self.redis = redis
         self.stream = stream
         self.engine = engine
         self.state = state
@@ -38,21 +35,24 @@ class PlanHandler:
 
     async def run(self) -> None:
         """Applies plans as they come. A plan that cannot be read is counted and skipped."""
-        after = "0"
-        while True:
-            try:
-                reply = await self.redis.xread({self.stream: after}, block=BLOCK_MS)
-            except ERRORS as error:
-                log.warning("reading plans failed, trying again: %s", describe_error(error))
-                await asyncio.sleep(RETRY_S)
-                continue
-            for entry_id, fields in reply[0][1] if reply else []:
-                after = entry_id.decode()
-                try:
-                    self.apply(decode(Plan, fields[b"plan"]))
-                except (WireError, KeyError) as error:
-                    catalogue.UNDECODABLE.add()
-                    log.error("plan %s cannot be read: %s", after, error)
+        try:
+            while True:
+                for entry_id, fields in await self.next_entries():
+                    try:
+                        self.apply(decode(Plan, fields[b"plan"]))
+                    except (WireError, KeyError) as error:
+                        catalogue.UNDECODABLE.add()
+                        log.error("plan %s cannot be read: %s", entry_id.decode(), error)
+        finally:
+            self.stream.close()
+
+    async def next_entries(self) -> list[Entry]:
+        try:
+            return await self.stream.next()
+        except ERRORS as error:
+            log.warning("reading plans failed, trying again: %s", describe_error(error))
+            await asyncio.sleep(RETRY_S)
+            return []
 
     def apply(self, plan: Plan) -> None:
         """Sends the engine the plan's grant."""

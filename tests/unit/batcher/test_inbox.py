@@ -6,18 +6,23 @@ from batcher.inbox import Inbox
 from common.broker.stream_ids import parse_stream_id
 
 
+async def read(inbox: Inbox) -> None:
+    inbox.read_ahead(50)
+    await inbox.fill(waits=True)
+
+
 async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_before(redis: Redis) -> None:
     inbox = Inbox(redis)
     inbox.follow("s")
     ids = [(await redis.xadd("s", {"kind": str(number)})).decode() for number in range(3)]
-    await inbox.fill(50)
+    await read(inbox)
     await redis.xadd("s", {"kind": "later"})
     assert next(inbox.take(60.0)).data == b"0"
     assert list(inbox.take(0.0)) == [], "no time is left"
     assert inbox.done_id("s") == ids[1], "the next one"
-    await inbox.fill(50)
+    await read(inbox)
     assert [entry.data for entry in inbox.take(60.0)] == [b"1", b"2"], "nothing is read before all is taken"
     assert inbox.done_id("s") == ids[2]
-    await inbox.fill(50)
+    await read(inbox)
     assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
     assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])

@@ -29,12 +29,17 @@ async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(loop, "READ_WAIT_MS", 1)
     monkeypatch.setattr(Housekeeping, "left_ms", 0)
     lease = Lease(redis, KEYS, "b0-1", 60.0)
-    yield Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
+    batcher = Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
+    yield batcher
+    batcher.close()
 
 
 async def turns(batcher: Batcher, count: int = 6) -> None:
+    """Turns, and the housekeeping that each starts."""
     for _ in range(count):
         await batcher.retry(batcher.turn)
+        if batcher.housekeeping.tasks:
+            await asyncio.wait(batcher.housekeeping.tasks)
 
 
 async def join(batcher: Batcher, redis: Redis, name: str = "w1") -> None:
@@ -119,7 +124,9 @@ async def test_a_lost_reply_of_publish_plan_loses_no_refused_row(
 async def test_an_entry_between_two_reads_is_not_missed(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
-    assert [entry.kind for entry in await batcher.inbox.read(50)] == ["cancel"]
+    batcher.inbox.read_ahead(50)
+    await batcher.inbox.fill(waits=True)
+    assert [entry.kind for entry in batcher.inbox.unhandled] == ["cancel"]
 
 
 async def test_a_worker_ready_that_is_no_name_is_counted_as_undecodable(
@@ -167,7 +174,7 @@ async def test_reports_of_a_dead_worker_are_read_up_to_the_seal(batcher: Batcher
         id="2-0",
     )
     await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    await batcher.seal("w1", "test")
+    await batcher.recovery.seal("w1", "test")
     await turns(batcher)
     assert not batcher.scheduler.sequences, "it had ended before the seal"
     assert await redis.xlen(KEYS.requests) == 0
@@ -223,8 +230,44 @@ async def test_a_turn_with_something_to_do_waits_for_no_entry(
 
     async with asyncio.timeout(30):
         monkeypatch.setattr(batcher.housekeeping, "run", run)
-        await batcher.turn()
-        assert len(batcher.pending) == 1
+        while not batcher.pending:
+            await batcher.turn()
         batcher.recovery.actions.append(resume)
         while batcher.recovery.actions:
             await batcher.turn()
+
+
+async def test_a_request_waits_for_no_housekeeping(
+    batcher: Batcher, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await batcher.start_epoch()
+    await join(batcher, redis)
+    monkeypatch.setattr(batcher.housekeeping, "run", lambda *_: asyncio.sleep(60))
+    await batcher.turn()
+    await admit(redis, make_request("r1"))
+    async with asyncio.timeout(30):
+        while len(await plans(redis)) < 2:
+            await batcher.turn()
+    assert not any(task.done() for task in batcher.housekeeping.tasks)
+
+
+async def test_entries_are_read_while_plans_are_written(
+    batcher: Batcher, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await batcher.start_epoch()
+    await join(batcher, redis)
+    await admit(redis, make_request("r1"))
+    while not batcher.pending:
+        await batcher.turn()
+    monkeypatch.setattr(loop, "READ_WAIT_MS", 60_000)
+    client, real = batcher.pending.client, batcher.pending.client.run_scripts
+
+    async def late(calls: Sequence[ScriptCall]) -> list[Any]:
+        await admit(redis, make_request("r2"))
+        async with asyncio.timeout(30):
+            await asyncio.wait([one for one in [batcher.inbox.reading] if one])
+        return await real(calls)
+
+    client.run_scripts = late  # type: ignore[method-assign]
+    await batcher.turn()
+    assert "r2" in batcher.scheduler.sequences
