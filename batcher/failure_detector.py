@@ -1,4 +1,4 @@
-"""FailureDetector: decides when a missing heartbeat may be taken for a death.
+"""FailureDetector: decides which workers are dead: those without a heartbeat.
 
 Heartbeats are missing, too, after the broker was away or slow or its clock jumped, and after this process was
 stopped. Then nobody is declared dead until everybody had time for a new heartbeat.
@@ -34,6 +34,12 @@ class FailureDetector:
     @property
     def active(self) -> bool:
         return time.monotonic() >= self.resumes_s
+
+    def is_dead(self, has_heartbeat: bool, seen_ms: float, now_ms: float) -> bool:
+        """Whether a worker is dead, whose last heartbeat was at `seen_ms`. One of the future is none: it was
+        sent before the broker's clock went back, and would last too long.
+        """
+        return self.active and not (has_heartbeat and seen_ms <= now_ms)
 
     def check_stall(self) -> None:
         """Pause if the last check is long ago: the broker loaded or its disk was busy, or we were stopped."""

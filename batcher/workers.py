@@ -163,10 +163,8 @@ class WorkerRegistry:
         return left
 
     async def check(self) -> list[str]:
-        """Take over new workers. Return those that must be sealed.
-
-        They have no heartbeat, or are unreadable and may hold requests from before this epoch. A heartbeat
-        of the future is none: it was sent before the broker's clock went back, and would last too long.
+        """Take over new workers. Return those that must be sealed: they are dead, or unreadable and may hold
+        requests from before this epoch.
         """
         known = (name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending)
         incarnations = sorted({*await self.members(), *known})
@@ -186,7 +184,7 @@ class WorkerRegistry:
         dead = {
             incarnation
             for incarnation, state, at_ms in zip(incarnations, states, seen_ms, strict=True)
-            if self.detector.active and (state is None or (at_ms or 0) > now_ms)
+            if self.detector.is_dead(state is not None, at_ms or 0, now_ms)
         }
         unreadable = {
             incarnation

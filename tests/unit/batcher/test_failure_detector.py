@@ -1,4 +1,4 @@
-"""FailureDetector: when a missing heartbeat is not taken for a death."""
+"""FailureDetector: who is dead, and when a missing heartbeat is not taken for a death."""
 
 import pytest
 
@@ -82,3 +82,16 @@ def test_the_broker_s_clock_is_extrapolated(detector: FailureDetector, clock: Cl
     detector.check_clock_jump(1_000_000)
     clock.now_s += 2.5
     assert detector.now_ms() == 1_002_500
+
+
+@pytest.mark.parametrize(
+    ("has_heartbeat", "seen_ms", "is_dead"),
+    [(True, 1000.0, False), (False, 1000.0, True), (True, 1001.0, True)],
+    ids=["heartbeat", "none", "one of the future"],
+)
+def test_a_worker_without_a_heartbeat_is_dead_unless_detection_is_paused(
+    detector: FailureDetector, has_heartbeat: bool, seen_ms: float, is_dead: bool
+) -> None:
+    assert detector.is_dead(has_heartbeat, seen_ms, 1000.0) is is_dead
+    detector.pause()
+    assert not detector.is_dead(has_heartbeat, seen_ms, 1000.0)
