@@ -31,10 +31,10 @@ async def serve(settings: Settings, incarnation: str) -> None:
     """Serve until SIGTERM; jobs that are not answered by then are left to other workers."""
     redis = client.connect(client.broker_url(settings))
     worker = JobWorker(redis, settings)
-    sign = Heartbeat(redis, Keys(settings.pool), "jobworker", incarnation, settings.worker_ttl_s)
+    heartbeat = Heartbeat(redis, Keys(settings.pool), "jobworker", incarnation, settings.worker_ttl_s)
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
     try:
-        async with sign.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
+        async with heartbeat.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
             READY.set()
             with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
                 await worker.async_run()

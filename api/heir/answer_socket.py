@@ -110,7 +110,8 @@ class AnswerSocket:
             async with asyncio.timeout(TELL_S):
                 await self.channel.send(KeeperMessage(keep=answer), beside)
         except (OSError, TimeoutError) as error:
-            warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
+            if self.channel.is_open:  # else the launcher has closed it, since the whole fleet ends
+                warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
             self.answer = None
             self.channel.handovers.discard(self.hand_over)
             self.channel.post(KeeperMessage(drop=answer.name))

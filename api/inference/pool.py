@@ -87,7 +87,7 @@ def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallForma
     else:
         names = ", ".join((*CALL_FORMATS, *ALIASES))
         raise SettingError("tool_call_parser", f"must be one of {names}. Given: {name}")
-    log.info("calls of tools are written as %s has them", found.name)
+    log.info("call format of the model: %s", found.name)
     return found
 
 

@@ -178,7 +178,7 @@ class Relay:
             log.error("undecodable message: %s", error)
             self.request_fill(self.streams.values())
             return
-        lost_after = self.sources.hear(events, channel)
+        lost_after = self.sources.note(events, channel)
         if lost_after is not None:
             self.request_lost(events, lost_after)
         new: list[Tokens | Terminal] = [*events.tokens, *events.terminals]

@@ -16,7 +16,7 @@ class Sources:
     def __init__(self) -> None:
         self.last: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def hear(self, events: Events, channel: str) -> int | None:
+    def note(self, events: Events, channel: str) -> int | None:
         """Note a message. Returns None, or if messages before it were lost, the flush after which they came.
 
         A message without events repeats the last number. A source may be silent for as long as it likes.

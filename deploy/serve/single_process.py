@@ -18,10 +18,15 @@ from deploy.serve.fleet import KINDS, WITH_MODEL, build_fleet
 
 log = logging.getLogger(__name__)
 
+OPERAND = f"KIND is {', '.join(KINDS)}; settings are those of `tokenfleet KIND --help`."
+
 
 def main(argv: Sequence[str]) -> int:
     """Run until told to end. Returns the exit code. Raises SettingError."""
     word = argv[0] if argv else ""
+    if word in ("-h", "--help"):
+        print(f"usage: tokenfleet supervise KIND [--setting X …]\n\n{__doc__}\n{OPERAND}")
+        return 0
     if word not in KINDS:
         raise SettingError("supervise", f"{word!r} is no process of a fleet; these are: {', '.join(KINDS)}")
     kind = KINDS[word]

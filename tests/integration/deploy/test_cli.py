@@ -135,6 +135,7 @@ def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> No
 
 def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in tokenfleet("--help").stdout
+    assert "KIND is api, batcher, worker, jobs" in tokenfleet("supervise", "--help").stdout
     text = tokenfleet("serve", "--help").stdout
     assert text.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n")
     assert "\nBatching:\n" in text and "--max-batch-prefill-tokens" in text

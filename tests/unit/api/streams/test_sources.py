@@ -11,20 +11,20 @@ def message(number: int, flush: int, source: str = "w0") -> Events:
 
 def test_what_was_lost_lies_behind_the_last_flush_that_was_heard() -> None:
     heard = Sources()
-    assert heard.hear(message(1, 7), "c") is None
-    assert heard.hear(message(2, 9), "c") is None
-    assert heard.hear(message(4, 12), "c") == 9
-    assert heard.hear(Events("w0", 4, flush=12), "c") is None, "the last number, repeated"
-    assert heard.hear(Events("w0", 5, flush=13), "c") == 12
+    assert heard.note(message(1, 7), "c") is None
+    assert heard.note(message(2, 9), "c") is None
+    assert heard.note(message(4, 12), "c") == 9
+    assert heard.note(Events("w0", 4, flush=12), "c") is None, "the last number, repeated"
+    assert heard.note(Events("w0", 5, flush=13), "c") == 12
     assert heard.last_flush("w0", "c") == 13 and heard.last_flush("w0", "other") == 0
 
 
 def test_a_source_is_remembered_however_long_it_is_silent() -> None:
     """Only of so many other sources, each heard after it, is one too much."""
     heard = Sources()
-    heard.hear(message(1, 1), "c")
+    heard.note(message(1, 1), "c")
     for i in range(sources.MAX_SOURCES - 1):
-        heard.hear(message(1, 1, f"w{i + 1}"), "c")
-    assert heard.hear(message(2, 2), "c") is None
-    heard.hear(message(1, 1, "one more"), "c")
+        heard.note(message(1, 1, f"w{i + 1}"), "c")
+    assert heard.note(message(2, 2), "c") is None
+    heard.note(message(1, 1, "one more"), "c")
     assert len(heard.last) == sources.MAX_SOURCES and heard.last_flush("w0", "c") == 2
