@@ -93,7 +93,7 @@ class Engine:
             progress("compiling layers (longer the first time)")
             try_out = partial(warmup.run_all_shapes, self.forward, loaded.vocab_size, self.block_size)
             compile_layers(loaded.model, loaded.attentions, try_out)
-        if loaded.plan_free:
+        if loaded.capturable:
             progress("capturing CUDA graphs")
             self.try_to_capture(settings)
         stop_compiling()
@@ -116,9 +116,8 @@ class Engine:
         """
         loaded, size = self.loaded, FIXED_TOKENS if deterministic else max_rows
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
-        graphs = CudaGraphs(
-            loaded.decode, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device
-        )
+        shapes = size, max_blocks, loaded.vocab_size, loaded.geometry.dtype
+        graphs = CudaGraphs(loaded.decode, loaded.plan_decode, *shapes, loaded.device)
         graphs.capture(capture, [size] if deterministic else graph_sizes(size))
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 

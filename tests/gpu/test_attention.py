@@ -21,6 +21,7 @@ from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_fl
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2
 LENGTHS = (70, 1, 33, 90)
+MAX_ROWS = 8
 
 Shape = tuple[torch.dtype, int, int, int]
 SERVED: list[Shape] = [(torch.bfloat16, 64, 128, 4), (torch.bfloat16, 64, 64, 3)]
@@ -51,7 +52,7 @@ class Pair:
         )
         layer = LayerSpec(spec, dim, dim)
         exact, given = (Geometry([layer], block_size, number, number) for number in (torch.float32, dtype))
-        self.exact, self.flash = SdpaBackend(exact, CPU), backend_of(given, self.device)
+        self.exact, self.flash = SdpaBackend(exact, CPU), backend_of(given, self.device, MAX_ROWS, BLOCKS)
         assert not isinstance(self.flash, SdpaBackend)
         self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(self.flash.geometry, BLOCKS, self.device)]
         self.modules = [SimpleNamespace() for _ in self.caches]

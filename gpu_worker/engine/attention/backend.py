@@ -23,14 +23,16 @@ class AttentionBackend(Protocol):
 
     Attributes:
         geometry: what the cache keeps of each token for this backend.
-        plan_free: the backend has `begin_decode`, so steps in which all rows decode can be captured as CUDA
-            graphs.
+        capturable: the backend has `plan_decode` and `begin_decode`, so steps in which all rows decode can be
+            captured as CUDA graphs.
+        plan_free: captured steps need no `plan_decode`: sums are split by the shape of a step alone.
         compilable: compilers see one operation in `attend`. They would look into other backends, and compile
             anew for most steps.
         modules: the attention modules, in the order of layers.
     """
 
     geometry: Geometry
+    capturable: bool
     plan_free: bool
     compilable: bool
     modules: list[Any]

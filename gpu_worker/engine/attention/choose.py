@@ -16,15 +16,19 @@ from gpu_worker.engine.cpu import native
 log = logging.getLogger(__name__)
 
 
-def choose_backend(geometry: Geometry, device: torch.device) -> AttentionBackend:
-    """The fastest backend that has kernels for the model."""
+def choose_backend(
+    geometry: Geometry, device: torch.device, max_rows: int, max_blocks: int
+) -> AttentionBackend:
+    """The fastest backend that has kernels for the model, for steps of so many rows of so many blocks."""
     if device.type == "cuda":
-        return choose_cuda_backend(geometry, device)
+        return choose_cuda_backend(geometry, device, max_rows, max_blocks)
     library = native.library() if cpu_paged.supports(geometry) else None
     return CpuPagedBackend(geometry, library) if library else SdpaBackend(geometry, device)
 
 
-def choose_cuda_backend(geometry: Geometry, device: torch.device) -> AttentionBackend:
+def choose_cuda_backend(
+    geometry: Geometry, device: torch.device, max_rows: int, max_blocks: int
+) -> AttentionBackend:
     """FlashInfer's attention where it is installed and has kernels for the model."""
     if find_spec("flashinfer") is None:
         log.warning("flashinfer-python is not installed: torch's attention is used and is slower")
@@ -34,4 +38,5 @@ def choose_cuda_backend(geometry: Geometry, device: torch.device) -> AttentionBa
     if reason := unsupported_because(geometry):
         log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", reason)
         return SdpaBackend(geometry, device)
-    return flashinfer.FlashInferBackend(geometry, device, torch.cuda.get_device_capability(device)[0])
+    generation = torch.cuda.get_device_capability(device)[0]
+    return flashinfer.FlashInferBackend(geometry, device, generation, max_rows, max_blocks)

@@ -22,6 +22,7 @@ class CpuPagedBackend:
     numbers of many keys.
     """
 
+    capturable = False
     plan_free = False
     compilable = False
 

@@ -1,5 +1,5 @@
 """Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the
-device, prompts by kernels that the host plans.
+device, prompts, and layers that XQA does not serve, by kernels that the host plans.
 
 Shapes of `attend`: query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], sinks [heads],
 all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
@@ -7,20 +7,19 @@ all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 
 import logging
 import weakref
-from collections.abc import Sequence
 from typing import Any, Optional
 
-import flashinfer
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 from torch.nn.functional import pad
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
     FlashInferStep,
-    plan_arrays,
+    Int32,
     table_of,
     window_left,
 )
+from gpu_worker.engine.attention.flashinfer_plans import DecodePlans, StepPlans, make_workspace
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
     plans_needed_because,
@@ -28,12 +27,11 @@ from gpu_worker.engine.attention.flashinfer_support import (
 )
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.kv_write import write_kv
-from gpu_worker.engine.batch.inputs import Inputs, Span
-from gpu_worker.engine.batch.to_device import pinned, to_device
+from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.batch.to_device import to_device
 
 log = logging.getLogger(__name__)
 
-WORKSPACE_BYTES = 256 * 2**20
 PLAN_FREE_BYTES = 16 * 2**20
 """8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads
 of 256 numbers at most.
@@ -52,38 +50,35 @@ class FlashInferBackend:
     [heads].
 
     Attributes:
-        plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and
-            tables.
+        planned: by view, whether rows that decode need plans.
+        decoders: in a captured step, by view, what computes rows that decode; None is XQA.
     """
 
+    capturable = True
     compilable = True
 
-    def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
+    def __init__(
+        self, geometry: Geometry, device: torch.device, generation: int, max_rows: int, max_blocks: int
+    ) -> None:
         if device.type == "cuda":
             add_ninja_to_path()
         self.geometry = geometry = with_padded_heads(geometry)
         self.block_size = geometry.block_size
-        self.dtype = geometry.dtype
-        self.kv_dtype = geometry.kv_dtype
         self.device = device
         self.dim = geometry.layers[0].key_dim
         self.specs = geometry.specs
-        why = plans_needed_because(geometry, generation)
-        self.plan_free = not why
-        if why:
+        reasons = [plans_needed_because(geometry, spec, generation) for spec in self.specs]
+        self.planned = [bool(why) for why in reasons]
+        self.plan_free = not any(reasons)
+        for why in dict.fromkeys(filter(None, reasons)):
             log.warning("FlashInfer plans each step that decodes, which is slower: %s", why)
         self.workspace = torch.zeros(
             PLAN_FREE_BYTES, dtype=torch.uint8, device=device
         )  # XQA's counters start at zero
-        scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan lies in its wrapper's pinned memory until the device has copied it: one may wait there while
-        # the next one is made.
-        self.wrappers = [
-            [flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.specs]
-            for _ in range(2)
-        ]
-        self.copied = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
-        self.current = 0
+        scratch = make_workspace(geometry, device, max_rows)
+        self.plans = StepPlans(geometry, self.planned, scratch)
+        self.decode_plans = DecodePlans(geometry, self.planned, scratch, max_rows, max_blocks)
+        self.decoders: list[Any] = [None] * len(self.specs)
         self.modules: list[Any] = []
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -98,61 +93,32 @@ class FlashInferBackend:
         """Nothing is kept of a cache."""
 
     def begin(self, inputs: Inputs) -> None:
-        first = (
-            next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))
-            if self.plan_free
-            else 0
-        )
+        first = next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))
         table, lengths = table_of(inputs.spans[:first])
         self.step = FlashInferStep(
             to_device(inputs.slots, self.device),
             to_device(table, self.device),
             to_device(lengths, self.device),
         )
-        if first < len(inputs.spans):
-            self.current = 1 - self.current
-            self.plan(inputs.spans[first:])
+        self.decoders = [None] * len(self.specs)
+        self.plans.plan(inputs.spans, first)
+
+    def plan_decode(self, positions: Int32, table: Int32) -> None:
+        """Prepares a `begin_decode`: positions int32 [rows], table int32 [rows, blocks]."""
+        if not self.plan_free:
+            self.decode_plans.plan(positions, table)
 
     def begin_decode(self, positions: torch.Tensor, table: torch.Tensor) -> None:
-        """As `begin`, for rows that all decode, from tensors on the device: positions int32 [rows], table
-        int32 [rows, blocks].
+        """As `begin`, for rows that all decode and are planned, from tensors on the device: positions int32
+        [rows], table int32 [rows, blocks].
         """
         self.step = self.rows_that_decode(positions, table)
+        wrappers = self.decode_plans.wrappers.get(len(positions), {})
+        self.decoders = [wrappers.get(spec) for spec in self.specs]
 
     def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> FlashInferStep:
         blocks = table.gather(1, (positions // self.block_size).long()[:, None])[:, 0]
         return FlashInferStep(blocks * self.block_size + positions % self.block_size, table, positions + 1)
-
-    def plan(self, spans: Sequence[Span]) -> None:
-        host = plan_arrays(spans, self.block_size)
-        query_ends, block_ends, last_lengths, lengths = (
-            pinned(values, self.device)
-            for values in (host.query_ends, host.block_ends, host.last_lengths, host.lengths)
-        )
-        indices = to_device(host.blocks, self.device)
-        if self.copied:
-            self.copied[self.current].synchronize()
-        for spec, wrapper in zip(self.specs, self.wrappers[self.current], strict=True):
-            wrapper.plan(
-                query_ends,
-                block_ends,
-                indices,
-                last_lengths,
-                spec.kv_heads * spec.group,
-                spec.kv_heads,
-                self.dim,
-                self.block_size,
-                causal=True,
-                sm_scale=spec.scaling,
-                window_left=window_left(spec),
-                logits_soft_cap=spec.softcap,
-                q_data_type=self.dtype,
-                kv_data_type=self.kv_dtype,
-                seq_lens=lengths,  # or FlashInfer computes them, in memory that is not pinned
-                max_token_per_sequence=host.longest,  # or it looks for it, number by number
-            )
-        if self.copied:
-            self.copied[self.current].record()
 
     # --- in a forward ---
 
@@ -172,11 +138,15 @@ class FlashInferBackend:
 
     def run(self, module: Any, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """query [tokens, heads, dim] → the same shape"""
-        rows, output = len(self.step.lengths), torch.empty_like(query)
+        output, number = torch.empty_like(query), module.spec_number
+        if decoder := self.decoders[number]:
+            self.run_plan(decoder, module, query, sinks, output)
+            return output
+        rows = 0 if self.planned[number] else len(self.step.lengths)
         if rows:
             self.decode(module, query[:rows], sinks, output[:rows])
         if rows < len(query):
-            self.prefill(module, query[rows:], sinks, output[rows:])
+            self.run_plan(self.plans.wrappers[number], module, query[rows:], sinks, output[rows:])
         return output
 
     def decode(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
@@ -195,11 +165,12 @@ class FlashInferBackend:
             kv_layout="HND",
         )
 
-    def prefill(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
+    def run_plan(
+        self, wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor
+    ) -> None:
         """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log
         sum - sink)`.
         """
-        wrapper = self.wrappers[self.current][module.spec_number]
         cache = (module.keys, module.values)
         scales = {"k_scale": module.key_scale, "v_scale": module.value_scale}
         if sinks is None:

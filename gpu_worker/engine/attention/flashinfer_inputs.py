@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.attention.kv_cache import AttentionSpec
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.batch.inputs import Span, offsets_of
 
 Int32 = npt.NDArray[np.int32]
@@ -56,6 +56,21 @@ def plan_arrays(spans: Sequence[Span], block_size: int) -> PlanArrays:
     held = -(-lengths // block_size)
     lines = (line for span in spans for line in span.blocks)
     blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
+    return arrays_of(counts, lengths, held, blocks, block_size)
+
+
+def decode_arrays(positions: Int32, table: Int32, block_size: int) -> PlanArrays:
+    """The same for rows that decode: positions int32 [rows], table of blocks int32 [rows, blocks]."""
+    lengths = positions + 1
+    held = -(-lengths // block_size)
+    blocks = table[np.arange(table.shape[1]) < held[:, None]]
+    return arrays_of(np.ones_like(lengths), lengths, held, blocks, block_size)
+
+
+def arrays_of(counts: Any, lengths: Any, held: Any, blocks: Any, block_size: int) -> PlanArrays:
+    """Of rows: their tokens in this step and in the cache, how many blocks they hold, and which, all int
+    [rows] but the last.
+    """
     return PlanArrays(
         query_ends=offsets_of(counts).astype(np.int32),
         block_ends=offsets_of(held).astype(np.int32),
@@ -64,6 +79,20 @@ def plan_arrays(spans: Sequence[Span], block_size: int) -> PlanArrays:
         blocks=blocks.astype(np.int32),
         longest=int(counts.max()),
     )
+
+
+def plan_options(geometry: Geometry, spec: AttentionSpec) -> dict[str, Any]:
+    """What each plan for a view says, by FlashInfer's names."""
+    return {
+        "num_qo_heads": spec.kv_heads * spec.group,
+        "num_kv_heads": spec.kv_heads,
+        "page_size": geometry.block_size,
+        "sm_scale": spec.scaling,
+        "window_left": window_left(spec),
+        "logits_soft_cap": spec.softcap,
+        "q_data_type": geometry.dtype,
+        "kv_data_type": geometry.kv_dtype,
+    }
 
 
 def window_left(spec: AttentionSpec) -> int:

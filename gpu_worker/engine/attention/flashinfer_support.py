@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128, 256)
@@ -23,6 +23,9 @@ PLAN_FREE_GROUP = 32
 """Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they
 have 256 numbers.
 """
+WORKSPACE_BYTES = 256 * 2**20
+SMALL_TILE, MEDIUM_TILE, LARGE_TILE = 16, 64, 128
+ALIGNMENT = 64
 
 
 def unsupported_because(geometry: Geometry) -> str:
@@ -52,15 +55,12 @@ def padded_dim(dim: int) -> int:
     return next(size for size in (*PADDED_DIMS, dim) if dim <= size)
 
 
-def plans_needed_because(geometry: Geometry, generation: int) -> str:
-    """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where
-    XQA serves them.
-    """
-    groups, caps = {spec.group for spec in geometry.specs}, {spec.softcap for spec in geometry.specs}
-    if caps != {None}:
+def plans_needed_because(geometry: Geometry, spec: AttentionSpec, generation: int) -> str:
+    """Why rows that decode need plans of the host in these layers; empty where XQA serves them."""
+    if spec.softcap is not None:
         return "scores are soft-capped"
-    if max(groups) > PLAN_FREE_GROUP:
-        return f"{max(groups)} query heads share a K head, more than {PLAN_FREE_GROUP}"
+    if spec.group > PLAN_FREE_GROUP:
+        return f"{spec.group} query heads share a K head, more than {PLAN_FREE_GROUP}"
     if geometry.block_size not in PLAN_FREE_BLOCKS:
         return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
     if geometry.kv_dtype == torch.float8_e5m2:
@@ -70,6 +70,27 @@ def plans_needed_because(geometry: Geometry, generation: int) -> str:
         if generation in PLAN_FREE_GENERATIONS
         else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
     )
+
+
+def workspace_bytes(geometry: Geometry, processors: int, max_rows: int) -> int:
+    """What programs that share a row hand to each other: for each tile of queries its outputs and the sum of
+    its softmax, in float32. FlashInfer lays out two programs for each multiprocessor, or those of all rows.
+    """
+    sizes = [WORKSPACE_BYTES]
+    for layer in geometry.layers:
+        spec, dim = layer.spec, layer.value_dim
+        programs, tile = 2 * processors // spec.kv_heads, tile_of(spec.group, dim)
+        tiles = -(-max_rows * spec.group // tile) + max_rows - 1
+        queries = max(programs * tile_of(LARGE_TILE + 1, dim), max(programs, tiles) * tile)
+        sizes.append(spec.kv_heads * spec.group * queries * (dim + 1) * 4 + ALIGNMENT)
+    return max(sizes)
+
+
+def tile_of(queries: int, dim: int) -> int:
+    """How many queries a program computes, where so many share a K head and their keys."""
+    if queries <= SMALL_TILE:
+        return SMALL_TILE
+    return MEDIUM_TILE if queries <= MEDIUM_TILE or dim >= 256 else LARGE_TILE
 
 
 def add_ninja_to_path() -> None:

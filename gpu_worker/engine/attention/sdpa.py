@@ -62,6 +62,7 @@ class SdpaBackend:
     tokens, key_dim], value [1, kv_heads, tokens, value_dim], sinks [heads] → [1, tokens, heads, value_dim].
     """
 
+    capturable = False
     plan_free = False
     compilable = False
 

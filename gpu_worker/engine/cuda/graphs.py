@@ -14,6 +14,8 @@ from gpu_worker.engine.batch.to_device import to_device
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """ids int64 [1, rows], positions int32 [rows], table int32 [rows, blocks] → logits [rows, vocabulary]"""
+Plan = Callable[[Int32, Int32], None]
+"""positions int32 [rows], table int32 [rows, blocks]: what the host decides before a step is replayed."""
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """A function → one that replays what it launched."""
 
@@ -42,6 +44,7 @@ class CudaGraphs:
     def __init__(
         self,
         decode: Decode,
+        plan: Plan,
         max_rows: int,
         max_blocks: int,
         vocab_size: int,
@@ -49,6 +52,7 @@ class CudaGraphs:
         device: torch.device,
     ) -> None:
         self.decode = decode
+        self.plan = plan
         self.device = device
         self.max_rows = max_rows
         self.ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -61,6 +65,7 @@ class CudaGraphs:
     def capture(self, capture: Capture, sizes: Sequence[int]) -> None:
         """The largest first: the others find room in its memory."""
         for size in sorted(sizes, reverse=True):
+            self.plan(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
             self.graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
         self.graphs = dict(sorted(self.graphs.items()))
 
@@ -87,9 +92,10 @@ class CudaGraphs:
         return self.logits[: len(slices)]
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
-        """Copies the inputs of a step to the graphs' tensors, in one transfer: int32 [2 + blocks, size] as of
-        `inputs_of`. Rows that only fill the graph write to scratch block 0.
+        """Plans a step, and copies its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks,
+        size] as of `inputs_of`. Rows that only fill the graph write to scratch block 0.
         """
+        self.plan(inputs[1], inputs[2:].T)
         staged = to_device(inputs, self.device)
         self.ids[:size].copy_(staged[0])
         self.positions[:size].copy_(staged[1])

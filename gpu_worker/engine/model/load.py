@@ -114,7 +114,9 @@ def assemble(
     """The model with its attention backend and rotary modules, still without a cache."""
     block_size = settings.block_size or BLOCK_SIZES[device.type]
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
-    backend = choose_backend(Geometry(list(layers.values()), block_size, dtype, kv_dtype), device)
+    context = int(model_config.context_length(path) * (settings.rope_factor or 1))
+    geometry = Geometry(list(layers.values()), block_size, dtype, kv_dtype)
+    backend = choose_backend(geometry, device, settings.max_batch_size, -(-context // block_size))
     return LoadedModel(
         directory=path,
         model=model,
@@ -123,7 +125,7 @@ def assemble(
         device=device,
         backend=backend,
         ropes=rope.replace_ropes(model),
-        context=int(model_config.context_length(path) * (settings.rope_factor or 1)),
+        context=context,
         eos_ids=model_config.eos_ids(path),
         vocab_size=config.vocab_size,
         recompute_length=rope.recompute_length(model),
@@ -169,8 +171,10 @@ def nondeterministic_because(
         return "it runs on several ranks"
     if settings.enforce_eager:
         return "ENFORCE_EAGER keeps its steps from being captured"
-    if not loaded.plan_free:
+    if not loaded.capturable:
         return "its steps cannot be captured"
+    if not loaded.backend.plan_free:
+        return "attention is split by the lengths of all rows in a step"
     if loaded.ropes:  # tokens of prompts go through as rows that decode, and would take their frequencies
         return "its rotary frequencies depend on the length of the prompt"
     experts = any(weight.dim() == 3 for weight in loaded.model.parameters())

@@ -10,6 +10,7 @@ from common.block_hashes import HASHED_TOKENS
 from gpu_worker.engine.attention.backend import AttentionBackend, attach
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import PerTokenRope
 
 
@@ -39,11 +40,11 @@ class LoadedModel:
     cache: KVCache = field(init=False)
 
     @property
-    def plan_free(self) -> bool:
-        """Whether steps in which all rows decode need nothing from the host but ids, positions and tables: so
-        that they can be captured as CUDA graphs.
+    def capturable(self) -> bool:
+        """Whether steps in which all rows decode can be captured as CUDA graphs: within the model they need
+        nothing from the host but ids, positions and tables.
         """
-        return self.backend.plan_free and not any(rope.needs_host_lengths for rope in self.ropes)
+        return self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
 
     @property
     def can_share_blocks(self) -> bool:
@@ -66,8 +67,16 @@ class LoadedModel:
         return self.logits(inputs.ids, inputs.positions, inputs.sampled)
 
     @torch.inference_mode()
+    def plan_decode(self, positions: Int32, table: Int32) -> None:
+        """Prepares what the host decides of a `decode`, which a captured one does not call again: positions
+        int32 [rows], table of blocks int32 [rows, blocks].
+        """
+        self.backend.plan_decode(positions, table)  # type: ignore[attr-defined]
+
+    @torch.inference_mode()
     def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """As `forward`, of rows that all decode, with nothing from the host; only where `plan_free`.
+        """As `forward`, of rows that all decode, with nothing from the host behind `plan_decode`; only where
+        `capturable`.
 
         ids int64 [1, rows], positions int32 [rows], table of blocks int32 [rows, blocks] → logits [rows,
         vocabulary]

@@ -1,4 +1,4 @@
-"""FlashInfer's two entrances that the engine uses, computed by torch: as their docstrings say, with what they
+"""FlashInfer's entrances that the engine uses, computed by torch: as their docstrings say, with what they
 demand of their arguments.
 """
 
@@ -154,6 +154,76 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return (out, sums) if return_lse else out
 
 
+class BatchDecodeWithPagedKVCacheWrapper:
+    """In a captured step `run` reads the buffers as they are when it is replayed: here, too."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, use_cuda_graph: bool,
+        use_tensor_cores: bool, paged_kv_indptr_buffer: torch.Tensor, paged_kv_indices_buffer: torch.Tensor,
+        paged_kv_last_page_len_buffer: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self.ends, self.indices = paged_kv_indptr_buffer, paged_kv_indices_buffer
+        self.last_lengths = paged_kv_last_page_len_buffer
+        assert kv_layout == "HND" and use_cuda_graph and use_tensor_cores
+        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) >= 2**27
+        assert len(self.ends) == len(self.last_lengths) + 1
+        assert all(
+            buffer.dtype == torch.int32 and buffer.dim() == 1 and buffer.is_contiguous()
+            for buffer in (self.ends, self.indices, self.last_lengths)
+        )
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        assert len(int_workspace_buffer) > 32 * len(self.ends)
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, *,
+        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, sm_scale: float,
+        window_left: int, logits_soft_cap: float | None, q_data_type: torch.dtype,
+        kv_data_type: torch.dtype, seq_lens: torch.Tensor,
+    ) -> None:  # fmt: skip
+        on_host = (indptr, last_page_len, seq_lens)
+        assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"
+        assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in (*on_host, indices))
+        assert len(last_page_len) == len(self.last_lengths), "its number of rows is that of the graph"
+        assert len(indptr) == len(self.ends) and len(indices) == indptr[-1] <= len(self.indices)
+        assert indptr[0] == 0 and (indptr.diff() > 0).all()
+        assert last_page_len.min() >= 1 and last_page_len.max() <= page_size
+        assert torch.equal(seq_lens, (indptr.diff() - 1) * page_size + last_page_len)
+        assert num_qo_heads % num_kv_heads == 0 and head_dim % 16 == 0 and type(sm_scale) is float
+        self.ends.copy_(indptr)
+        self.indices[: len(indices)].copy_(indices)
+        self.last_lengths.copy_(last_page_len)
+        fixed = (sm_scale, window_left, logits_soft_cap, num_qo_heads, num_kv_heads, page_size, head_dim)
+        assert getattr(self, "fixed", fixed) == fixed, "a graph keeps what it was captured with"
+        self.fixed, self.dtypes = fixed, (q_data_type, kv_data_type)
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Cache, *, k_scale: float, v_scale: float, out: torch.Tensor,
+        return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        keys, values = paged_kv_cache
+        sm_scale, window_left, softcap, heads, *page = self.fixed
+        assert q.shape == out.shape == (len(self.last_lengths), heads, page[-1]) and q.is_contiguous()
+        assert out.dtype == q.dtype == self.dtypes[0] and keys.dtype == values.dtype == self.dtypes[1]
+        assert list(keys.shape[1:]) == list(values.shape[1:]) == page and keys.stride() == values.stride()
+        sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for row, last_length in enumerate(self.last_lengths.tolist()):
+            begin, end = self.ends[row : row + 2].tolist()
+            length = (end - begin - 1) * page[1] + last_length
+            row_keys, row_values = (
+                gathered(cache, self.indices[begin:end], length, q.dtype) for cache in paged_kv_cache
+            )
+            mine = slice(row, row + 1)
+            out[mine], sums[mine] = attention(
+                q[mine], row_keys, row_values, sm_scale * k_scale, window_left, softcap, None
+            )
+        out *= v_scale
+        return (out, sums) if return_lse else out
+
+
 def install() -> bool:
     """Where the engine's code finds it, and nobody else. Not where the real one is installed, or a GPU on
     which to use it.
@@ -162,6 +232,7 @@ def install() -> bool:
         return False
     fake, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     fake.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    fake.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     found = {"flashinfer": fake, "flashinfer.decode": decode}
     sys.modules |= found

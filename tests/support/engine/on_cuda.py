@@ -77,7 +77,7 @@ def needs_flash(device: str) -> None:
         pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 
 
-def backend_of(geometry: Geometry, device: torch.device) -> Any:
+def backend_of(geometry: Geometry, device: torch.device, max_rows: int, max_blocks: int) -> Any:
     """As on CUDA."""
     from gpu_worker.engine.attention.flashinfer import FlashInferBackend
     from gpu_worker.engine.attention.flashinfer_support import unsupported_because
@@ -85,7 +85,7 @@ def backend_of(geometry: Geometry, device: torch.device) -> Any:
     return (
         SdpaBackend(geometry, device)
         if unsupported_because(geometry)
-        else FlashInferBackend(geometry, device, HOPPER)
+        else FlashInferBackend(geometry, device, HOPPER, max_rows, max_blocks)
     )
 
 

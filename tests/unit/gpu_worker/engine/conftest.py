@@ -55,16 +55,21 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         pytest.skip("where there is a GPU, the tests marked gpu try the real parts")
     from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
-    def backend_of(geometry: Geometry, device: torch.device) -> FlashInferBackend:
-        return FlashInferBackend(geometry, device, HOPPER)
+    def made(
+        folder: Path,
+        deterministic: bool = False,
+        communicator: Communicator = SINGLE_RANK,
+        generation: int = HOPPER,
+    ) -> Engine:
+        def backend_of(geometry: Geometry, device: torch.device, *limits: int) -> FlashInferBackend:
+            return FlashInferBackend(geometry, device, generation, *limits)
 
-    def made(folder: Path, deterministic: bool = False, communicator: Communicator = SINGLE_RANK) -> Engine:
         monkeypatch.setattr(load, "pack_linears", lambda model, blocks: fuse_linears(model))
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(engine_module, "FIXED_TOKENS", 12)
         engine = engine_of(folder, block_size=16, communicator=communicator)
         engine.runs_ahead = True
-        if engine.loaded.plan_free:
+        if engine.loaded.capturable:
             engine.capture(again, 3, deterministic)
         return engine
 

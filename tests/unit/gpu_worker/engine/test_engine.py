@@ -37,6 +37,7 @@ def engine_with_graphs(folder: Path) -> Engine:
     """An engine whose attention can be compiled and captured."""
     engine = engine_of(folder)
     engine.loaded.backend.compilable = True
+    engine.loaded.backend.capturable = True
     engine.loaded.backend.plan_free = True
     return engine
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ def test_outputs_equal_those_of_torch(
         scales = (1.0, 1.0) if kv_dtype == torch.float32 else (0.7, 0.01)
         layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), dim, dim, *scales)
         geometry = Geometry([layer], block_size, torch.float32, kv_dtype)
-        backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation)]
+        backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)]
         plan_free = (block_size, generation, softcap) == (16, HOPPER, None) and kv_dtype != torch.float8_e5m2
         assert backends[1].plan_free == plan_free  # type: ignore[attr-defined]
         caches = [KVCache(backend.geometry, BLOCKS, CPU) for backend in backends]  # type: ignore[attr-defined]
@@ -76,6 +77,46 @@ def test_outputs_equal_those_of_torch(
                     backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])  # type: ignore[attr-defined]
                 )
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("generation", [8, HOPPER])
+def test_each_layer_of_a_captured_step_has_its_own_kernel(generation: int, kv_dtype: torch.dtype) -> None:
+    """XQA or a planned one, with sinks and without, beside rows that only fill the graph: what `begin` of the
+    same rows gives.
+    """
+    torch.manual_seed(0)
+    specs = [
+        AttentionSpec(2, 3, None, 0.2),
+        AttentionSpec(2, 3, 20, 0.2, 5.0),
+        AttentionSpec(1, 71, None, 0.2),
+    ]
+    geometry = Geometry([LayerSpec(spec, 64, 64, 0.7, 0.5) for spec in specs], 16, torch.float32, kv_dtype)
+    flash = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)
+    xqa = [(generation, kv_dtype) == (HOPPER, torch.float32), False, False]
+    assert flash.planned == [not served for served in xqa]
+    cache, modules = KVCache(geometry, BLOCKS, CPU), [SimpleNamespace() for _ in specs]
+    cache.fill(list(range(BLOCKS + 1)), 0.5)
+    attention.attach(modules, geometry, cache, flash)
+    lines = rows(16, (70, 1, 33, 90))
+    slices = arrange([chunk(lines[row], begin, 1) for row, begin in ((0, 71), (1, 3), (3, 91))])
+    positions, table = np.zeros(5, np.int32), np.zeros((5, BLOCKS), np.int32)
+    for place, row_slice in enumerate(slices):
+        positions[place] = row_slice.begin
+        table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
+    for module, sinks in itertools.product(modules, (False, True)):
+        heads = module.spec.kv_heads * module.spec.group
+        given = [torch.randn(1, num, 3, 64) for num in (heads, module.spec.kv_heads, module.spec.kv_heads)]
+        own = torch.randn(heads) if sinks else None
+        flash.begin(build_inputs(slices, 16, CPU))
+        query, key, value = given
+        expected = flash.attend(module, query, key, value, own)
+        flash.plan_decode(positions, table)
+        flash.begin_decode(torch.from_numpy(positions), torch.from_numpy(table))
+        assert (flash.decoders[module.spec_number] is None) == xqa[module.spec_number]
+        query, key, value = (torch.cat((tensor, tensor[:, :, :2]), 2) for tensor in given)
+        found = flash.attend(module, query, key, value, own)
+        torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-5)
 
 
 def test_padded_heads_take_room_in_the_cache(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:

@@ -13,6 +13,7 @@ from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
     plans_needed_because,
     unsupported_because,
+    workspace_bytes,
 )
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
@@ -51,7 +52,7 @@ def test_unsupported_models_use_torch(
     monkeypatch.setattr(choose, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
     assert (
-        isinstance(choose.choose_cuda_backend(geometry, CPU), SdpaBackend if why else FlashInferBackend)
+        isinstance(choose.choose_cuda_backend(geometry, CPU, 8, 4), SdpaBackend if why else FlashInferBackend)
         and found in caplog.text
     )
 
@@ -76,9 +77,22 @@ def test_plans_are_needed_where_a_kernel_lacks_a_feature(
 ) -> None:
     layer = LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)
     geometry = Geometry([layer], block_size, torch.bfloat16, torch.bfloat16)
-    found = plans_needed_because(geometry, generation)
+    found = plans_needed_because(geometry, layer.spec, generation)
     assert why in found and bool(found) == bool(why)
-    assert FlashInferBackend(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
+    backend = FlashInferBackend(geometry, CPU, generation, 8, 4)
+    assert backend.plan_free == (not why) and found in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "mib"),
+    [(8, 4, 128, 256), (8, 12, 128, 337), (1, 48, 128, 675), (1, 71, 64, 894)],
+    ids=["Llama-8B", "Command R+", "StarCoder", "Falcon-7B"],
+)
+def test_plans_have_room_to_split_rows(kv_heads: int, group: int, dim: int, mib: int) -> None:
+    """On an A100, for graphs of 256 rows, as FlashInfer's scheduler lays them out."""
+    layer = LayerSpec(AttentionSpec(kv_heads, group, None, 1.0), dim, dim)
+    geometry = Geometry([layer], 64, torch.bfloat16, torch.bfloat16)
+    assert workspace_bytes(geometry, 108, 256) // 2**20 == mib
 
 
 def test_ninja_is_found_where_no_environment_was_activated(

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from common.messages.request import SamplingParams
+from common.settings.settings import Settings
 from gpu_worker.engine.cuda.deterministic import FixedShapeGraph
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model.load import nondeterministic_because
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
@@ -40,6 +44,15 @@ def bits(
         for row, _, _, logprob in step.sampled:
             logprobs[row] += np.float32(logprob).tobytes()
     return {row: (ids[row], logprobs[row]) for row in rows}
+
+
+def test_steps_that_are_planned_are_refused(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None:
+    """FlashInfer splits a row by the lengths of all rows, where XQA does not serve the card."""
+    tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
+    loaded = like_cuda(tmp_path, generation=8).loaded
+    loaded.device = torch.device("cuda")
+    why = nondeterministic_because(Settings(), loaded, 0, SINGLE_RANK)
+    assert why == "attention is split by the lengths of all rows in a step"
 
 
 def test_bits_do_not_depend_on_the_batch(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None:

@@ -4,6 +4,7 @@ again.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,32 +13,39 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
-from tests.support.engine import tiny_models
+from tests.support.engine import fake_flashinfer, tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.test_split_step import limit
 
-SLOWLY = (
-    "Llama",
-    "Mistral",
-    "Gemma2",
-    "Qwen3-MoE",
-    "GPT2",
-    "Llama-dynamic",
-    "Llama-longrope",
-    "Gemma3-longrope",
-)
+AMPERE, HOPPER = 8, 9
+QUICKLY = [("Qwen2", HOPPER), ("gpt-oss", AMPERE), ("Phi3-longrope", HOPPER)]
+SLOWLY = [
+    (family, HOPPER)
+    for family in (
+        "Llama",
+        "Mistral",
+        "Gemma2",
+        "gpt-oss",
+        "Qwen3-MoE",
+        "GPT2",
+        "Llama-longrope",
+        "Gemma3-longrope",
+    )
+] + [(family, AMPERE) for family in ("Qwen2", "Mistral", "Gemma2", "Phi3-longrope")]
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["Qwen2", "gpt-oss", "Phi3-longrope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)],
+    ("family", "generation"), [*QUICKLY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
 )
-def test_ids_are_those_of_generate(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+def test_ids_are_those_of_generate(
+    family: str, generation: int, tmp_path: Path, like_cuda: Callable[..., Engine]
+) -> None:
     """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    engine, fresh = like_cuda(tmp_path, generation=generation), dict(enumerate(prompts()))
+    assert engine.graphs
     assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
         "alone"
     )
@@ -58,6 +66,35 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
     assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def test_planned_steps_are_planned_before_they_are_replayed(
+    tmp_path: Path, like_cuda: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card that XQA is not compiled for: each replay behind one plan for each view, of as many rows as
+    the graph; none within it.
+    """
+    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
+    engine, seen = like_cuda(tmp_path, generation=AMPERE), list[tuple[str, int]]()
+    assert isinstance(engine.graphs, CudaGraphs) and not engine.loaded.backend.plan_free
+    plan = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper.plan
+
+    def note_plan(self: Any, ends: torch.Tensor, *given: Any, **options: Any) -> None:
+        seen.append(("plan", len(ends) - 1))
+        plan(self, ends, *given, **options)
+
+    def note_replay(size: int, run: Callable[[], None]) -> Callable[[], None]:
+        def noted() -> None:
+            run()
+            seen.append(("replay", size))
+
+        return noted
+
+    monkeypatch.setattr(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper, "plan", note_plan)
+    graphs = engine.graphs.graphs
+    engine.graphs.graphs = {size: note_replay(size, run) for size, run in graphs.items()}
+    play(engine, dict(enumerate(prompts()[:2])))
+    assert seen == [("plan", 2), ("replay", 2)] * (NEW_TOKENS - 1)
 
 
 def test_steps_that_wait_for_the_device_are_not_captured(
