@@ -57,7 +57,7 @@ class ModelTokenizer:
         texts = {token_id: self.backend.id_to_token(token_id) for token_id in self.special_ids}
         return {text: token_id for token_id, text in texts.items() if text is not None}
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt; in a thread if it is long."""
         return await offload(len(text), lambda: self.encode(text, add_special_tokens))
 
@@ -67,7 +67,7 @@ class ModelTokenizer:
         ids: list[int] = encoded[0].ids
         return ids
 
-    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+    def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
         """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character
         all span it; special tokens that were added span nothing.
         """

@@ -71,7 +71,7 @@ def resolve(
     )
 
 
-def find_local(model_id: str, revision: str | None = None, dtype: str = "auto") -> Path | None:
+def find_local(model_id: str, revision: str | None, dtype: str) -> Path | None:
     """Return the directory of a model, or None if it must be downloaded or converted first.
 
     Raises SettingError as `resolve` does.

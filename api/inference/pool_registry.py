@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from api.errors import asking_broker, model_not_found, unavailable
@@ -46,9 +45,9 @@ class PoolRegistry:
     live worker, and closed when it is idle.
     """
 
-    def __init__(self, own: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, own: Pool) -> None:
         self.own = own
-        self.clock = clock
+        self.clock = time.monotonic
         self.foreign: dict[str, OpenPool] = {}
         self.lock = asyncio.Lock()
 

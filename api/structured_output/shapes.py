@@ -57,15 +57,16 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
             raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
 
 
-def from_tgi(value: Mapping[str, Any], field: str = "grammar") -> Grammar | None:
-    """The grammar of TGI's object, which always has a `value`. Raises ApiError."""
+def from_tgi(value: Mapping[str, Any]) -> Grammar | None:
+    """The grammar of TGI's `grammar`, which always has a `value`. Raises ApiError."""
     if value.get("value") is None:
-        raise required(f"{field}.value")
-    return from_response_format(value, field)
+        raise required("grammar.value")
+    return from_response_format(value, "grammar")
 
 
-def from_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:
-    """The grammar of vLLM's object, which has one of KINDS. Raises ApiError."""
+def from_structured_outputs(value: Mapping[str, Any]) -> Grammar | None:
+    """The grammar of vLLM's `structured_outputs`, which has one of KINDS. Raises ApiError."""
+    field = "structured_outputs"
     given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}
     for name, item in value.items():
         if name not in (*KINDS, *WITHOUT_EFFECT, PATTERN) and item:

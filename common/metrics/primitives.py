@@ -97,10 +97,10 @@ class Histogram(Metric):
             parts[self.bounds[bisect_left(self.bounds, value)]] += 1
             parts[TOTAL] += value
 
-    def fit(self, limit: int, num_buckets: int = 100) -> None:
-        """Set the bounds to `num_buckets` equal steps up to `limit`."""
+    def fit(self, limit: int) -> None:
+        """Set the bounds to a hundred equal steps up to `limit`."""
         if self.bounds[-2:-1] != (float(limit),):
-            self.bounds = (*(limit * (i + 1) / num_buckets for i in range(num_buckets)), INFINITY)
+            self.bounds = (*(limit * i / 100 for i in range(1, 101)), INFINITY)
 
     def fields(self) -> Iterator[tuple[str, float]]:
         for labels, parts in list(self.series.items()):
