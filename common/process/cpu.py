@@ -1,8 +1,12 @@
 """CPU: features of this machine's processor that matter to kernels."""
 
+import contextlib
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
+
+from common.process.control_groups import folders
 
 INFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
@@ -34,6 +38,19 @@ def read_field(*names: str) -> str:
     return next((value.strip() for name, _, value in pairs if name.strip().lower() in names), "")
 
 
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on, by its affinity and by each control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (quota for folder in folders("cpu", root) for quota in group_cores(folder))
+    return max(1, min([cores, *quotas]))
+
+
+def group_cores(folder: Path) -> Iterator[int]:
+    """Yield a control group's quota in whole cores, in version 2 and in version 1."""
+    with contextlib.suppress(OSError, ValueError):  # another version, or `max`: no quota
+        quota, period = (folder / "cpu.max").read_text().split()
+        yield int(quota) // int(period)
+    with contextlib.suppress(OSError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:  # -1: none
+            yield int(quota) // int(period)

@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.process.control_groups import folders
+
 LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -14,7 +16,8 @@ LIMITS = (
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the smallest of what the machine and each control group leave."""
-    return min([machine_bytes(root), *(left for folder in groups(root) for left in group_bytes(folder))])
+    groups = folders("memory", root)
+    return min([machine_bytes(root), *(left for folder in groups for left in group_bytes(folder))])
 
 
 def machine_bytes(root: Path) -> int:
@@ -23,16 +26,6 @@ def machine_bytes(root: Path) -> int:
     except OSError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of our control groups and of all above. A container sees its own as the topmost."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                inside = Path(controllers) / path.lstrip("/")
-                yield from (root / "sys/fs/cgroup" / folder for folder in (inside, *inside.parents))
 
 
 def group_bytes(folder: Path) -> Iterator[int]:

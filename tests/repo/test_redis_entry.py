@@ -13,7 +13,7 @@ import redis
 import yaml
 
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +70,12 @@ def test_the_compose_file_runs_it() -> None:
     assert SERVICE["entrypoint"][1] in SERVICE["volumes"][1].split(":")
     assert SERVICE["volumes"][1].split(":")[0] == "./deploy/redis_entry.sh"
     assert int(SERVICE["stop_grace_period"].removesuffix("s")) > 100
+
+
+def test_its_file_is_kept_as_short_as_the_embedded_brokers(tmp_path: Path) -> None:
+    """A restart reads it from its beginning."""
+    command, option = Broker(0, tmp_path).command(), "--auto-aof-rewrite-min-size"
+    assert SERVICE["command"][SERVICE["command"].index(option) + 1] == command[command.index(option) + 1]
 
 
 def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:

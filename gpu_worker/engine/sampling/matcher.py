@@ -1,7 +1,6 @@
 """Matchers: which tokens a row's grammar allows next, as bit masks that llguidance computes."""
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 import llguidance
 import numpy as np
 
+from common.process import cpu
 from gpu_worker.engine.batch.grammar import Bits
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.sampling.grammar import num_words
@@ -107,7 +107,7 @@ class Matchers:
 
     @cached_property
     def executor(self) -> llguidance.LLExecutor:
-        return llguidance.LLExecutor(max(1, (os.cpu_count() or 1) // 4))
+        return llguidance.LLExecutor(max(1, cpu.num_cores() // 4))
 
     def prepare(self) -> None:
         """Does what the first grammar needs, while nobody waits."""
