@@ -81,12 +81,12 @@ def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
     return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))
 
 
-def keep_requests(packed: bytes, requests: Sequence[Generate]) -> KeptRequests | None:
-    """What another gateway needs to queue the admitted requests of a packed answer again; None if that is too
-    long for the socket keeper.
+def keep_requests(packed: bytes, requests: Sequence[Generate], keep_s: float) -> KeptRequests | None:
+    """What another gateway needs to queue the admitted requests of a packed answer again, which go on for
+    `keep_s` without their client; None if that is too long for the socket keeper.
     """
     digests = [request.digest for request in requests]
     if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
         return None
     channel = requests[0].channel
-    return KeptRequests(pool_of(channel), channel, digests, packed)
+    return KeptRequests(pool_of(channel), channel, digests, packed, keep_s > 0)

@@ -1,9 +1,10 @@
 """Prints what kills cost: `python -m benchmarks.chaos [--kills 100] [--seed 1] [--model]`.
 
 Streams of every kind run (greedy, seeded, two choices, answers in one piece, jobs through Redis and arq),
-always as many at once. Every few seconds processes of the fleet are hit, drawn from all: SIGKILL, SIGSTOP and
-SIGCONT; of the broker also a start with its file of a second before, and all its connections cut. One strike
-in three hits two processes at once. Gateways lose 5% of the messages of their subscriptions.
+of all classes and two tenants, always as many at once; with `--blocks 200` rows are preempted. Every few
+seconds processes of the fleet are hit, drawn from all: SIGKILL, SIGSTOP and SIGCONT; of the broker also a
+start with its file of a second before, and all its connections cut. One strike in three hits two processes at
+once. Gateways lose 5% of the messages of their subscriptions.
 
 Every answer is compared, token by token, with the undisturbed one, which is learnt first. Workers run engines
 without a model, whose ids depend on all ids before them; `--model` runs the real ones. It ends with 1 when
@@ -37,6 +38,7 @@ from tests.support.chaos.figures import (
     MIB,
     Holdings,
     count_keys,
+    count_resumes,
     describe_busy,
     is_idle,
 )
@@ -92,7 +94,7 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
     }
     counts |= {"num_workers": plan.counts["agent"], "speculate": plan.speculate}
     counts |= {"stopped_grace_s": plan.stopped_grace_s}
-    fleet = ChaosFleet(plan.step_ms, kv_cache_bytes="256MiB", **counts)
+    fleet = ChaosFleet(plan.step_ms, plan.num_blocks, kv_cache_bytes="256MiB", **counts)
     try:
         fleet.start()
         yield fleet
@@ -137,6 +139,7 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
         except TimeoutError:
             outcome.left_over.append(f"not idle after {IDLE_S:.0f} s: {await describe_busy(redis)}")
         outcome.keys = await count_keys(redis)
+    outcome.resumes = await count_resumes(fleet.base_url)
     outcome.after = after = Holdings.of(fleet)
     assert outcome.before
     for kind, count in after.handles.items():
@@ -165,6 +168,7 @@ def main() -> int:
     choices = sorted({*KINDS, *BROKER_WAYS, "stop"} - {"kill"})
     parser.add_argument("--spare", nargs="+", default=(), choices=choices, help="what is not to happen")
     parser.add_argument("--model", action="store_true", help="real engines with the embedded model")
+    parser.add_argument("--blocks", type=int, default=Plan.num_blocks, help="of each cache, without --model")
     parser.add_argument("--speculate", type=int, default=0, help="tokens that rows propose at a time")
     parser.add_argument(
         "--stopped-grace",
@@ -180,6 +184,7 @@ def main() -> int:
         num_streams=args.streams,
         every_s=args.every,
         num_tokens=args.tokens,
+        num_blocks=args.blocks,
         spared=args.spare,
         loss=args.loss,
         step_ms=None if args.model else Plan.step_ms,

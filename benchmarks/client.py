@@ -5,9 +5,10 @@ measures: one connection a request, frames with their arrival times.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,7 +67,9 @@ class EventReader:
         self.place = ""
         self.last_id = ""
 
-    def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    def post(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncIterator[dict[str, Any]]:
         """Yields the objects of the answer to `body`, as they arrive. Raises HttpStatusError or
         StreamBroken.
         """
@@ -75,6 +78,7 @@ class EventReader:
             f"POST {path} HTTP/1.1",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",
+            *(f"{name}: {value}" for name, value in headers.items()),
         ]
         return self.read(head, content)
 

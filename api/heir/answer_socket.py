@@ -149,7 +149,9 @@ class AnswerSocket:
             await flush(self.cycle)
         self.channel.handovers.discard(self.hand_over)
         if not self.is_handed_over:
-            self.channel.post(KeeperMessage(drop=self.answer.name))
+            name, requests = self.answer.name, self.answer.requests
+            goes_on = self.cycle.disconnected and requests is not None and requests.outlives_client
+            self.channel.post(KeeperMessage(left=name) if goes_on else KeeperMessage(drop=name))
             return
         await self.is_closed.wait()
         self.channel.post(KeeperMessage(release=self.answer.name))

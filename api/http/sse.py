@@ -65,7 +65,8 @@ class TokenStream(RawEventSourceResponse):
         unread.streams = tuple(self.streams)
         try:
             if (answer_socket := socket_of(scope)) is not None:
-                requests = keep_requests(self.streams[0].answer, [one.request for one in self.streams])
+                packed, admitted = self.streams[0].answer, [stream.request for stream in self.streams]
+                requests = keep_requests(packed, admitted, self.answer.terms.keep_s)
                 await answer_socket.keep(
                     self.answer.request_id, self.reader, self.num_seen, requests=requests
                 )

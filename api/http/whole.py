@@ -43,7 +43,8 @@ async def respond_with_whole(
 
     try:
         if (answer_socket := socket_of(request.scope)) is not None:
-            requests = keep_requests(streams[0].answer, [stream.request for stream in streams])
+            admitted = [stream.request for stream in streams]
+            requests = keep_requests(streams[0].answer, admitted, keep_s)
             await answer_socket.keep(request_id, extra=headers, requests=requests)
         await wait_until_finished(streams, request)
         body, more_headers = await offload(sum(stream.num_records for stream in streams), render)

@@ -60,7 +60,7 @@ class InheritedAnswers:
     async def respond(self, request: Request, kept: KeptAnswer) -> Response:
         """Raises ApiError, ClientDisconnect."""
         pool, answer, streams, reader = await attempt(
-            lambda: self.take_over(kept), partial(wait_for_broker, request.scope["extensions"][CYCLE])
+            lambda: self.take_over(kept), partial(wait_for_broker, request.scope["extensions"][CYCLE], kept)
         )
         release = pool.admission.release
         if answer.streamed:
@@ -114,10 +114,12 @@ class InheritedAnswers:
         return pool, answer, streams
 
 
-async def wait_for_broker(cycle: Any, error: Exception) -> None:
-    """Policy: try again while the broker is away, for as long as the client waits."""
+async def wait_for_broker(cycle: Any, kept: KeptAnswer, error: Exception) -> None:
+    """Policy: try again while the broker is away, for as long as the client waits, or the requests go on
+    without it.
+    """
     if isinstance(error, ApiError) and error.error_type != "unavailable":
         raise error
     await asyncio.sleep(PAUSE_S)
-    if cycle.disconnected:
+    if cycle.disconnected and not (kept.requests and kept.requests.outlives_client):
         raise ClientDisconnect

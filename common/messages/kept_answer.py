@@ -30,12 +30,14 @@ class KeptRequests:
         channel: of their events.
         digests: of each choice's request.
         answer: the packed `HttpAnswer`; it has the requests and their prompts.
+        outlives_client: whether they go on when their client has left.
     """
 
     pool: str = wire_field("p")
     channel: str = wire_field("ch")
     digests: list[str] = wire_field("dg")
     answer: bytes = wire_field("a")
+    outlives_client: bool = wire_field("o", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,11 @@ class KeeperMessage:
         drop: the answer of this name is done, or its client has gone.
         release: the gateway goes on with this answer no more: another shall.
         takes: whether the gateway takes answers of others.
+        left: the client of this answer has gone, and its requests go on: they are kept a little longer.
     """
 
     keep: KeptAnswer | None = wire_field("k", default=None)
     drop: str = wire_field("d", default="")
     release: str = wire_field("r", default="")
     takes: bool | None = wire_field("t", default=None)
+    left: str = wire_field("l", default="")

@@ -39,12 +39,17 @@ class GatewayChannel:
 
 @dataclass(slots=True, eq=False)
 class KeptSocket:
-    """The copy of one answer's socket. Without an `owner` it waits for an heir, since `orphan_since_s`."""
+    """The copy of one answer's socket. Without an `owner` it waits for an heir, since `orphan_since_s`.
+
+    Attributes:
+        has_left: whether its client has left, so that it is dropped soon.
+    """
 
     socket: socket.socket
     answer: KeptAnswer
     owner: GatewayChannel | None
     orphan_since_s: float = 0.0
+    has_left: bool = False
 
 
 def max_handles() -> int:
@@ -57,11 +62,14 @@ class SocketKeeper:
 
     Attributes:
         orphan_s: how long an answer waits for an heir before it is dropped.
+        left_s: how long one is kept whose client has left, and whose requests go on: by then the broker's
+            file has them.
         max_sockets: how many are kept at most.
     """
 
     def __init__(self, orphan_s: float = 30.0) -> None:
         self.orphan_s = orphan_s
+        self.left_s = 2.0
         self.max_sockets = max_handles() - SPARE_HANDLES
         self.kept: dict[str, KeptSocket] = {}
         self.channels: list[GatewayChannel] = []
@@ -110,6 +118,9 @@ class SocketKeeper:
             self.keep(channel, message.keep, beside)
         if message.drop:
             self.drop(message.drop)
+        if message.left and (kept := self.kept.get(message.left)) is not None:
+            kept.has_left = True
+            asyncio.get_running_loop().call_later(self.left_s, self.drop_left, kept, channel)
         if message.release and (kept := self.kept.get(message.release)) is not None:
             self.orphan([kept])
         if message.takes is not None:
@@ -133,6 +144,11 @@ class SocketKeeper:
     def drop(self, name: str) -> None:
         if (kept := self.kept.pop(name, None)) is not None:
             kept.socket.close()
+
+    def drop_left(self, kept: KeptSocket, owner: GatewayChannel) -> None:
+        """Drop an answer whose client has left, unless its gateway has ended meanwhile."""
+        if kept.owner is owner:
+            self.drop(kept.answer.name)
 
     # --- heirs ----------------------------------------------------------------------------------------------
 

@@ -19,11 +19,13 @@ from redis.asyncio import Redis
 from benchmarks.client import EventReader, HttpStatusError, StreamBroken
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
+from common.messages.service_class import SERVICE_CLASSES
 from tests.support.chaos.answers import Answer, RequestFailed
 
 KEYS = Keys("default")
 SEEDED = {"do_sample": True, "temperature": 0.9}
 WORDS = "river engine teacher market garden letter bridge storm library soldier orchard machine".split()
+NUM_TENANTS = 2
 BACK_S = 0.2
 AGAIN_S = 5.0
 """A job that is silent for so long is submitted again, which is safe."""
@@ -35,6 +37,7 @@ class Case:
 
     Attributes:
         path: of the route; `submit` and `arq` are jobs.
+        priority, tenant: before which others it is served.
         num_choices: of its answer.
     """
 
@@ -42,7 +45,18 @@ class Case:
     number: int
     path: str
     body: dict[str, Any]
+    priority: str
+    tenant: str
     num_choices: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its answer comes in one piece."""
+        return self.path in ("/generate", "arq")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-priority": self.priority, "x-tenant": self.tenant}
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number}"
@@ -64,14 +78,15 @@ def make_kinds(draw: random.Random, number: int, num_tokens: int) -> list[Case]:
     openai = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number, "stream": True}
     chat = openai | {"messages": [{"role": "user", "content": text}], "temperature": 0.9, "logprobs": True}
     completion = openai | {"prompt": text, "temperature": 0, "logprobs": 0}
+    terms = SERVICE_CLASSES[number % len(SERVICE_CLASSES)], f"tenant-{number % NUM_TENANTS}"
     return [
-        Case("greedy", number, "/generate_stream", greedy),
-        Case("seeded", number, "/generate_stream", seeded),
-        Case("choices", number, "/v1/chat/completions", chat | {"n": 2}, 2),
-        Case("completion", number, "/v1/completions", completion),
-        Case("whole", number, "/generate", seeded),
-        Case("job", number, "submit", seeded),
-        Case("arq job", number, "arq", greedy),
+        Case("greedy", number, "/generate_stream", greedy, *terms),
+        Case("seeded", number, "/generate_stream", seeded, *terms),
+        Case("choices", number, "/v1/chat/completions", chat | {"n": 2}, *terms, num_choices=2),
+        Case("completion", number, "/v1/completions", completion, *terms),
+        Case("whole", number, "/generate", seeded, *terms),
+        Case("job", number, "submit", seeded, *terms),
+        Case("arq job", number, "arq", greedy, *terms),
     ]
 
 
@@ -97,7 +112,7 @@ class Reader:
     async def read_stream(self, case: Case, answer: Answer) -> None:
         """Goes on behind the last frame when the stream breaks off, if it had begun."""
         reader = EventReader(self.base_url)
-        frames = reader.post(case.path, case.body)
+        frames = reader.post(case.path, case.body, case.headers)
         while True:
             try:
                 async for frame in frames:
@@ -116,7 +131,7 @@ class Reader:
             frames = reader.go_on()
 
     async def post(self, case: Case) -> Any:
-        response = await self.http.post(self.base_url + case.path, json=case.body)
+        response = await self.http.post(self.base_url + case.path, json=case.body, headers=case.headers)
         if response.status_code != 200:
             raise HttpStatusError(response.status_code, response.content)
         return response.json()
@@ -128,7 +143,8 @@ class Reader:
 
     async def read_job(self, case: Case, answer: Answer) -> None:
         job_id, last, asked_s = self.name_job(answer), "0", 0.0
-        content = json.dumps({"id": job_id, "reply": "stream", **case.body})
+        terms = {"priority": case.priority, "tenant": case.tenant}
+        content = json.dumps({"id": job_id, "reply": "stream", **terms, **case.body})
         redis: Any = self.redis
         while not answer.ended(case.num_choices):
             try:
@@ -149,7 +165,9 @@ class Reader:
         job = Job(job_id, self.arq, KEYS.arq_queue, msgpack.unpackb)
         while True:
             try:
-                await self.arq.enqueue_job("generate", *arguments, _job_id=job_id)
+                await self.arq.enqueue_job(
+                    "generate", *arguments, priority=case.priority, tenant=case.tenant, _job_id=job_id
+                )
                 return answer.add_whole(await job.result(timeout=AGAIN_S, poll_delay=0.25))
             except SerializationError as error:
                 raise RequestFailed(str(error)) from error

@@ -7,10 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
+from common.metrics.catalogue import RESUMES
 from tests.support.chaos.answers import Choice
 from tests.support.chaos.strikes import Strike
 from tests.support.fleet.fleet import Fleet
@@ -138,6 +141,18 @@ async def describe_busy(redis: Redis) -> str:
     entries = [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.requests, count=NUM_SHOWN)]
     jobs = [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.submit, count=NUM_SHOWN)]
     return f"{counts}; tokens of {kept[:NUM_SHOWN]}; entries of requests {entries}, of submit {jobs}"
+
+
+async def count_resumes(base_url: str) -> Counter[str]:
+    """How often requests were resumed, by cause; what a killed batcher counted in its last second is lost."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=30) as http:
+        text = (await http.get("/metrics")).text
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"{RESUMES.name}_total":
+                found[sample.labels["cause"]] += round(sample.value)
+    return found
 
 
 async def count_keys(redis: Redis) -> Counter[str]:

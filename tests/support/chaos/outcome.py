@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.crowd import Tally
+from tests.support.chaos.engine import NUM_BLOCKS
 from tests.support.chaos.figures import MIB, Holdings, describe_pauses, find_pauses
 
 COUNTS = {"gateway": 2, "batcher": 2, "agent": 3, "engine": 3, "jobs": 2}
@@ -21,6 +22,7 @@ class Plan:
 
     Attributes:
         num_cases: different requests of each kind.
+        num_blocks: of the KV cache of an engine without a model; with few of them rows are preempted.
         counts: processes by kind.
         spared: kinds of processes and ways to hit them that are left out.
         every_s: mean time between two strikes.
@@ -35,6 +37,7 @@ class Plan:
     every_s: float = 2.5
     num_tokens: int = 200
     num_cases: int = 16
+    num_blocks: int = NUM_BLOCKS
     spared: Sequence[str] = ()
     loss: float = 0.05
     counts: Mapping[str, int] = field(default_factory=lambda: COUNTS)
@@ -50,12 +53,14 @@ class Outcome:
 
     Attributes:
         interrupted: whether the run was told to end early: then what is left over was not looked at.
+        resumes: how often requests were resumed, by cause.
     """
 
     tally: Tally
     attack: Attack
     interrupted: bool = False
     num_dropped: int = 0
+    resumes: Counter[str] = field(default_factory=Counter)
     before: Holdings | None = None
     after: Holdings | None = None
     keys: Counter[str] = field(default_factory=Counter)
@@ -76,6 +81,7 @@ def describe(plan: Plan, outcome: Outcome) -> str:
         "the longest pauses:",
         *(f"  {pause}" for pause in pauses[:NUM_LONGEST]),
         f"messages lost: {outcome.num_dropped}",
+        f"requests resumed: {counts(outcome.resumes)}",
         f"answers checked: {tally.whole.total()} ({counts(tally.whole)}); {tally.num_tokens} tokens",
         f"of these, streams that broke off and went on: {tally.resumed.total()} ({counts(tally.resumed)})",
         f"cut by a gateway's death, right so far, and asked again: {tally.cut.total()} ({counts(tally.cut)})",

@@ -31,7 +31,7 @@ class KeptGateways:
     def __init__(self, redis_url: str, count: int, **variables: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.keeper = SocketKeeper()
+        self.keeper = SocketKeeper(orphan_s=3600.0)  # a gateway may start for long on a busy machine
         own = {
             "REDIS_URL": redis_url,
             "HOSTNAME": "127.0.0.1",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
@@ -26,6 +27,7 @@ from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.openai_frames import CHAT, TOKENIZER, ids
+from tests.support.sse import data_of
 from tests.support.talk import DIFFERS, Talk
 from tests.support.waiting import wait_until
 
@@ -167,18 +169,25 @@ async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Br
         await wait_until(lambda: not gateways.keeper.kept)
 
 
-async def test_an_answer_goes_on_that_the_broker_lost_with_its_gateway(broker: Broker, redis: Redis) -> None:
-    """Only the keeper knows of it then: its requests are queued again, and give the same bytes."""
+async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Broker, redis: Redis) -> None:
+    """Only the keeper knows of them then, also where the client has left: their requests are queued again,
+    and give the same bytes.
+    """
     async with (
         working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,
         batching(broker.url),
         kept_gateways(broker.url, 1) as gateways,
+        httpx.AsyncClient(base_url=gateways.url) as http,
     ):
+        gateways.keeper.left_s = 3600.0
         talks = [Talk(gateways.port, *request) for request in (STREAMED[2], WHOLE[0])]
         undisturbed = [await talk.run() for talk in talks]
         worker.step_s = 0.05
+        async with http.stream("POST", "/generate_stream", json={"inputs": "Hi", "detached": True}) as left:
+            await anext(left.aiter_raw())
         tasks = [asyncio.create_task(talk.run()) for talk in talks]
-        await wait_until(lambda: talks[0].seen.count(b"data: ") > 6 and len(worker.live) == 3)
+        await wait_until(lambda: talks[0].seen.count(b"data: ") > 6 and len(worker.live) == 4)
+        await wait_until(lambda: any(kept.has_left for kept in gateways.keeper.kept.values()))
         await worker.pause()
         gateways.processes[0].kill()
         for request_id, live in worker.live.items():
@@ -187,4 +196,6 @@ async def test_an_answer_goes_on_that_the_broker_lost_with_its_gateway(broker: B
         worker.live.clear()
         worker.going.set()
         assert [await task for task in tasks] == undisturbed
-        await wait_until(lambda: not gateways.keeper.kept and not worker.live)
+        detached = await http.get(left.headers["content-location"])
+        assert len(data_of(detached.content)) == len(ANSWER.ids) + 1
+        await wait_until(lambda: not worker.live)

@@ -82,6 +82,24 @@ async def test_a_dropped_answer_closes_its_connection() -> None:
     close_all(first, second, gateway.channel)
 
 
+async def test_an_answer_whose_client_has_left_is_kept_a_little_longer() -> None:
+    """A gateway that ends in that time has an heir; else it is dropped."""
+    keeper = SocketKeeper()
+    keeper.left_s = 0.05
+    one, other = FakeGateway(keeper), FakeGateway(keeper)
+    clients = await keep_some(one, keeper, ANSWERS[:2])
+    one.send(KeeperMessage(left="r0/0"))
+    await wait_until(lambda: [*keeper.kept] == ["r1/0"])
+    keeper.left_s = 3600.0
+    one.send(KeeperMessage(left="r1/0"))
+    one.channel.close()
+    other.send(KeeperMessage(takes=True))
+    [(answer, connection)] = (await other.inherited(1)).values()
+    assert answer == ANSWERS[1]
+    keeper.close()
+    close_all(*clients, connection, other.channel)
+
+
 async def test_answers_of_a_gateway_that_ends_are_spread_over_the_others() -> None:
     """Each goes to one of them, with its socket and what was said of it last; an heir's own go on, too."""
     keeper = SocketKeeper()
