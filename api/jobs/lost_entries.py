@@ -14,10 +14,12 @@ log = logging.getLogger(__name__)
 
 async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:
     """Submit again those of the jobs, by entry, that have none any more, and remove them: whoever reads the
-    new entry serves the job, too. A faulty one is being answered.
+    new entry serves the job, too. A faulty one is being answered; one that has a result was answered by
+    another gateway, which had claimed it.
     """
     for entry_id, job in [*running.items()]:
-        if job.fault or await redis.xrange(keys.submit, entry_id, entry_id):
+        has_entry = await redis.xrange(keys.submit, entry_id, entry_id)
+        if job.fault or has_entry or await redis.exists(keys.result(job.id)):
             continue
         if entry_id in running:  # it has not been answered meanwhile
             log.warning("the broker has lost the entry of job %s: it is submitted again", job.id)

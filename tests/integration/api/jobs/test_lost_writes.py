@@ -3,6 +3,8 @@
 import asyncio
 
 from api.arq.client import ArqClient
+from api.jobs.job import read_job
+from api.jobs.lost_entries import submit_lost
 from api.lifecycle import Gateway
 from common.broker.client import connect
 from common.settings.settings import Settings
@@ -66,6 +68,19 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     assert await service.stream(job_id) == received
     assert len(worker.seen) == 1
     await killed.pool.redis.aclose()
+
+
+async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """Who was stopped for so long that its entries were claimed finds them gone."""
+    async with running_gateway(broker.url):
+        job_id = await service.submit(inputs="Count.")
+        await service.result(job_id)
+        await service.settled()
+    ended = read_job(job_id, {b"job": b'{"inputs": "Count."}'}, 2**20)
+    await submit_lost(service.redis, KEYS, {job_id: ended})
+    assert not await service.redis.xlen(KEYS.submit)
 
 
 async def test_a_job_worker_submits_a_lost_job_again(
