@@ -59,7 +59,7 @@ class Case:
         return {"x-priority": self.priority, "x-tenant": self.tenant}
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number}"
+        return f"{self.kind} {self.number} ({self.priority})"
 
 
 def make_cases(seed: int, count: int, num_tokens: int) -> list[Case]:
