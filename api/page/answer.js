@@ -19,7 +19,8 @@ export class Answer {
     this.words = make("p", { className: "words" }, "");
     this.status = make("p", { className: "status", hidden: true });
     this.figures = make("p", { className: "figures" });
-    this.node = make("article", { className: "turn model", "aria-label": "Answer" }, this.words, this.status, this.figures);
+    const parts = [this.words, this.status, this.figures];
+    this.node = make("article", { className: "turn model", "aria-label": "Answer" }, ...parts);
     this.node.dataset.state = "streaming";
     this.begun_ms = this.heard_ms = performance.now();
     this.first_ms = null;
@@ -55,7 +56,7 @@ export class Answer {
     return silence_ms > Math.max(least_ms, 3 * usual_ms);
   }
 
-  /** Marks the end of a gap. It is explained by a process that died shortly before, or whose end is seen shortly after. */
+  /** Marks the end of a gap; a process that died shortly before, or is seen to have died, explains it. */
   resumed(silence_ms) {
     const mark = make("span", { className: "resumed" });
     this.words.append(mark);
@@ -65,7 +66,8 @@ export class Answer {
 
   /** A process ended. Each incarnation that may have held this answer is counted once. */
   lost(process) {
-    const matters = { worker: process.rows > 0, batcher: process.active, gateway: process.streams > 0, broker: true }[process.kind];
+    const { rows, active, streams, kind } = process;
+    const matters = { worker: rows > 0, batcher: active, gateway: streams > 0, broker: true }[kind];
     if (!matters || this.heard_of.has(process.id)) return;
     if (process.kind !== "broker") this.heard_of.add(process.id);
     this.dead = { process, at_ms: performance.now() };
@@ -78,7 +80,8 @@ export class Answer {
     const { process } = this.dead;
     const seconds = (silence_ms / 1000).toFixed(1);
     mark.classList.add("known");
-    mark.title = `${process.kind} ${process.id} died here, after token ${token}; the answer went on ${seconds} s later`;
+    const where = `here, after token ${token}; the answer went on ${seconds} s later`;
+    mark.title = `${process.kind} ${process.id} died ${where}`;
     this.pauses.push(`${name(process)} died at token ${token}, resumed after ${seconds} s`);
     this.gap = this.dead = null;
     this.show();
@@ -92,8 +95,10 @@ export class Answer {
     const seconds = (silence_ms / 1000).toFixed(1);
     this.status.hidden = false;
     this.status.dataset.mood = this.dead ? "bad" : "";
-    if (this.dead) say(this.status, `${this.dead.process.kind} ${name(this.dead.process)} died, resuming… ${seconds} s`);
-    else say(this.status, this.num_tokens ? `no token for ${seconds} s` : `waiting for the first token, ${seconds} s`);
+    const dead = this.dead?.process;
+    if (dead) say(this.status, `${dead.kind} ${name(dead)} died, resuming… ${seconds} s`);
+    else if (this.num_tokens) say(this.status, `no token for ${seconds} s`);
+    else say(this.status, `waiting for the first token, ${seconds} s`);
     if (silence_ms % 500 < CHECK_MS) look();
   }
 
@@ -103,9 +108,11 @@ export class Answer {
   }
 
   show() {
-    const first = this.first_ms === null ? [] : [`first token ${((this.first_ms - this.begun_ms) / 1000).toFixed(2)} s`];
+    const waited_s = (this.first_ms - this.begun_ms) / 1000;
+    const first = this.first_ms === null ? [] : [`first token ${waited_s.toFixed(2)} s`];
     const speed = this.num_tokens > 1 ? [`${figure(this.speed)} tokens/s`] : [];
-    const all = [plural(this.num_tokens, "token"), ...first, ...speed, ...this.pauses, ...(this.ending ? [this.ending] : [])];
+    const ending = this.ending ? [this.ending] : [];
+    const all = [plural(this.num_tokens, "token"), ...first, ...speed, ...this.pauses, ...ending];
     say(this.figures, all.join(" · "));
   }
 

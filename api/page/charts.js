@@ -1,4 +1,4 @@
-// Charts of the last minutes: tokens per second, the queue, the KV cache. A red line marks the end of a process.
+// Charts of the last minutes: tokens per second, the queue, the KV cache. A red line marks a process' end.
 
 import { figure, find, make, say } from "./node.js";
 import { on } from "./fleet.js";
@@ -10,9 +10,25 @@ const HEIGHT = 64;
 const SVG = "http://www.w3.org/2000/svg";
 
 const STRIPS = [
-  { name: "Tokens per second", of: (f) => sum(workers(f), "rate"), note: (f) => `${f.requests.running} running`, least: 10 },
-  { name: "Queue", of: (f) => f.requests.waiting, note: (f) => `${f.requests.live} of ${f.requests.limit} live`, least: 4 },
-  { name: "KV cache", of: (f) => (100 * sum(workers(f), "blocks")) / (sum(workers(f), "num_blocks") || 1), note: blocks, least: 10, unit: "%" },
+  {
+    name: "Tokens per second",
+    of: (fleet) => sum(workers(fleet), "rate"),
+    note: (fleet) => `${fleet.requests.running} running`,
+    least: 10,
+  },
+  {
+    name: "Queue",
+    of: (fleet) => fleet.requests.waiting,
+    note: (fleet) => `${fleet.requests.live} of ${fleet.requests.limit} live`,
+    least: 4,
+  },
+  {
+    name: "KV cache",
+    of: (fleet) => (100 * sum(workers(fleet), "blocks")) / (sum(workers(fleet), "num_blocks") || 1),
+    note: blocks,
+    least: 10,
+    unit: "%",
+  },
 ];
 
 const workers = (fleet) => fleet.processes.filter((one) => one.kind === "worker");
@@ -31,7 +47,9 @@ export function startCharts() {
 }
 
 function strip({ name, of, note, least, unit = "" }) {
-  const [value, about, top] = [make("output"), make("span", { className: "about" }), make("span", { className: "top-of-scale" })];
+  const value = make("output");
+  const about = make("span", { className: "about" });
+  const top = make("span", { className: "top-of-scale" });
   const [area, line, marks] = [svg("path", "area"), svg("path", "line"), svg("path", "mark")];
   const picture = svg("svg", "picture");
   picture.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
@@ -41,7 +59,8 @@ function strip({ name, of, note, least, unit = "" }) {
   const since = make("span");
   const scale = make("div", { className: "scale" }, since, make("span", {}, "now"));
   const head = make("div", { className: "head" }, make("h3", {}, name), about);
-  const node = make("article", { className: "strip" }, head, value, make("div", { className: "frame" }, picture, top), scale);
+  const frame = make("div", { className: "frame" }, picture, top);
+  const node = make("article", { className: "strip" }, head, value, frame, scale);
   const points = [];
 
   function add(fleet, deaths) {
@@ -52,10 +71,12 @@ function strip({ name, of, note, least, unit = "" }) {
     const span_s = Math.max(LEAST_S, now - points[0][0]);
     const most = roof(Math.max(least, ...points.map(([, height]) => height)));
     const x = (time_s) => (WIDTH * (1 - (now - time_s) / span_s)).toFixed(1);
-    const way = points.map(([time_s, height]) => `${x(time_s)} ${(HEIGHT - (HEIGHT - 3) * (height / most) - 1).toFixed(1)}`).join("L");
+    const y = (height) => (HEIGHT - (HEIGHT - 3) * (height / most) - 1).toFixed(1);
+    const way = points.map(([time_s, height]) => `${x(time_s)} ${y(height)}`).join("L");
+    const recent = deaths.filter((time_s) => time_s > now - span_s);
     line.setAttribute("d", `M${way}`);
     area.setAttribute("d", `M${way}L${WIDTH} ${HEIGHT}L${x(points[0][0])} ${HEIGHT}Z`);
-    marks.setAttribute("d", deaths.filter((time_s) => time_s > now - span_s).map((time_s) => `M${x(time_s)} 0V${HEIGHT}`).join(""));
+    marks.setAttribute("d", recent.map((time_s) => `M${x(time_s)} 0V${HEIGHT}`).join(""));
     picture.setAttribute("aria-label", `${name}: now ${figure(latest)}${unit}`);
     say(since, span_s < 90 ? `${Math.round(span_s)} s ago` : `${(span_s / 60).toFixed(1)} min ago`);
     say(value, figure(latest) + unit);

@@ -24,13 +24,18 @@ export function startChat() {
   document.addEventListener("keydown", (event) => event.key === "Escape" && stopping?.abort());
   find("stop").onclick = () => stopping?.abort();
   find("anew").onclick = anew;
-  find("ideas").append(...IDEAS.map((idea) => make("button", { type: "button", className: "plain", onclick: () => send(idea) }, idea)));
+  find("ideas").append(...IDEAS.map(ideaButton));
   JSON.parse(sessionStorage.getItem(HISTORY) ?? "[]").forEach(recall);
+}
+
+function ideaButton(idea) {
+  return make("button", { type: "button", className: "plain", onclick: () => send(idea) }, idea);
 }
 
 function recall(turn) {
   turns.push(turn);
-  put(make("article", { className: `turn ${turn.role === "user" ? "user" : "model"}` }, make("p", { className: "words" }, turn.content)));
+  const words = make("p", { className: "words" }, turn.content);
+  put(make("article", { className: `turn ${turn.role === "user" ? "user" : "model"}` }, words));
 }
 
 function anew() {

@@ -6,8 +6,8 @@ const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
 const SILENT_S = 2;
 
-/** Listeners by what they hear: `seen` a snapshot; `lost` why there is none; a process that `came`, `turned` another state or `went`, or that
- * was `killed` from here. */
+/** Listeners by what they hear: `seen` a snapshot; `lost` why there is none; a process that `came`, `turned`
+ * another state or `went`, or that was `killed` from here. */
 const listeners = { seen: [], lost: [], came: [], turned: [], went: [], killed: [] };
 let known = null;
 let signs = new Map();

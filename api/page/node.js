@@ -2,7 +2,8 @@
 
 export const find = (id) => document.getElementById(id);
 
-/** An element with properties (`className`, `onclick` …; `aria-…`, `role` and `data-…` as attributes) and children, texts included. */
+/** An element with properties (`className`, `onclick` …; `aria-…`, `role` and `data-…` as attributes) and
+ * children, texts included. */
 export function make(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -22,7 +23,8 @@ export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"
 
 const wide = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 /** Three digits are enough for a dial. */
-export const figure = (value) => (value >= 100 || Number.isInteger(value) ? wide.format(value) : value.toFixed(value >= 1 ? 1 : 2));
+export const figure = (value) =>
+  value >= 100 || Number.isInteger(value) ? wide.format(value) : value.toFixed(value >= 1 ? 1 : 2);
 
 export function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -1,4 +1,5 @@
-// The page: a chat on the left, the fleet's instruments on the right. Everything shown is set as text, never as markup.
+// The page: a chat on the left, the fleet's instruments on the right. Everything shown is set as text, never
+// as markup.
 
 import { startChat } from "./chat.js";
 import { startCharts } from "./charts.js";

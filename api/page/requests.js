@@ -12,7 +12,8 @@ export class Refused extends Error {
   }
 }
 
-/** A successful response, within `patience_ms` if given. Throws Refused. After a 401 it asks the user for the key. */
+/** A successful response, within `patience_ms` if given; after a 401 the user is asked for the key. Throws
+ * Refused. */
 export async function ask(path, { patience_ms, ...options } = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
@@ -48,7 +49,8 @@ let entering = null;
 function keyEntered() {
   entering ??= new Promise((resolve) => {
     const dialog = find("key");
-    say(find("key-hint"), sessionStorage.getItem(KEY) ? "This key is wrong." : "It is kept in this tab until you close it.");
+    const isWrong = sessionStorage.getItem(KEY);
+    say(find("key-hint"), isWrong ? "This key is wrong." : "It is kept in this tab until you close it.");
     sessionStorage.removeItem(KEY);
     find("key-form").onsubmit = () => sessionStorage.setItem(KEY, find("key-word").value);
     dialog.onclose = () => {

@@ -5,8 +5,8 @@ import { ask } from "./requests.js";
 const RETURN_MS = 30_000;
 const PAUSE_MS = 250;
 
-/** Yields the data of each event of a streamed answer. When the connection is lost it comes back behind the last event, at whichever gateway is
- * there. Throws Refused, or AbortError. */
+/** Yields the data of each event of a streamed answer. When the connection is lost it comes back behind the
+ * last event, at whichever gateway is there. Throws Refused, or AbortError. */
 export async function* answerEvents(path, options) {
   let response = await ask(path, options);
   const place = response.headers.get("content-location");

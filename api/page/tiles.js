@@ -1,4 +1,5 @@
-// A tile for each process. A process that restarts takes the tile of its predecessor, so that no button moves under the pointer.
+// A tile for each process. A process that restarts takes the tile of its predecessor, so that no button moves
+// under the pointer.
 
 import { bytes, figure, find, make, plural, say } from "./node.js";
 import { kill, on } from "./fleet.js";
@@ -16,7 +17,9 @@ const replaced = new Set();
 
 export function startTiles() {
   on("seen", (fleet) => {
-    for (const process of fleet.processes) if (!replaced.has(process.id)) tileOf(process).show(process, fleet.demo);
+    for (const process of fleet.processes) {
+      if (!replaced.has(process.id)) tileOf(process).show(process, fleet.demo);
+    }
     arrange();
   });
   on("went", (process) => tiles.get(process.id)?.end());
@@ -53,9 +56,12 @@ function split(id) {
 }
 
 function tile(process) {
-  const [life, state, foot] = [make("small"), make("span", { className: "state" }), make("p", { className: "foot" })];
+  const life = make("small");
+  const state = make("span", { className: "state" });
+  const foot = make("p", { className: "foot" });
   const [value, unit] = [make("output"), make("span")];
-  const dials = process.kind === "worker" ? [dial("rows", "rows", "max_rows"), dial("KV blocks", "blocks", "num_blocks")] : [];
+  const isWorker = process.kind === "worker";
+  const dials = isWorker ? [dial("rows", "rows", "max_rows"), dial("KV blocks", "blocks", "num_blocks")] : [];
   const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
   const node = make(
     "li",
@@ -74,7 +80,8 @@ function tile(process) {
     say(life, split(latest.id)[1]);
     button.hidden = !demo;
     button.setAttribute("aria-label", `Kill ${latest.kind} ${latest.id}`);
-    if (node.dataset.state !== "killed" || latest.kind === "broker") mark(latest.age_s > SILENT_S ? "silent" : latest.state);
+    const isSilent = latest.age_s > SILENT_S;
+    if (node.dataset.state !== "killed" || latest.kind === "broker") mark(isSilent ? "silent" : latest.state);
     const [main, about] = mainFigure(latest);
     say(value, main);
     say(unit, about);
@@ -131,7 +138,8 @@ function mainFigure(process) {
     case "worker":
       return [figure(process.rate), "tokens/s"];
     case "batcher":
-      return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", process.state];
+      if (!process.active) return ["–", process.state];
+      return [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`];
     case "gateway":
       return [figure(process.streams), process.streams === 1 ? "stream" : "streams"];
     case "jobworker":
@@ -144,7 +152,9 @@ function mainFigure(process) {
 function footnote(process) {
   switch (process.kind) {
     case "worker":
-      return [process.device, process.dtype, `pid ${process.pid}`, cached(process)].filter(Boolean).join(" · ");
+      return [process.device, process.dtype, `pid ${process.pid}`, cached(process)]
+        .filter(Boolean)
+        .join(" · ");
     case "broker":
       return `${bytes(process.memory_bytes)} · ${plural(process.clients, "client")}`;
     default:
@@ -159,7 +169,8 @@ function cached({ known, cached }) {
 
 function dial(label, name, limit) {
   const [fill, count] = [make("i"), make("span")];
-  const track = make("div", { className: "track", role: "meter", "aria-label": label, "aria-valuemin": "0" }, fill);
+  const meter = { className: "track", role: "meter", "aria-label": label, "aria-valuemin": "0" };
+  const track = make("div", meter, fill);
   const node = make("div", { className: "dial" }, make("span", {}, label), count, track);
 
   function set(process) {

@@ -1,15 +1,15 @@
 -- needs: lib/places
 -- Admit a request if there is room for it: append one entry to the queue.
--- A class counts itself and the more urgent ones, so the others never take its room. Where several tenants of a
--- class have asked within the last half minute, none has more than its share, by weight, of what the more urgent
--- classes leave.
+-- A class counts itself and the more urgent ones, so the others never take its room. Where several tenants of
+-- a class have asked within the last half minute, none has more than its share, by weight, of what the more
+-- urgent classes leave.
 -- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
 -- KEYS requests, requests:places, request, clock, tenants of the class
 -- ARGV payload, max requests, max bytes, digest, channel, gateway, records of a token, the answer that this
 -- request begins or '', class, tenant, its weight, tokens of its prompt, max tokens or ''
 -- A prompt of more tokens than may wait is admitted when no other waits.
--- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant', what
--- was counted, ms until there may be room}.
+-- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant',
+-- what was counted, ms until there may be room}.
 local digest = redis.call('HGET', KEYS[3], 'digest')
 if digest then return {digest == ARGV[4] and 'attached' or 'conflict'} end
 local places, class, tenant = KEYS[2], ARGV[9], ARGV[10]
@@ -25,7 +25,8 @@ local function weight_of(members)
   return sum
 end
 
--- The sum of weights is kept, as long as the places are: of 10,000 tenants it would take milliseconds each time.
+-- The sum of weights is kept, as long as the places are: of 10,000 tenants it would take milliseconds each
+-- time.
 local function add_weights(sum)
   if sum ~= 0 and redis.call('HEXISTS', places, weights_field) == 1 then
     redis.call('HINCRBYFLOAT', places, weights_field, sum)

@@ -1,5 +1,5 @@
--- Cancel a request: a flag that `publish_plan` checks, and one message to the batcher, which trims what it read.
--- The message is sent even without KEYS[1]: the batcher may know a request that the broker has lost.
+-- Cancel a request: a flag that `publish_plan` checks, and one message to the batcher, which trims what it
+-- read. The message is sent even without KEYS[1]: the batcher may know a request that the broker has lost.
 -- KEYS request, control   ARGV payload; then the number of the reader that is gone, 0 for the first; nothing
 -- for a cancel whoever reads
 -- Returns 1, or 0 when the request is not known, has its terminal or has another reader.

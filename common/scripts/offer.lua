@@ -1,8 +1,8 @@
 -- needs: lib/places, lib/spill
--- Offer a request as its gateway knows it: what was shown to a client is a fact, whatever the broker has lost.
--- A request that is gone, and with '1' one that ended with other tokens, is queued again, behind its tokens.
--- A run that began before the last of them, and did not make them, is void: its attempt is over, and the
--- batcher is told.
+-- Offer a request as its gateway knows it: what was shown to a client is a fact, whatever the broker has
+-- lost. A request that is gone, and with '1' one that ended with other tokens, is queued again, behind its
+-- tokens. A run that began before the last of them, and did not make them, is void: its attempt is over, and
+-- the batcher is told.
 -- KEYS request, tokens, requests, requests:places, clock, control
 -- ARGV payload, digest, channel, gateway, records of a token, worker and attempt that made the last token,
 --      number of tokens, their records, records of the prompt or '', its cached tokens or '', ttl of tokens
@@ -15,8 +15,8 @@ local request, tokens, records = KEYS[1], KEYS[2], ARGV[9]
 local width, made_by, made_in, num_tokens = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8])
 local kind = redis.call('TYPE', request).ok
 if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
-local digest, worker, last, base, terminal = unpack(redis.call('HMGET', request, 'digest', 'worker', 'attempt',
-  'base', 'terminal'))
+local fields = redis.call('HMGET', request, 'digest', 'worker', 'attempt', 'base', 'terminal')
+local digest, worker, last, base, terminal = unpack(fields)
 if digest and digest ~= ARGV[2] then return {'foreign'} end
 local reader, newest = tonumber(ARGV[16]), tonumber(redis.call('HGET', request, 'reader') or '0')
 if reader < newest then return {'superseded'} end -- what that one was shown counts
@@ -38,7 +38,8 @@ if not digest or terminal then
   redis.call('HDEL', request, 'terminal', 'num_tokens', 'error', 'error_type')
   redis.call('PERSIST', request)
   redis.call('HSET', request, 'digest', ARGV[2], 'channel', ARGV[3], 'gateway', ARGV[4], 'entry', id,
-    'worker', terminal and '' or made_by, 'attempt', attempt, 'base', num_tokens, 'crash_count', 0, 'width', width)
+    'worker', terminal and '' or made_by, 'attempt', attempt, 'base', num_tokens, 'crash_count', 0,
+    'width', width)
   if ARGV[10] ~= '' then redis.call('HSET', request, 'prompt', ARGV[10]) end
   if ARGV[11] ~= '' then redis.call('HSET', request, 'cached', ARGV[11]) end
   if ARGV[15] ~= '' then redis.call('HSET', request, 'answer', ARGV[15]) end

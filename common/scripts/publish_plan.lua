@@ -1,7 +1,8 @@
 -- needs: lib/fenced, lib/sealed
 -- Publish a plan, and set the worker of the rows that start with it: all of it, or nothing.
 -- KEYS plans, log, epoch, request of each row that starts
--- ARGV plan id, payload, oldest plan id to keep, ttl in ms, worker, then attempt, base, cached tokens of each row
+-- ARGV plan id, payload, oldest plan id to keep, ttl in ms, worker, then attempt, base, cached tokens of each
+-- row
 -- Returns {'OK'}, {'MISSING'}, {'SEALED'}, {'FENCED'}, or {'refused', n, ...}: rows, counted from 1, that are
 -- cancelled or have ended.
 if fenced(KEYS[3], string.match(ARGV[1], '^%d+')) then return {'FENCED', 'a newer epoch has begun'} end

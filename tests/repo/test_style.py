@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.source_tree import FILES, ROOT, functions, parse
+from tests.support.source_tree import FILES, PACKAGES, ROOT, functions, parse
 
 MAX_LINE = 110
 MAX_LINES = 250
@@ -40,6 +40,18 @@ def test_ruff_checks_that_lines_are_at_most_110_characters_long() -> None:
     assert ruff["line-length"] == MAX_LINE
     assert "E" in ruff["lint"]["select"] and "E501" not in ruff["lint"]["ignore"]
     assert "per-file-ignores" not in ruff["lint"]
+
+
+def test_lines_of_other_languages_are_as_short() -> None:
+    """Ruff reads Python only."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*"))]
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.suffix in (".lua", ".h", ".cpp", ".js")
+        if any(len(line) > MAX_LINE for line in path.read_text().splitlines())
+    }
+    assert found == set()
 
 
 def test_mypy_checks_everything() -> None:

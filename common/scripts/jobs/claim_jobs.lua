@@ -1,4 +1,5 @@
--- Claim the jobs of a gateway without a heartbeat, or that its launcher says has died. A consumer that holds none is deleted.
+-- Claim the jobs of a gateway without a heartbeat, or that its launcher says has died. A consumer that holds
+-- none is deleted.
 -- KEYS submit, gateway   ARGV group, the dead gateway, the claiming gateway, max jobs
 -- Returns the ids of the entries claimed.
 if redis.call('EXISTS', KEYS[2]) == 1 and redis.call('HGET', KEYS[2], 'state') ~= 'died' then return {} end

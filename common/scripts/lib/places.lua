@@ -1,7 +1,7 @@
 -- Places of live requests: how many of each class and tenant the stream `requests` has, and what they weigh.
--- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant. So what
--- an entry took comes back when it is deleted, whoever does it; and a sum that does not fit the stream, as
--- after entries of an older version, is counted anew.
+-- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant. So
+-- what an entry took comes back when it is deleted, whoever does it; and a sum that does not fit the stream,
+-- as after entries of an older version, is counted anew.
 local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
 local RANKS = {}
 for rank, class in ipairs(CLASSES) do RANKS[class] = rank end

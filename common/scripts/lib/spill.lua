@@ -4,7 +4,7 @@
 local RECORD_SIZE = 8
 local ID_SIZE = 4
 local function same_ids(one, other, width)
-  if one == other then return true end -- the common case; a token computed again may have another log-probability
+  if one == other then return true end -- as nearly always; a token computed again may have another logprob
   for i = 1, math.min(#one, #other), RECORD_SIZE * width do
     if string.sub(one, i, i + ID_SIZE - 1) ~= string.sub(other, i, i + ID_SIZE - 1) then return false end
   end

@@ -1,8 +1,8 @@
 -- Give all requests of an answer another reader: what its former readers say no longer counts.
 -- KEYS request of each choice   ARGV gateway; '' for a client that came back, or, where a connection is
 -- inherited, the number of the reader whose connection it was
--- Returns {'attached', number of the reader, digest of each request}, {'cancelled'}, {'gone'} when one of them
--- is not known, or {'superseded'} when the client has another connection than the inherited one.
+-- Returns {'attached', number of the reader, digest of each request}, {'cancelled'}, {'gone'} when one of
+-- them is not known, or {'superseded'} when the client has another connection than the inherited one.
 local digests = {}
 for i = 1, #KEYS do
   if redis.call('TYPE', KEYS[i]).ok ~= 'hash' then return {'gone'} end
@@ -12,7 +12,9 @@ for i = 1, #KEYS do
   if state[2] or state[3] == 'cancelled' then return {'cancelled'} end
 end
 local inherited = ARGV[2] or ''
-if inherited ~= '' and (redis.call('HGET', KEYS[1], 'connection') or '0') ~= inherited then return {'superseded'} end
+if inherited ~= '' and (redis.call('HGET', KEYS[1], 'connection') or '0') ~= inherited then
+  return {'superseded'}
+end
 local reader = redis.call('HINCRBY', KEYS[1], 'reader', 1)
 if inherited == '' then redis.call('HSET', KEYS[1], 'connection', reader) end
 for i = 1, #KEYS do

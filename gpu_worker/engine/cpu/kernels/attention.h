@@ -136,9 +136,10 @@ void attend(const Step& step, const Cache& cache, int unit, int next, Heads quer
         const Chunk<T>& chunk = chunks[i];
         const Chunk<T>& ahead = chunks[!i];
         bool last = keys.base + CHUNK >= keys.end;
-        if (!last || !cache.pages.stored)
-            chunks[!i].gather(step, cache, last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end},
-                last ? next_head : head);
+        if (!last || !cache.pages.stored) {
+            KeyRange next = last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end};
+            chunks[!i].gather(step, cache, next, last ? next_head : head);
+        }
         bool masked = keys.base + CHUNK > position + 1 ||
                       (cache.window && keys.base <= keys.end - 1 - cache.window);
         score_rows<T>(rows, chunk, ahead, true, dim, queries.data(), scores.data());

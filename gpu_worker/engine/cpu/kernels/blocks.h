@@ -45,9 +45,9 @@ template <class S> inline void load_twice(const S* from, Floats* to) {
     to[1] = __builtin_shuffle(numbers, places + LANES / 2);
 }
 
-// Calls `each(k, weights)` for every pair of inputs of a panel of WIDTH * LANES outputs, from an input on that
-// begins a block; weights are WIDTH vectors of pairs. A product of a quant and a scale is exact in float32, so
-// it does not matter whether it is fused with the sum.
+// Calls `each(k, weights)` for every pair of inputs of a panel of WIDTH * LANES outputs, from an input on
+// that begins a block; weights are WIDTH vectors of pairs. A product of a quant and a scale is exact in
+// float32, so it does not matter whether it is fused with the sum.
 template <int BITS, bool OFFSETS, class S, class F>
 inline void expand_pairs(const Linear& linear, int panel, int from, int count, F each) {
     constexpr int OUTPUTS = WIDTH * LANES, HALVES = 2 * WIDTH;
@@ -110,8 +110,8 @@ inline void expand(const Linear& linear, int panel, int from, int count, bfloat1
     });
 }
 
-// Adds the products of N rows, `stride` numbers apart, and a panel to sums [N][outputs], weights being expanded
-// in registers.
+// Adds the products of N rows, `stride` numbers apart, and a panel to sums [N][outputs], weights being
+// expanded in registers.
 template <int N> void multiply_expanding(
     const Factor<bfloat16>* rows, int stride, const Linear& linear, int panel, float* sums) {
     typedef Pairs<bfloat16> Pair;

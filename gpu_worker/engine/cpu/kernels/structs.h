@@ -32,8 +32,8 @@ struct Heads {
     int64_t token, head;
 };
 
-// Quants as in blocks.h. Scales, and offsets where there are any, are [panels][inputs / size][PANEL] numbers of
-// float16 or float32.
+// Quants as in blocks.h. Scales, and offsets where there are any, are [panels][inputs / size][PANEL] numbers
+// of float16 or float32.
 struct Blocks {
     const void *quants, *scales, *offsets;
     int32_t bits;  // of a quant: 4 or 8; 0 where weights are not in blocks
