@@ -43,7 +43,7 @@ SEAL_TIMEOUT_S = 2.0
 async def serve(
     settings: Settings, name: str, incarnation: str, preloaded: Sequence[RankProcess] = ()
 ) -> int:
-    """Serves as one incarnation, with the engine's processes that were preloaded → the exit status."""
+    """Serve as one incarnation, with the engine's processes that were preloaded → the exit status."""
     directory = model_files.resolve(
         settings.model_id,
         settings.revision,
@@ -83,7 +83,7 @@ async def serve(
 
 
 async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
-    """Waits until the engine is loaded; a heartbeat tells meanwhile what it is doing. Raises EngineRefused,
+    """Wait until the engine is loaded; a heartbeat tells meanwhile what it is doing. Raises EngineRefused,
     EngineDied.
     """
     doing = "starting"
@@ -102,7 +102,7 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
 async def serve_engine(
     settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
 ) -> int:
-    """Runs the agent until it is drained or fails → the exit status. Where its streams are gone, it goes
+    """Run the agent until it is drained or fails → the exit status. Where its streams are gone, it goes
     on as another incarnation.
     """
     redis = client.connect(client.broker_url(settings))
@@ -129,7 +129,7 @@ async def serve_engine(
 def capacity(
     settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path
 ) -> WorkerCapacity:
-    """Returns the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or
+    """Return the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or
     that is above what fits.
     """
     budget = settings.max_batch_total_tokens
@@ -162,7 +162,7 @@ def capacity(
 
 
 async def seal(redis: Redis, keys: Keys, incarnation: str, why: str) -> None:
-    """Seals the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
+    """Seal the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
             sealed_keys = [
@@ -177,7 +177,7 @@ async def seal(redis: Redis, keys: Keys, incarnation: str, why: str) -> None:
 
 
 async def serve_preloaded(flags: Sequence[str]) -> int:
-    """Waits for a place in the fleet, then serves there → the exit status."""
+    """Wait for a place in the fleet, then serve there → the exit status."""
     parent_death.die_with_parent()
     setproctitle.setproctitle("tokenfleet preloading")
     ranks = await wait_for_place(gpu_claims.num_ranks(Settings.read([])), flags)
@@ -188,7 +188,7 @@ async def serve_preloaded(flags: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Runs a worker, preloaded with `--preload`; or, where torchrun started this process as a rank above 0,
+    """Run a worker, preloaded with `--preload`; or, where torchrun started this process as a rank above 0,
     that rank of the engine.
     """
     if sys.argv[1:2] == [FLAG]:

@@ -159,7 +159,7 @@ class StepResult:
 
     @property
     def sampled(self) -> Iterator[tuple[int, int, int, float]]:
-        """Yields row, index, id and log-probability of each sampled token."""
+        """Yield row, index, id and log-probability of each sampled token."""
         return SAMPLE.iter_unpack(self.samples)
 
 
@@ -183,7 +183,7 @@ NAMES: dict[type[Frame], str] = {
 
 
 def encode(frame: Frame) -> bytes:
-    """Encodes one frame."""
+    """Encode one frame."""
     data: bytes = PACKER.pack([NAMES[type(frame)], *field_values(frame)])
     return data
 
@@ -193,7 +193,7 @@ def field_values(value: Any) -> list[Any]:
 
 
 def pack_value(value: Any) -> Any:
-    """Packs a value inside a frame that msgpack does not know."""
+    """Pack a value inside a frame that msgpack does not know."""
     return to_bytes(value) if isinstance(value, SamplingParams) else field_values(value)
 
 
@@ -208,7 +208,7 @@ class FrameDecoder:
         self.unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=max_field_bytes)
 
     def feed(self, data: bytes) -> None:
-        """Takes received bytes. Raises ProtocolError for a field that is too long."""
+        """Take received bytes. Raises ProtocolError for a field that is too long."""
         try:
             self.unpacker.feed(data)
         except msgpack.BufferFull as error:

@@ -27,7 +27,7 @@ class Place:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Place":
-        """Reads torchrun's variables. Raises SettingError if some of them are missing."""
+        """Read torchrun's variables. Raises SettingError if some of them are missing."""
         if environ.get("WORLD_SIZE", "1") in ("", "1"):
             return cls()
         try:
@@ -49,7 +49,7 @@ class Place:
 
 
 def local_places(num_ranks: int) -> list[Place]:
-    """Returns the places of ranks that all run on this machine."""
+    """Return the places of ranks that all run on this machine."""
     if num_ranks == 1:
         return [Place()]
     port = free_port()

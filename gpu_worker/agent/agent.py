@@ -69,7 +69,7 @@ class Agent:
         self.heartbeat_now = asyncio.Event()
 
     async def run(self) -> bool:
-        """Serves until drained, or until its streams are gone → whether it is drained. Raises Sealed,
+        """Serve until drained, or until its streams are gone → whether it is drained. Raises Sealed,
         EngineDied or EngineStuck when this incarnation is over before that.
         """
         await self.create_streams()
@@ -91,7 +91,7 @@ class Agent:
             self.publisher.client.close()
 
     async def next_incarnation(self) -> "Agent":
-        """Returns the next one over the same engine, once that holds no row of this one any more: it
+        """Return the next one over the same engine, once that holds no row of this one any more: it
         announces itself when it runs. Raises EngineDied, EngineStuck.
         """
         rows = self.state.table.rows
@@ -101,7 +101,7 @@ class Agent:
         return Agent(self.settings, self.redis, self.engine, self.state.next_incarnation(), worker)
 
     async def create_streams(self) -> None:
-        """Creates this incarnation's log and report streams; nothing is read or published before that. Raises
+        """Create this incarnation's log and report streams; nothing is read or published before that. Raises
         Sealed where another process has this incarnation.
         """
         create_logs = script(self.redis, "create_logs")
@@ -127,7 +127,7 @@ class Agent:
         return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.engine.token_ms / 1e3)
 
     async def send_heartbeats(self) -> None:
-        """Sends a heartbeat every few seconds, and repeats the last event of each channel. Raises Sealed,
+        """Send a heartbeat every few seconds, and repeat the last event of each channel. Raises Sealed,
         StreamsGone.
         """
         while True:
@@ -148,7 +148,7 @@ class Agent:
             state.draining.set()
 
     async def drain(self) -> None:
-        """Returns once this worker is to leave, every row is finished or moved elsewhere and no other has
+        """Return once this worker is to leave, every row is finished or moved elsewhere and no other has
         come; GRACEFUL_TERMINATION_TIMEOUT after a signal at the latest.
         """
         await self.state.draining.wait()
@@ -167,7 +167,7 @@ class Agent:
 
 
 async def run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Returns when the first one has returned, and raises what it raised; the others are cancelled."""
+    """Return when the first one has returned, and raise what it raised; the others are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -56,7 +56,7 @@ class RankProcess:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], flags: Sequence[str] = ()) -> "RankProcess":
-        """Starts the process; with the flags of a preloaded one it waits for `begin`."""
+        """Start the process; with the flags of a preloaded one it waits for `begin`."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -69,11 +69,11 @@ class RankProcess:
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     def begin(self, environ: Mapping[str, str]) -> None:
-        """Gives a process that was preloaded its variables."""
+        """Give a process that was preloaded its variables."""
         self.writer.write(encode(Begin(environ)))
 
     async def receive(self) -> Frame | None:
-        """Returns the next frame; None once the process has closed its socket."""
+        """Return the next frame; None once the process has closed its socket."""
         try:
             while (frame := next(self.buffered_frames(), None)) is None:
                 data = await self.reader.read(RECEIVE_BYTES)
@@ -87,7 +87,7 @@ class RankProcess:
         return frame
 
     def buffered_frames(self) -> Iterator[Frame]:
-        """Yields the frames that have arrived."""
+        """Yield the frames that have arrived."""
         try:
             yield from self.frames
         except ProtocolError as error:
@@ -103,7 +103,7 @@ def unreadable_failure(error: ProtocolError) -> EngineFailure:
 
 
 def raise_on_failure(frame: Frame) -> Frame:
-    """Returns the frame. Raises EngineDied for an EngineFailure, EngineRefused for one
+    """Return the frame. Raises EngineDied for an EngineFailure, EngineRefused for one
     that names a setting.
     """
     if isinstance(frame, EngineFailure):
@@ -116,7 +116,7 @@ def raise_on_failure(frame: Frame) -> Frame:
 
 
 def require_step(frame: Frame) -> StepResult:
-    """Returns the step of a frame. Raises EngineDied for any other frame."""
+    """Return the step of a frame. Raises EngineDied for any other frame."""
     frame = raise_on_failure(frame)
     if not isinstance(frame, StepResult):
         raise EngineDied(f"unexpected frame of the engine: {frame}")
@@ -144,7 +144,7 @@ class EngineClient:
     async def start(
         cls, environ: dict[str, str], places: Sequence[Place], preloaded: Sequence[RankProcess] = ()
     ) -> "EngineClient":
-        """Starts a process for each place, or uses those that were preloaded."""
+        """Start a process for each place, or use those that were preloaded."""
         if not preloaded:
             return cls([await RankProcess.start(environ | place.environ()) for place in places])
         for rank, place in zip(preloaded, places, strict=True):
@@ -152,7 +152,7 @@ class EngineClient:
         return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:
-        """Kills all ranks when this one ends. A rank above 0 sends no more than why it failed."""
+        """Kill all ranks when this one ends. A rank above 0 sends no more than why it failed."""
         frame = await self.ranks[number].receive()
         self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
@@ -163,11 +163,11 @@ class EngineClient:
         )
 
     async def receive(self) -> Frame:
-        """Returns rank 0's next frame. Raises EngineDied when none comes any more, EngineRefused."""
+        """Return rank 0's next frame. Raises EngineDied when none comes any more, EngineRefused."""
         return raise_on_failure(await self.ranks[0].receive() or self.failure or await self.wait_for_exit(0))
 
     async def ready(self, progress: Callable[[str], None]) -> Ready:
-        """Waits for the end of the warm-up → the engine's capacity. `progress` gets lines
+        """Wait for the end of the warm-up → the engine's capacity. `progress` gets lines
         to log meanwhile.
         """
         while True:
@@ -181,7 +181,7 @@ class EngineClient:
                     raise EngineDied(f"unexpected frame of the engine: {other}")
 
     async def steps(self) -> Sequence[StepResult]:
-        """Waits for steps → all that were completed since the last call, at least one. Raises EngineDied."""
+        """Wait for steps → all that were completed since the last call, at least one. Raises EngineDied."""
         self.metrics.on_wait()
         try:
             steps = [require_step(await self.receive()), *map(require_step, self.ranks[0].buffered_frames())]

@@ -22,7 +22,7 @@ def visible_gpus() -> list[str]:
 
 
 def num_ranks(settings: Settings) -> int:
-    """Returns how many ranks run the model together. Raises SettingError."""
+    """Return how many ranks run the model together. Raises SettingError."""
     if settings.num_shard is None and settings.sharded:
         if (count := len(usable_gpus(settings))) > 1:
             return count
@@ -37,7 +37,7 @@ def usable_gpus(settings: Settings) -> list[str]:
 
 
 def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
-    """Claims `count` GPUs → their UUIDs with the locks, which hold as long as the files are open; nothing on
+    """Claim `count` GPUs → their UUIDs with the locks, which hold as long as the files are open; nothing on
     a machine without GPUs.
 
     Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as fit.
@@ -71,7 +71,7 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
 
 
 def lock_file(path: Path) -> IO[str] | None:
-    """Locks a file → the open file, or None where another process holds the lock. The lock goes with its
+    """Lock a file → the open file, or None where another process holds the lock. The lock goes with its
     process, however that ends. Raises SettingError.
     """
     try:

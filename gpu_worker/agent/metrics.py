@@ -30,7 +30,7 @@ class BatchMetrics:
         return "prefill" if self.prefilling else "decode"
 
     def on_grant(self, grant: Grant, started_s: float) -> None:
-        """Counts a grant that was sent; `started_s` is when its sending began."""
+        """Count a grant that was sent; `started_s` is when its sending began."""
         if not grant.starts:
             return
         catalogue.BATCH_NEXT_SIZE.observe(len(grant.starts))
@@ -40,11 +40,11 @@ class BatchMetrics:
         self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
 
     def on_steps(self, steps: Sequence[StepResult]) -> None:
-        """Notes the steps that the agent handles until it waits for the next."""
+        """Note the steps that the agent handles until it waits for the next."""
         self.steps, self.received_s = steps, time.perf_counter()
 
     def on_wait(self) -> None:
-        """Counts the steps that the agent has handled."""
+        """Count the steps that the agent has handled."""
         steps, self.steps = self.steps, ()
         if not steps:
             return
@@ -64,7 +64,7 @@ class BatchMetrics:
         catalogue.TOKENS.add(sum(step.num_samples for step in steps))
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
-        """Counts steps of one method, for each of which the agent needed `text_s`."""
+        """Count steps of one method, for each of which the agent needed `text_s`."""
         catalogue.BATCH_COUNT.add(len(forwards_s), method)
         catalogue.BATCH_SUCCESS.add(len(forwards_s), method)
         catalogue.BATCH_FORWARD.observe_all(forwards_s, method)
@@ -80,7 +80,7 @@ class BatchMetrics:
             self.running.discard(row)
 
     def on_failure(self) -> None:
-        """Counts the batch that the engine lost when it died."""
+        """Count the batch that the engine lost when it died."""
         if self.prefilling or self.running:
             catalogue.BATCH_COUNT.add(1, self.method)
             catalogue.BATCH_FAILURE.add(1, self.method)

@@ -34,7 +34,7 @@ class PlanHandler:
         self.steps = steps
 
     async def run(self) -> None:
-        """Applies plans as they come. A plan that cannot be read is counted and skipped."""
+        """Apply plans as they come. A plan that cannot be read is counted and skipped."""
         try:
             while True:
                 for entry_id, fields in await self.next_entries():
@@ -55,7 +55,7 @@ class PlanHandler:
             return []
 
     def apply(self, plan: Plan) -> None:
-        """Sends the engine the plan's grant."""
+        """Send the engine the plan's grant."""
         state = self.state
         state.epoch = plan.epoch
         state.plan = plan.number
@@ -83,7 +83,7 @@ class PlanHandler:
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
 
     def start_row(self, start: RowStart) -> StartRow:
-        """Adds a row to the table → what the engine starts."""
+        """Add a row to the table → what the engine starts."""
         row = self.state.table.start(start)
         request = row.request
         committed_ids, _, _ = unpack_records(start.committed, request.width)
@@ -100,7 +100,7 @@ class PlanHandler:
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:
-        """Reports rows that are not here as preempted, so that their requests go on elsewhere: the plan that
+        """Report rows that are not here as preempted, so that their requests go on elsewhere: the plan that
         started them could not be read, or they are long released.
         """
         outbox = self.state.outbox
@@ -110,7 +110,7 @@ class PlanHandler:
             self.state.wake.set()
 
     def take_over(self, plan: Plan) -> None:
-        """Reports to a new batcher what is held; rows go on. For one that does not adopt rows, stops them all
+        """Report to a new batcher what is held; rows go on. For one that does not adopt rows, stop them all
         first.
         """
         state = self.state

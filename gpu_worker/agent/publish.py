@@ -112,7 +112,7 @@ class Publisher:
         self.offered_at = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
-        """Builds the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
+        """Build the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
         64 flushes.
         """
         self.sequence += 1
@@ -143,7 +143,7 @@ class Publisher:
         )
 
     def arguments(self, flush: Flush) -> tuple[list[str], list[Any]]:
-        """Returns keys and arguments of flush.lua."""
+        """Return keys and arguments of flush.lua."""
         keys = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
         args: list[Any] = []
         for key, prompt in flush.prompts:
@@ -179,7 +179,7 @@ class Publisher:
         return [self.keys.request(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, row: RowText, why: str) -> list[Any]:
-        """Returns attempt, base, what is kept, for how long, channel and event of an end."""
+        """Return attempt, base, what is kept, for how long, channel and event of an end."""
         request = row.request
         end = terminal_for(request.request_id, why, row.num_tokens)
         channel = request.channel
@@ -192,7 +192,7 @@ class Publisher:
         return encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
 
     async def write(self, flush: Flush) -> list[RowText]:
-        """Writes a flush → rows that are not this worker's to go on with: the request is gone, has ended,
+        """Write a flush → rows that are not this worker's to go on with: the request is gone, has ended,
         goes on elsewhere, or has other tokens. Raises Sealed; StreamsGone; FlushesLost, after which the
         flush needs `offer`; or what the broker raises: then the same flush may be written again.
         """
@@ -215,7 +215,7 @@ class Publisher:
         return refused
 
     def offer(self, flush: Flush, report: Report, live: list[RowText]) -> None:
-        """Has a flush follow whatever the broker has, and spill all tokens of its own and of live rows."""
+        """Have a flush follow whatever the broker has, and spill all tokens of its own and of live rows."""
         rows = dict.fromkeys([*(spill.row for spill in flush.spills), *live])
         flush.report = report
         flush.spills = [Spill.whole(row) for row in rows]

@@ -56,7 +56,7 @@ class RowText:
     started_s: float = field(default_factory=time.monotonic)
 
     def add(self, token_id: int, logprob: float, top: Sequence[bytes] | None = None) -> str:
-        """Adds a token, with packed ids and log-probabilities of the likeliest ones if the request asks for
+        """Add a token, with packed ids and log-probabilities of the likeliest ones if the request asks for
         them → the text that the token adds.
         """
         self.records += RECORD.pack(token_id, logprob)
@@ -68,7 +68,7 @@ class RowText:
         return text
 
     def new_tokens(self) -> Tokens:
-        """Returns the tokens that came since the last call."""
+        """Return the tokens that came since the last call."""
         texts, self.texts = self.texts, []
         request, index = self.request, self.num_tokens - len(texts)
         ids, logprobs, top_ids, top_logprobs = unpack_columns(
@@ -89,7 +89,7 @@ class RowText:
         )
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
-        """Adds the log-probabilities of the prompt's tokens from position `first` on, which one chunk
+        """Add the log-probabilities of the prompt's tokens from position `first` on, which one chunk
         computed.
         """
         if self.prompt is not None:
@@ -137,7 +137,7 @@ class RowText:
         )
 
     def generated_hashes(self, kv_len: int) -> bytes:
-        """Returns the hashes of what it has computed, up to its last token, behind those of its prompt
+        """Return the hashes of what it has computed, up to its last token, behind those of its prompt
         (common/block_hashes.py).
         """
         hashes = self.request.block_hashes
@@ -172,7 +172,7 @@ class RowTable:
     num_cached: int = 0
 
     def start(self, start: RowStart) -> RowText:
-        """Adds a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
+        """Add a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
         the stop strings.
         """
         prompt_ids = unpack_ids(start.request.prompt_ids)
@@ -204,7 +204,7 @@ class RowTable:
         return [row for row in self.rows.values() if not row.ended]
 
     def num_blocks(self, block_size: int) -> int:
-        """Counts the KV blocks that the tokens of all rows fill, each once."""
+        """Count the KV blocks that the tokens of all rows fill, each once."""
         filled: set[int] = set()
         for row in self.rows.values():
             filled.update(unpack_ids(row.blocks)[: -(-(len(row.prompt_ids) + row.num_tokens) // block_size)])

@@ -44,7 +44,7 @@ class Watchdog:
         self.stuck_s = 0.0
 
     async def run(self) -> None:
-        """Checks once a second. Raises EngineStuck."""
+        """Check once a second. Raises EngineStuck."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             self.check()

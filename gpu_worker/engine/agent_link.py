@@ -25,7 +25,7 @@ class AgentLink:
             raise PeerClosed from error
 
     def grants(self, wait_s: float) -> Iterator[Grant]:
-        """Yields all grants that have arrived, in order; waits up to `wait_s` for the first. Raises
+        """Yield all grants that have arrived, in order; wait up to `wait_s` for the first. Raises
         PeerClosed.
         """
         while self.receive(wait_s):
@@ -35,7 +35,7 @@ class AgentLink:
                 yield frame
 
     def begin(self) -> Begin:
-        """Waits for the variables of an engine that was preloaded. Raises PeerClosed."""
+        """Wait for the variables of an engine that was preloaded. Raises PeerClosed."""
         while True:
             self.receive(None)
             for frame in self.frames:
@@ -43,7 +43,7 @@ class AgentLink:
                 return frame
 
     def receive(self, wait_s: float | None) -> bool:
-        """Reads what has arrived → whether something has; None waits for it. Raises PeerClosed."""
+        """Read what has arrived → whether something has; None waits for it. Raises PeerClosed."""
         if not select.select([self.channel], [], [], wait_s)[0]:
             return False
         try:

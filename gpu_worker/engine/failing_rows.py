@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def forward_without_failing(
     forward: Forward, slices: Sequence[RowSlice], trial: Sequence[RowSlice], error: Exception
 ) -> tuple[list[RowSlice], torch.Tensor]:
-    """Computes a step for which `forward` raised `error`, without the rows that it raises for → the slices
+    """Compute a step for which `forward` raised `error`, without the rows that it raises for → the slices
     that were computed, and their logits float [num_logits, vocabulary].
 
     What the first try wrote into the cache is written again. Raises `error` where rows may not be to blame:
@@ -31,7 +31,7 @@ def forward_without_failing(
 def forward_in_halves(
     forward: Forward, slices: Sequence[RowSlice], error: Exception
 ) -> Iterator[tuple[Sequence[RowSlice], torch.Tensor]]:
-    """Yields what can be computed of a step that failed, in its order: slices, and their logits float
+    """Yield what can be computed of a step that failed, in its order: slices, and their logits float
     [num_logits, vocabulary].
     """
     if is_out_of_memory(error):

@@ -79,14 +79,14 @@ class InFlightStep:
             self.copied.record()
 
     def read(self) -> StepSamples:
-        """Waits for the step → what it sampled. Nowhere else in a step does the host wait for the device."""
+        """Wait for the step → what it sampled. Nowhere else in a step does the host wait for the device."""
         if self.copied:
             self.copied.synchronize()
         return unpack_samples(self.output, self.requests, [pack_logprobs(prompt) for prompt in self.prompts])
 
 
 def copy_to_host(output: SamplerOutput) -> SamplerOutput:
-    """Queues the copy to the host: ids int64 [rows], logprobs float32 [rows], and top [rows, n]."""
+    """Queue the copy to the host: ids int64 [rows], logprobs float32 [rows], and top [rows, n]."""
     return SamplerOutput(*(column.to("cpu", non_blocking=True) for column in output))
 
 
@@ -95,7 +95,7 @@ def unpack_samples(
     requests: Sequence[SampleRequest | None],
     prompt_logprobs: Sequence[PromptLogprobs] = (),
 ) -> StepSamples:
-    """Converts columns on the host (ids int64 [rows], logprobs float32 [rows]) to lists."""
+    """Convert columns on the host (ids int64 [rows], logprobs float32 [rows]) to lists."""
     ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in output)
     counts = {
         place: request.state.top_n_tokens
@@ -110,6 +110,6 @@ def unpack_samples(
 
 
 def pack_logprobs(output: SamplerOutput) -> PromptLogprobs:
-    """Packs columns on the host, logprobs float32 [tokens] and top [tokens, n]."""
+    """Pack columns on the host, logprobs float32 [tokens] and top [tokens, n]."""
     columns = (output.logprobs.float(), output.top_ids.int(), output.top_logprobs.float())
     return PromptLogprobs(*(column.numpy().tobytes() for column in columns))

@@ -11,7 +11,7 @@ COMPILE_WAIT_S = 0.002
 
 
 def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
-    """Runs steps until the agent closes the socket (raises PeerClosed). While rows wait for blocks or steps,
+    """Run steps until the agent closes the socket (raises PeerClosed). While rows wait for blocks or steps,
     an empty step every five seconds tells the agent that the engine lives. An engine that has been idle for
     so long prepares for grammars.
     """
@@ -30,7 +30,7 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
 
 
 def run_follower(engine: Engine, communicator: Communicator) -> None:
-    """Runs the same steps as rank 0 until that ends (raises PeerClosed)."""
+    """Run the same steps as rank 0 until that ends (raises PeerClosed)."""
     while True:
         for grant in communicator.receive():
             engine.apply(grant)

@@ -131,6 +131,6 @@ def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends the process at once: to free memory in order would take long and help nobody."""
+    """End the process at once: to free memory in order would take long and help nobody."""
     sys.stderr.flush()
     os._exit(status)

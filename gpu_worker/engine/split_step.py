@@ -17,14 +17,14 @@ Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells whether torch ran out of memory; its CPU allocator has no exception of its own."""
+    """Tell whether torch ran out of memory; its CPU allocator has no exception of its own."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_MESSAGES)
     )
 
 
 def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: RuntimeError) -> torch.Tensor:
-    """Computes a step for which memory did not suffice in halves → its logits float [num_logits, vocabulary].
+    """Compute a step for which memory did not suffice in halves → its logits float [num_logits, vocabulary].
 
     What the first try wrote into the cache is written again. Raises `error` where it is another one, or where
     the step has one token.
@@ -43,12 +43,12 @@ def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: Runtim
 
 
 def release_tensors(error: Exception) -> None:
-    """Forgets what the functions had that an error ended: else it is in memory until the error is."""
+    """Forget what the functions had that an error ended: else it is in memory until the error is."""
     traceback.clear_frames(error.__traceback__)
 
 
 def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
-    """Returns the slices of two steps that together do what one would; nothing for a single token, or for one
+    """Return the slices of two steps that together do what one would; nothing for a single token, or for one
     row that decodes.
     """
     if len(slices) > 1:

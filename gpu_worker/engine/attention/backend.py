@@ -38,10 +38,10 @@ class AttentionBackend(Protocol):
     modules: list[Any]
 
     def take_pages(self) -> None:
-        """Hears that the modules have a new cache."""
+        """Follow the modules to a new cache."""
 
     def begin(self, inputs: Inputs) -> None:
-        """Prepares a forward: computes what its layers share."""
+        """Prepare a forward: compute what its layers share."""
 
     def attend(
         self,
@@ -51,7 +51,7 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Writes K and V of the step's tokens and attends over the cache.
+        """Write K and V of the step's tokens and attend over the cache.
 
         All of one dtype, float32, float16 or bfloat16: query [1, heads, tokens, key_dim], key [1, kv_heads,
         tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their
@@ -76,7 +76,7 @@ def attend(
 
 
 def attach(modules: Iterable[Any], geometry: Geometry, cache: KVCache, backend: AttentionBackend) -> None:
-    """Sets cache and backend on the attention modules, which are in the order of layers."""
+    """Set cache and backend on the attention modules, which are in the order of layers."""
     backend.modules = list(modules)
     for number, (module, layer) in enumerate(zip(backend.modules, geometry.layers, strict=True)):
         module.keys = cache.keys[number]
@@ -91,7 +91,7 @@ def attach(modules: Iterable[Any], geometry: Geometry, cache: KVCache, backend: 
 
 
 def register() -> None:
-    """Registers `attend`, and no mask: the backend knows which token sees which. Without a mask function
+    """Register `attend`, and no mask: the backend knows which token sees which. Without a mask function
     transformers does not look for sequences packed into its input, for which the host would wait for the
     device.
     """

@@ -35,7 +35,7 @@ class CpuPagedBackend:
         self.arguments.take_pages()
 
     def begin(self, inputs: Inputs) -> None:
-        """Prepares a forward."""
+        """Prepare a forward."""
         self.arguments.begin(inputs)
 
     def attend(

@@ -104,7 +104,7 @@ class FlashInferBackend:
         self.plans.plan(inputs.spans, first)
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
-        """Prepares a `begin_decode`: positions int32 [rows], table int32 [rows, blocks]."""
+        """Prepare a `begin_decode`: positions int32 [rows], table int32 [rows, blocks]."""
         if not self.plan_free:
             self.decode_plans.plan(positions, table)
 

@@ -63,7 +63,7 @@ class StepPlans:
         return self.turns[self.current]
 
     def plan(self, spans: Sequence[Span], first: int) -> None:
-        """Plans the rows of span `first` and those behind it; in views that are `planned` all rows."""
+        """Plan the rows of span `first` and those behind it; in views that are `planned` all rows."""
         self.current = 1 - self.current
         with self.uploads[self.current]:
             for is_planned, part in ((True, spans), (False, spans[first:])):
@@ -130,7 +130,7 @@ class DecodePlans:
         self.uploads = Uploads(device)
 
     def plan(self, positions: Int32, table: Int32) -> None:
-        """Plans rows that decode: positions int32 [rows], table int32 [rows, blocks]."""
+        """Plan rows that decode: positions int32 [rows], table int32 [rows, blocks]."""
         rows = len(positions)
         if rows not in self.wrappers:
             self.wrappers[rows] = {spec: self.make_wrapper(rows, spec) for spec in self.schedules}

@@ -38,7 +38,7 @@ class ProbedMask:
 def describe_mask(
     mask_function: Callable[..., Any], local_size: int | None = None, **rest: Any
 ) -> ProbedMask:
-    """Compares a mask of transformers with a causal one and with a sliding window. It does not raise: models
+    """Compare a mask of transformers with a causal one and with a sliding window. It does not raise: models
     make some masks that they do not use.
     """
     size = local_size or DEFAULT_WINDOW
@@ -77,7 +77,7 @@ class AttentionRecorder:
         alibi_slopes: tuple[float, ...] | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Takes the place of `backend.attend`: query [1, heads, tokens, key_dim], key [1, kv_heads, tokens,
+        """Take the place of `backend.attend`: query [1, heads, tokens, key_dim], key [1, kv_heads, tokens,
         key_dim], value [1, kv_heads, tokens, value_dim], all of one dtype. Raises UnservableModel.
         """
         if module in self.layers:
@@ -101,8 +101,8 @@ class AttentionRecorder:
 
 
 def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, LayerSpec]:
-    """Runs `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype;
-    returns the model's attention modules in the order of their calls, and what each keeps of a token.
+    """Run `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype;
+    return the model's attention modules in the order of their calls, and what each keeps of a token.
 
     Raises:
         UnservableModel: the model attends as the paged cache does not allow, or its tokens see each
@@ -128,7 +128,7 @@ def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any
 
 
 def check_probe(model: Any, layers: Mapping[Any, LayerSpec], logits: torch.Tensor) -> None:
-    """Judges a probe. `logits` [1, PROBE_TOKENS, vocabulary], any dtype, of a forward whose first token was
+    """Judge a probe. `logits` [1, PROBE_TOKENS, vocabulary], any dtype, of a forward whose first token was
     poisoned. Raises UnservableModel.
     """
     num_layers = model.config.get_text_config().num_hidden_layers

@@ -15,13 +15,13 @@ class GrammarMask(Protocol):
     """
 
     def is_ready(self) -> bool:
-        """Tells whether the next token can be sampled: a grammar takes time to compile."""
+        """Tell whether the next token can be sampled: a grammar takes time to compile."""
 
     def must_end(self) -> bool:
-        """Tells whether only an end-of-sequence token may come next."""
+        """Tell whether only an end-of-sequence token may come next."""
 
     def accept(self, token: int) -> bool:
-        """Takes the row's newest token. False: the grammar does not allow it, so the row fails."""
+        """Take the row's newest token. False: the grammar does not allow it, so the row fails."""
 
     def after(self, token: int) -> "GrammarMask":
         """A copy that has taken one more token."""
@@ -30,6 +30,6 @@ class GrammarMask(Protocol):
         """The next tokens, as far as no others may come."""
 
     def mask(self) -> Bits | None:
-        """Returns the tokens that may come next, at least one: bit t % 32 of word t //
+        """Return the tokens that may come next, at least one: bit t % 32 of word t //
         32. None allows all.
         """

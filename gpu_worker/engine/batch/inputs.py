@@ -62,7 +62,7 @@ class Inputs:
 def build_inputs(
     slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
-    """Builds the inputs of arranged slices. `previous` int64 [rows]: ids sampled by the step before, if that
+    """Build the inputs of arranged slices. `previous` int64 [rows]: ids sampled by the step before, if that
     is not read yet.
     """
     ids, positions, counts = (
@@ -85,7 +85,7 @@ def build_inputs(
 
 
 def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
-    """Returns the places int64 [num_logits] of the tokens whose logits are needed: the last ones of each
+    """Return the places int64 [num_logits] of the tokens whose logits are needed: the last ones of each
     slice.
     """
     ends = np.cumsum([row_slice.count for row_slice in slices])
@@ -97,14 +97,14 @@ def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
 
 
 def token_ids(slices: Sequence[RowSlice]) -> Int32:
-    """Returns the ids of arranged slices, int32 [tokens]."""
+    """Return the ids of arranged slices, int32 [tokens]."""
     num_decoding = sum(row_slice.decodes for row_slice in slices)
     prompts = (row_slice.row.ids[row_slice.begin : row_slice.kv_len] for row_slice in slices[num_decoding:])
     return np.concatenate([np.array(decode_ids(slices[:num_decoding]), np.int32), *prompts])
 
 
 def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
-    """Returns the positions of tokens in their sequences, int64 [tokens]."""
+    """Return the positions of tokens in their sequences, int64 [tokens]."""
     ends = np.cumsum([row_slice.count for row_slice in slices])
     return np.arange(ends[-1]) + np.repeat(
         [row_slice.kv_len for row_slice in slices] - ends, [row_slice.count for row_slice in slices]
@@ -112,12 +112,12 @@ def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
 
 
 def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Returns where each of `counts` neighbours begins, and where the last ends, int64 [len(counts) + 1]."""
+    """Return where each of `counts` neighbours begins, and where the last ends, int64 [len(counts) + 1]."""
     return np.cumsum([0, *counts])
 
 
 def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
-    """Returns the input ids of rows that decode: of each its last one, then its proposals. An id that the
+    """Return the input ids of rows that decode: of each its last one, then its proposals. An id that the
     host does not know yet is -1 minus its place among the samples of the step before.
     """
     ids: list[int] = []
@@ -129,7 +129,7 @@ def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
-    """Replaces ids int64 [tokens] that the host does not know by those of `previous` int64 [rows] → int64
+    """Replace ids int64 [tokens] that the host does not know by those of `previous` int64 [rows] → int64
     [tokens].
     """
     return (

@@ -9,7 +9,7 @@ MASK = 2**64 - 1
 
 
 def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
-    """Returns numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
+    """Return numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
 
     Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice,
     modulo 2**64, as its key and the index as its counter: a pure function of the three.
@@ -30,7 +30,7 @@ class PhiloxStream:
         self.values: list[float] = []
 
     def at(self, index: int) -> float:
-        """Returns the number of the token of this index."""
+        """Return the number of the token of this index."""
         if not 0 <= index - self.begin < BUFFERED or not self.values:
             self.begin = index // BUFFERED * BUFFERED
             self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED).tolist()

@@ -32,10 +32,10 @@ class Proposer(Protocol):
     """Proposes what a row samples next; the model checks all proposals in one step."""
 
     def propose(self, most: int) -> Sequence[int]:
-        """Returns at most so many ids, in order; none where that would not pay."""
+        """Return at most so many ids, in order; none where that would not pay."""
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        """Takes what a step sampled, of whose proposals all but the last of these tokens were right."""
+        """Take what a step sampled, of whose proposals all but the last of these tokens were right."""
 
 
 class NgramProposer:
@@ -59,7 +59,7 @@ class NgramProposer:
         self.next_pause = FIRST_PAUSE
 
     def propose(self, most: int) -> list[int]:
-        """Returns what followed the match; a match that reaches into its own continuation repeats it."""
+        """Return what followed the match; a match that reaches into its own continuation repeats it."""
         place = self.find() if self.pause == 0 else None
         if place is None:
             return []
@@ -83,7 +83,7 @@ class NgramProposer:
         return int(ends[-1]) + 1 if num_matched >= MIN_MATCH else None
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        """Takes what a step sampled, and judges whether proposals pay."""
+        """Take what a step sampled, and judge whether proposals pay."""
         self.append(tokens)
         self.pause = max(0, self.pause - len(tokens))
         if not num_proposed:

@@ -73,7 +73,7 @@ class Row:
         generated_as_prompt: bool = False,
         make_proposer: ProposerFactory | None = None,
     ) -> "Row":
-        """Makes a row that starts; `eos_ids` end it, too, unless it ignores them. A grammar's end is such an
+        """Make a row that starts; `eos_ids` end it, too, unless it ignores them. A grammar's end is such an
         id: nothing may follow it.
         """
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
@@ -116,14 +116,14 @@ class Row:
         return self.sampling_state is None or self.sampling_state.is_ready
 
     def propose(self, room: int) -> Sequence[int]:
-        """Proposes the tokens behind the next one: KV of at most `room` fits into its blocks. None where the
+        """Propose the tokens behind the next one: KV of at most `room` fits into its blocks. None where the
         host does not know the last token yet.
         """
         most = min(room, self.max_new_tokens - self.index - 1)
         return self.proposer.propose(most) if self.proposer and most > 0 and not self.in_flight else ()
 
     def confirm(self, kv_len: int) -> None:
-        """Goes back from what a step computed to the `kv_len` tokens whose ids are certain."""
+        """Go back from what a step computed to the `kv_len` tokens whose ids are certain."""
         self.kv_len = kv_len
         self.index = kv_len - (len(self.ids) - self.base) + 1
 

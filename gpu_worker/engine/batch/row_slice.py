@@ -75,13 +75,13 @@ def request_at(state: SamplingState | None, index: int) -> SampleRequest | None:
 
 
 def confirmed(sampled: Sequence[int], proposed: Sequence[int]) -> list[int]:
-    """Returns the sampled ids that count: the first, and each behind a proposal that was sampled, too."""
+    """Return the sampled ids that count: the first, and each behind a proposal that was sampled, too."""
     wrong = (place for place, (token, one) in enumerate(zip(sampled, proposed, strict=False)) if token != one)
     return list(sampled[: 1 + next(wrong, len(proposed))])
 
 
 def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
-    """Puts slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts in
+    """Put slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts in
     the order of starts.
     """
     decoding = [row_slice for row_slice in slices if row_slice.decodes]
@@ -102,7 +102,7 @@ def decode_slice(row: Row, room: int, recompute_length: int | None, is_read_late
 
 
 def place_samples(slices: Sequence[RowSlice]) -> None:
-    """Tells each row the place of its token among those that a step samples."""
+    """Tell each row the place of its token among those that a step samples."""
     place = 0
     for row_slice in slices:
         row_slice.row.sample_place = place

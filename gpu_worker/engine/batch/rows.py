@@ -69,7 +69,7 @@ class Rows:
         self.result = StepResultBuilder()
 
     def apply(self, grant: Grant) -> list[Int32]:
-        """Applies a grant → the blocks that rows own newly."""
+        """Apply a grant → the blocks that rows own newly."""
         self.until = grant.until
         self.prefill_tokens = grant.prefill_tokens
         self.mixed_prefill_tokens = grant.mixed_prefill_tokens or grant.prefill_tokens
@@ -88,7 +88,7 @@ class Rows:
         return granted
 
     def extend(self, number: int, blocks: Int32) -> Int32:
-        """Appends blocks to a row → the blocks; none if the row has ended."""
+        """Append blocks to a row → the blocks; none if the row has ended."""
         row = self.rows.get(number)
         if row is None:
             return NO_BLOCKS
@@ -101,7 +101,7 @@ class Rows:
         return not all(row.is_ready for row in self.rows.values())
 
     def launch(self, is_read_late: bool = False) -> list[RowSlice]:
-        """Launches the next step → its slices, arranged; empty where no step may or can run."""
+        """Launch the next step → its slices, arranged; empty where no step may or can run."""
         if self.step >= self.until:
             return []
         slices = arrange(self.schedule_slices(is_read_late))
@@ -115,7 +115,7 @@ class Rows:
         return slices
 
     def fail(self, slices: Sequence[RowSlice], computed: Sequence[RowSlice]) -> None:
-        """Ends the rows of a launched step that could not be computed; `computed` has the others. Where there
+        """End the rows of a launched step that could not be computed; `computed` has the others. Where there
         are none, no step was made.
         """
         self.step -= not computed
@@ -129,7 +129,7 @@ class Rows:
         place_samples(computed)
 
     def schedule_slices(self, is_read_late: bool) -> list[RowSlice]:
-        """Chooses what the next step computes: a token of each row that decodes and its proposals, then
+        """Choose what the next step computes: a token of each row that decodes and its proposals, then
         chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
         """
         slices, prompts, scores_left = [], [], self.max_scored_tokens
@@ -168,7 +168,7 @@ class Rows:
         top_logprobs: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
         prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
     ) -> None:
-        """Takes what a launched step sampled: `ids` has one entry for each sample of each slice, in order;
+        """Take what a launched step sampled: `ids` has one entry for each sample of each slice, in order;
         `top_logprobs` is by the place in `ids`; `prompt_logprobs` has one entry for each slice with
         `num_scored`, in order.
         """
@@ -195,7 +195,7 @@ class Rows:
         samples: Sequence[tuple[int, tuple[int, float]]],
         top_logprobs: Mapping[int, TopLogprobs],
     ) -> None:
-        """Adds (place, (id, log-probability)) of each sample as far as proposals before it were right."""
+        """Add (place, (id, log-probability)) of each sample as far as proposals before it were right."""
         row, proposed = row_slice.row, row_slice.proposed
         tokens = confirmed([token for _, (token, _) in samples], proposed)
         first_kv_len = row_slice.kv_len - len(proposed)
@@ -211,7 +211,7 @@ class Rows:
     def add_token(
         self, row_slice: RowSlice, kv_len: int, token: int, logprob: float, top: TopLogprobs | None
     ) -> None:
-        """Adds a token that was sampled behind `kv_len` others."""
+        """Add a token that was sampled behind `kv_len` others."""
         row, result = row_slice.row, self.result
         if row.ended:
             return
@@ -231,20 +231,20 @@ class Rows:
             self.finish(row, "preempted")
 
     def finish(self, row: Row, why: str) -> None:
-        """Ends a row, unless it has ended."""
+        """End a row, unless it has ended."""
         if not row.ended:
             row.ended = True
             self.result.ended.append((row.number, why, row.collected_index))
             self.release(row)
 
     def release(self, row: Row) -> None:
-        """Releases the blocks of an ended row, once no launched step holds it."""
+        """Release the blocks of an ended row, once no launched step holds it."""
         if row.in_flight == 0 and self.rows.pop(row.number, None) is not None:
             self.result.released.append((row.number, row.kv_len))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
             self.result.freed.append(row.blocks[num_kept:])
 
     def take_result(self) -> StepResultBuilder:
-        """Returns what happened since the last call."""
+        """Return what happened since the last call."""
         result, self.result = self.result, StepResultBuilder()
         return result

@@ -56,7 +56,7 @@ class SamplingState:
     def of(
         cls, start: StartRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
-        """Makes the state of a row that starts; None where it is greedy without penalties. `end_ids` end the
+        """Make the state of a row that starts; None where it is greedy without penalties. `end_ids` end the
         row. `grammar` has taken the tokens before `start.base`.
         """
         sampling = start.sampling or SamplingParams()
@@ -100,24 +100,24 @@ class SamplingState:
         return self.grammar is None or self.grammar.is_ready()
 
     def applies_at(self, index: int) -> bool:
-        """Tells whether the token of this index needs more than greedy sampling."""
+        """Tell whether the token of this index needs more than greedy sampling."""
         return self.always_applies or index < self.min_new_tokens
 
     def banned_ids_at(self, index: int) -> list[int]:
-        """Returns the ids that must not be sampled as the token of this index."""
+        """Return the ids that must not be sampled as the token of this index."""
         words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
         is_early = index < self.min_new_tokens and not (self.grammar and self.grammar.must_end())
         return self.banned_ids + words + (self.end_ids if is_early else [])
 
     def accept(self, token: int) -> bool:
-        """Takes a sampled token. False: its grammar, or its allowed ids, do not have it."""
+        """Take a sampled token. False: its grammar, or its allowed ids, do not have it."""
         self.note(token)
         if self.allowed is not None and token not in self.allowed:
             return False
         return self.grammar is None or self.grammar.accept(token)
 
     def note(self, token: int) -> None:
-        """Takes a sampled token into account, its grammar apart."""
+        """Take a sampled token into account, its grammar apart."""
         if self.token_counts is not None:
             self.token_counts.accept(token)
         if self.tail_length:
@@ -134,7 +134,7 @@ class SamplingState:
         return state
 
     def penalty(self) -> Float32:
-        """Returns what the frequency and presence penalties subtract from the scores of
+        """Return what the frequency and presence penalties subtract from the scores of
         `token_counts.ids`.
         """
         assert self.token_counts is not None
@@ -152,7 +152,7 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Tells whether the likeliest token of the model's own logits is always sampled; truncation keeps it in
+    """Tell whether the likeliest token of the model's own logits is always sampled; truncation keeps it in
     any case.
     """
     return sampling.temperature == 0 and not (

@@ -10,7 +10,7 @@ import torch
 def pinned(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copies an array [...] of int64, float32 or another dtype to a host tensor [...] of `dtype`,
+    """Copy an array [...] of int64, float32 or another dtype to a host tensor [...] of `dtype`,
     pinned for CUDA.
 
     Copies from pinned memory are only queued, and torch keeps the memory until they are done. Copies of other
@@ -25,5 +25,5 @@ def pinned(
 def to_device(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copies an array [...] of int64, float32 or another dtype to the device → tensor [...] of `dtype`."""
+    """Copy an array [...] of int64, float32 or another dtype to the device → tensor [...] of `dtype`."""
     return pinned(array, device, dtype).to(device, non_blocking=True)

@@ -44,7 +44,7 @@ class TokenCounts:
         return self.table[2, : self.num_distinct]
 
     def accept(self, token: int) -> None:
-        """Counts a generated token."""
+        """Count a generated token."""
         place = self.column_of.setdefault(token, self.num_distinct)
         if place == self.num_distinct:
             self.add_column(token)

@@ -108,7 +108,7 @@ def norm_of(module: Any, weight: torch.Tensor | None) -> native.NormStruct:
 def fuse_layers(
     model: Any, arguments: KernelArguments, forward: Callable[[Inputs], torch.Tensor], context: int
 ) -> int:
-    """Replaces the forward of the layers that have a native equal; returns how many.
+    """Replace the forward of the layers that have a native equal; return how many.
 
     `forward` → logits [tokens, vocabulary] of any dtype; `context` is the longest sequence in tokens. The
     cache has the blocks of a trial, in the model's dtype: 8-bit floats would make much of the little by which
@@ -127,7 +127,7 @@ def fuse_layers(
 
 
 def join_layers(fused: dict[Any, FusedLayers], run: Callable[[], torch.Tensor]) -> None:
-    """Makes one call of all; `run` → logits [tokens, vocabulary] of any dtype. Where layers follow each other
+    """Make one call of all; `run` → logits [tokens, vocabulary] of any dtype. Where layers follow each other
     in other ways than they are listed in, the logits of `run` show it, and each keeps its own call.
     """
     expected = run()

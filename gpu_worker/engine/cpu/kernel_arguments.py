@@ -33,7 +33,7 @@ class KernelArguments:
         self.sinks: list[torch.Tensor] = []  # `caches` point into these
 
     def begin(self, inputs: Inputs) -> None:
-        """Sets the step that runs."""
+        """Set the step that runs."""
         widths = [span.blocks.shape[1] for span in inputs.spans]
         starts = offsets_of(span.blocks.size for span in inputs.spans)
         tiles = np.concatenate(
@@ -74,7 +74,7 @@ class KernelArguments:
         )
 
     def take_pages(self) -> None:
-        """Points to the pages that the modules have got since `caches` were made."""
+        """Point to the pages that the modules have got since `caches` were made."""
         for module, cache in self.caches.items():
             cache.pages = pages_of(module)
 

@@ -138,7 +138,7 @@ class NativeLinear(PackedLinear):
 
 
 def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
-    """Replaces the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
+    """Replace the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
     beside them where memory has room for both. Logits are as exact as their sums: rounded to bfloat16, the
     two likeliest tokens are often equal.
     """

@@ -38,7 +38,7 @@ class FixedShapeGraph:
         return True
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launches a step in chunks of the graph's size → logits [positions, vocabulary]. A chunk sees the K
+        """Launch a step in chunks of the graph's size → logits [positions, vocabulary]. A chunk sees the K
         and V of those before it, and a token those before it in its own chunk: they are written before
         attention reads them.
         """

@@ -89,7 +89,7 @@ class FusedLinearSlice(nn.Module):
 
 
 def fuse_linears(model: nn.Module) -> None:
-    """Replaces the groups of linear layers of a model."""
+    """Replace the groups of linear layers of a model."""
     for module in list(model.modules()):
         for names in GROUPS:
             linears = [getattr(module, name, None) for name in names]

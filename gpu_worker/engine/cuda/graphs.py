@@ -81,7 +81,7 @@ class CudaGraphs:
         return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launches a step of rows that decode → logits, which the next step overwrites. `previous`: what the
+        """Launch a step of rows that decode → logits, which the next step overwrites. `previous`: what the
         step in flight samples.
         """
         size = next(size for size in self.graphs if size >= len(slices))
@@ -92,7 +92,7 @@ class CudaGraphs:
         return self.logits[: len(slices)]
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
-        """Plans a step, and copies its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks,
+        """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks,
         size] as of `inputs_of`. Rows that only fill the graph write to scratch block 0.
         """
         self.plan(inputs[1], inputs[2:].T)
@@ -135,7 +135,7 @@ def make_capture(device: torch.device) -> Capture:
 
 
 def run_without_sync(run: Callable[[], None]) -> None:
-    """Runs it. Raises CaptureError where the host waits for the device in it, as far as torch knows."""
+    """Run it. Raises CaptureError where the host waits for the device in it, as far as torch knows."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()

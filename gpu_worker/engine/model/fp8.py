@@ -60,7 +60,7 @@ def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def quantize_linears(model: Any, multiplied: bool) -> None:
-    """Rounds the plain linear layers of a model, with a scale for each output; `multiplied`: as 8-bit floats.
+    """Round the plain linear layers of a model, with a scale for each output; `multiplied`: as 8-bit floats.
     On several ranks, each takes the scales from its own part. Raises SettingError where there are none.
     """
     head = model.get_output_embeddings()
@@ -85,7 +85,7 @@ def rounds(name: str, linear: nn.Linear) -> bool:
 
 
 def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
-    """Makes those linear layers multiply 8-bit floats that a checkpoint has so, with one scale, or one for
+    """Make those linear layers multiply 8-bit floats that a checkpoint has so, with one scale, or one for
     each output; `shards`: how parameters [...] of any dtype are split between ranks.
     """
     if quantization_of(config) is None:

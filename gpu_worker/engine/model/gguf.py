@@ -37,7 +37,7 @@ def dtype_of(source: Path, served_as: str = "auto") -> torch.dtype:
 
 
 def convert(source: Path, folder: Path, served_as: str = "auto") -> None:
-    """Writes the model. `served_as` as DTYPE."""
+    """Write the model. `served_as` as DTYPE."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,

@@ -24,7 +24,7 @@ BLOCKS_FILE = Path("blocks") / "model.safetensors"
 
 
 def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
-    """Writes the blocks of the linear layers of a bfloat16 model that was read from the GGUF file `source`.
+    """Write the blocks of the linear layers of a bfloat16 model that was read from the GGUF file `source`.
 
     A row of a layer is found in the file by its content: so it does not matter how model and file name and
     order their weights. A layer keeps its plain weights where that fails.

@@ -72,7 +72,7 @@ def blocks_of(weight: Weight, floats: bool) -> Blocks | None:
 
 
 def replace_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
-    """Makes linear layers multiply their blocks on CUDA. The model need not be there yet."""
+    """Make linear layers multiply their blocks on CUDA. The model need not be there yet."""
     for name, linear in list(model.named_modules()):
         if type(linear) is nn.Linear and (own := blocks.get(name)) and fits(own):
             model.set_submodule(name, BlockLinear(own, linear.bias))

@@ -196,7 +196,7 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
 
 
 def report_progress(progress: model_files.Progress) -> None:
-    """Reports what transformers draws as progress bars: a line every PROGRESS_S, none for what takes less."""
+    """Report what transformers draws as progress bars: a line every PROGRESS_S, none for what takes less."""
 
     def hook(bar_of: Any, args: Any, options: dict[str, Any]) -> Any:
         bar = bar_of(*args, **options, file=io.StringIO(), mininterval=PROGRESS_S, delay=PROGRESS_S)

@@ -54,13 +54,13 @@ class LoadedModel:
         return not self.ropes and self.geometry.block_size % HASHED_TOKENS == 0
 
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
-        """Makes a cache of so many blocks, and of the scratch block; of another geometry for a trial."""
+        """Make a cache of so many blocks, and of the scratch block; of another geometry for a trial."""
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
         attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Computes a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
+        """Compute a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
         self.backend.begin(inputs)
         for rope in self.ropes:
             rope.begin(inputs)
@@ -68,7 +68,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def plan_decode(self, positions: Int32, table: Int32) -> None:
-        """Prepares what the host decides of a `decode`, which a captured one does not call again: positions
+        """Prepare what the host decides of a `decode`, which a captured one does not call again: positions
         int32 [rows], table of blocks int32 [rows, blocks].
         """
         self.backend.plan_decode(positions, table)  # type: ignore[attr-defined]

@@ -105,7 +105,7 @@ class PerTokenRope:
         return cosines[:, :-1], sines[:, :-1]
 
     def set_frequencies(self, layer_type: str | None, length: int, device: torch.device) -> None:
-        """Gives the module the frequencies of a sequence of `length` tokens, and what it scales cosines and
+        """Give the module the frequencies of a sequence of `length` tokens, and what it scales cosines and
         sines with.
         """
         key, side = (layer_type, length), "" if layer_type is None else f"{layer_type}_"
@@ -140,7 +140,7 @@ def recompute_length(model: Any) -> int | None:
 
 
 def replace_ropes(model: Any) -> list[PerTokenRope]:
-    """Replaces the forward of the rotary modules of a model that need it."""
+    """Replace the forward of the rotary modules of a model that need it."""
     return [
         PerTokenRope(module)
         for module in model.modules()

@@ -97,7 +97,7 @@ def read_shard(
 
 
 def equalize_replicas(model: Any, plan: TpPlan, communicator: Communicator) -> None:
-    """Copies rank 0's values of every parameter that each rank holds whole."""
+    """Copy rank 0's values of every parameter that each rank holds whole."""
     for name, parameter in model.named_parameters():
         if name not in plan.shards:
             communicator.broadcast_tensor(parameter.data)

@@ -61,7 +61,7 @@ def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.devic
 def run_largest_step(
     forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
 ) -> None:
-    """Computes so many prompt tokens, and samples so many rows with the parameters that need most memory."""
+    """Compute so many prompt tokens, and sample so many rows with the parameters that need most memory."""
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     state = SamplingState.of(
         StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []

@@ -71,7 +71,7 @@ def meta_model(config: Any, settings: Settings) -> Any:
 
 
 def load_pretrained(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
-    """Calls `source`, a `from_pretrained` of transformers. Raises SettingError where weights are missing."""
+    """Call `source`, a `from_pretrained` of transformers. Raises SettingError where weights are missing."""
     options |= {
         "attn_implementation": backend.NAME,
         "trust_remote_code": settings.trust_remote_code,

@@ -30,7 +30,7 @@ class Communicator:
     """
 
     def __init__(self, place: Place) -> None:
-        """Returns when all ranks are there."""
+        """Return when all ranks are there."""
         self.place = place
         self.rank = place.rank
         self.world_size = place.world_size

@@ -38,7 +38,7 @@ def sharded_class(whole: type[Any], shards: Mapping[str, TensorShards], rank: in
 
 
 def shrink_parameters(model: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
-    """Leaves of each parameter [...] of any dtype, still without values, as much as the rank holds."""
+    """Leave of each parameter [...] of any dtype, still without values, as much as the rank holds."""
     for name, own in shards.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -54,7 +54,7 @@ def shrink_parameters(model: Any, shards: Mapping[str, TensorShards], rank: int)
 
 
 def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None:
-    """Makes the ranks' parts compute what the whole model would, by the styles of transformers' plan."""
+    """Make the ranks' parts compute what the whole model would, by the styles of transformers' plan."""
     rank = communicator.rank
     for name, style in plan.styles.items():
         module = model.get_submodule(name)
@@ -73,7 +73,7 @@ def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None
 
 
 def connect(module: Any, forward: Forward, **attributes: Any) -> None:
-    """Gives a module another forward, which finds `attributes` on it and may call its own one."""
+    """Give a module another forward, which finds `attributes` on it and may call its own one."""
     for name, value in attributes.items():
         setattr(module, name, value)
     module.__class__ = connected_class(type(module), forward)  # type: ignore[arg-type]

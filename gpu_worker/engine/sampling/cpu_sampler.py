@@ -80,7 +80,7 @@ def output_pointers(output: SamplerOutput) -> native.SamplerOutputStruct:
 def native_request(
     request: SampleRequest | None, vocab_size: int, kept: list[Array]
 ) -> native.SampleRequestStruct:
-    """Builds the struct of one row; `kept` keeps the arrays alive that it points to."""
+    """Build the struct of one row; `kept` keeps the arrays alive that it points to."""
     if request is None:
         return native.SampleRequestStruct()
     state = request.state

@@ -96,7 +96,7 @@ def sample_on_cuda(logits: torch.Tensor, requests: Sequence[SampleRequest | None
 def kernel_arguments(
     requests: Sequence[SampleRequest | None], vocab_size: int, device: torch.device
 ) -> SamplingArguments:
-    """Brings to the device what the kernel needs of the rows that have requests, in one copy."""
+    """Bring to the device what the kernel needs of the rows that have requests, in one copy."""
     ids: list[Int64] = []
     values: list[Float32] = []
     masks: list[Bits] = []
@@ -179,7 +179,7 @@ def write_tops(
     totals: torch.Tensor,
     kept: torch.Tensor,
 ) -> None:
-    """Writes the likeliest tokens of the rows that report them, of scores float32 [n, vocabulary], totals
+    """Write the likeliest tokens of the rows that report them, of scores float32 [n, vocabulary], totals
     int64 [n] and numbers of kept tokens int32 [n] of the n rows that have requests. In a row that reports the
     model's own log-probabilities, of logits float [rows, vocabulary].
     """

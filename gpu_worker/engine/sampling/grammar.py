@@ -39,7 +39,7 @@ def as_long_as(mask: Bits, vocab_size: int) -> Bits:
 
 
 def apply_masks(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Sets masked tokens of scores float32 [rows, vocabulary] to -inf, in place. Tokens beyond the end of a
+    """Set masked tokens of scores float32 [rows, vocabulary] to -inf, in place. Tokens beyond the end of a
     mask stay as they are.
     """
     size = scores.shape[1]

@@ -29,7 +29,7 @@ class SamplerOutput(NamedTuple):
 
 
 def empty_output(num_rows: int, num_tops: int, device: torch.device) -> SamplerOutput:
-    """Returns zeros: ids int64 [rows], logprobs float32 [rows], and [rows, num_tops] that lie column by
+    """Return zeros: ids int64 [rows], logprobs float32 [rows], and [rows, num_tops] that lie column by
     column in memory.
     """
     ids = torch.zeros(1 + num_tops, num_rows, dtype=torch.int64, device=device)
@@ -50,7 +50,7 @@ def log_of_weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 def pick(cumulative: torch.Tensor, totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Picks a candidate for each row → int64 [rows, 1].
+    """Pick a candidate for each row → int64 [rows, 1].
 
     cumulative int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: the sum up
     to the last that may be picked; uniforms float64 [rows, 1] in [0, 1).
@@ -67,7 +67,7 @@ def target_weight(uniforms: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
 
 
 def multinomial_sample(scores: torch.Tensor, uniforms: torch.Tensor, num_tops: int) -> SamplerOutput:
-    """Samples from all tokens, without sorting: scores float32 [rows, vocabulary], uniforms float64 [rows,
+    """Sample from all tokens, without sorting: scores float32 [rows, vocabulary], uniforms float64 [rows,
     1].
     """
     cumulative = to_weights(scores).cumsum(-1)
@@ -78,7 +78,7 @@ def multinomial_sample(scores: torch.Tensor, uniforms: torch.Tensor, num_tops: i
 def make_output(
     scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int
 ) -> SamplerOutput:
-    """Adds log-probabilities to ids int64 [rows, 1], and the likeliest tokens: scores float32 [rows,
+    """Add log-probabilities to ids int64 [rows, 1], and the likeliest tokens: scores float32 [rows,
     vocabulary], totals int64 [rows, 1] are the sums of the rows' weights.
     """
     top_scores, top_ids = top_k(scores, num_tops)
@@ -87,7 +87,7 @@ def make_output(
 
 
 def write_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """Replaces log-probabilities by the model's own, of logits float [rows, vocabulary], in rows int64
+    """Replace log-probabilities by the model's own, of logits float [rows, vocabulary], in rows int64
     [n].
     """
     scores = logits[rows].to(torch.float32)

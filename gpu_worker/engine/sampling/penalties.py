@@ -21,7 +21,7 @@ NO_IDS = np.zeros(0, np.int64)
 def adjust_scores(
     scores: torch.Tensor, states: Sequence[SamplingState], token_indices: Sequence[int]
 ) -> None:
-    """Changes scores float32 [rows, vocabulary] in place; `token_indices`: index of each row's next token."""
+    """Change scores float32 [rows, vocabulary] in place; `token_indices`: index of each row's next token."""
     apply_bias(scores, states)
     banned = [state.banned_ids_at(index) for state, index in zip(states, token_indices, strict=True)]
     apply_bans(scores, [np.array(ids, np.int64) for ids in banned])
@@ -30,7 +30,7 @@ def adjust_scores(
 
 
 def apply_bias(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Adds logit biases and watermarks to scores float32 [rows, vocabulary], in place."""
+    """Add logit biases and watermarks to scores float32 [rows, vocabulary], in place."""
     found = [biases(state, scores.shape[1]) for state in states]
     rows, ids = flatten([some for some, _ in found])
     if len(ids):
@@ -41,7 +41,7 @@ def apply_bias(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def apply_bans(scores: torch.Tensor, banned: Sequence[Int64]) -> None:
-    """Sets the banned ids of each row to -inf in scores float32 [rows, vocabulary], in place."""
+    """Set the banned ids of each row to -inf in scores float32 [rows, vocabulary], in place."""
     rows, ids = flatten(banned)
     known = ids < scores.shape[1]  # an id outside the model's vocabulary is never sampled
     if len(ids):
@@ -49,7 +49,7 @@ def apply_bans(scores: torch.Tensor, banned: Sequence[Int64]) -> None:
 
 
 def apply_penalties(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Applies the repetition penalty as in CTRL (arXiv:1909.05858), then subtracts the frequency and presence
+    """Apply the repetition penalty as in CTRL (arXiv:1909.05858), then subtract the frequency and presence
     penalties, in scores float32 [rows, vocabulary], in place.
     """
     counts = [state.token_counts for state in states]

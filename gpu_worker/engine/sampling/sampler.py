@@ -71,7 +71,7 @@ def sample_into(
     function: SampleFunction | None,
     requests: Sequence[SampleRequest | None],
 ) -> None:
-    """Samples the rows at places int64 [group], all by one function, of logits float [rows, vocabulary]."""
+    """Sample the rows at places int64 [group], all by one function, of logits float [rows, vocabulary]."""
     rows = logits.index_select(0, places)
     if function is None:
         sampled = greedy_output(rows)
@@ -87,19 +87,19 @@ def sample_again(
     logits: torch.Tensor,
     requests: Sequence[SampleRequest | None],
 ) -> None:
-    """Samples rows of logits float [rows, vocabulary] again, whose requests have changed."""
+    """Sample rows of logits float [rows, vocabulary] again, whose requests have changed."""
     index = to_device(list(places), logits.device)
     put_into(output, index, sample(logits.index_select(0, index), [requests[place] for place in places]))
 
 
 def put_into(output: SamplerOutput, places: torch.Tensor, sampled: SamplerOutput) -> None:
-    """Replaces the rows at places int64 [group]."""
+    """Replace the rows at places int64 [group]."""
     for column, values in zip(output, sampled, strict=True):
         (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
 
 
 def sample_function_of(state: SamplingState) -> SampleFunction:
-    """Chooses the function for a row's next token: functions differ in the part of the
+    """Choose the function for a row's next token: functions differ in the part of the
     vocabulary they need.
     """
     sampling = state.sampling
@@ -129,7 +129,7 @@ def sample_group(
 
 
 def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Divides scores float32 [rows, vocabulary], in place. The likeliest of each row becomes 0 before, so no
+    """Divide scores float32 [rows, vocabulary], in place. The likeliest of each row becomes 0 before, so no
     temperature makes a score overflow.
     """
     scores.sub_(scores.amax(-1, keepdim=True))
@@ -138,7 +138,7 @@ def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> 
 
 
 def sampling_tensors(requests: Sequence[SampleRequest], device: torch.device) -> SamplingTensors:
-    """Returns the parameters of the rows as tensors [rows, 1] on the device: top_k int64, others float64."""
+    """Return the parameters of the rows as tensors [rows, 1] on the device: top_k int64, others float64."""
     states = [request.state for request in requests]
     top_k, top_p = [state.sampling.top_k for state in states], [state.top_p for state in states]
     others = [

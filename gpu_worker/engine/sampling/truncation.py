@@ -42,15 +42,15 @@ class WeightedTokens(NamedTuple):
     weights: torch.Tensor
 
     def weight_before(self, key: torch.Tensor) -> torch.Tensor:
-        """Sums the weights of the tokens with a smaller key."""
+        """Sum the weights of the tokens with a smaller key."""
         return self.weights.masked_fill(self.keys >= key, 0).sum(-1, keepdim=True)
 
     def tie_weight(self, key: torch.Tensor) -> torch.Tensor:
-        """Returns the weight of a single token with this key; tokens with one key weigh the same."""
+        """Return the weight of a single token with this key; tokens with one key weigh the same."""
         return self.weights.masked_fill(self.keys != key, 0).amax(-1, keepdim=True)
 
     def shortest_prefix(self, weight: torch.Tensor) -> "TokenPrefix":
-        """Returns the fewest first tokens that weigh at least so much; at least one."""
+        """Return the fewest first tokens that weigh at least so much; at least one."""
         weight = weight.clamp(min=1)
         key = kth_key(self.keys, self.weights, weight - 1)
         tie_weight = self.tie_weight(key).clamp_(min=1)
@@ -73,7 +73,7 @@ class TokenPrefix(NamedTuple):
 
 
 def truncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
-    """Samples with top-k, top-p and min-p: scores float32 [rows, vocabulary]."""
+    """Sample with top-k, top-p and min-p: scores float32 [rows, vocabulary]."""
     tokens = WeightedTokens(sort_keys(scores), to_weights(scores))
     kept = kept_prefix(tokens, tensors).mask(tokens.keys)
     total_weight = tokens.weights.masked_fill(~kept, 0).sum(-1, keepdim=True)
@@ -87,7 +87,7 @@ def truncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: i
 
 
 def kept_prefix(tokens: WeightedTokens, tensors: SamplingTensors) -> TokenPrefix:
-    """Returns the tokens that top-k, top-p and min-p keep: key int32 [rows, 1], ties int64 [rows, 1].
+    """Return the tokens that top-k, top-p and min-p keep: key int32 [rows, 1], ties int64 [rows, 1].
 
     Top-k keeps what is as likely as the k-th token; top-p (arXiv:1904.09751) the fewest that have this share
     of what top-k left; min-p (arXiv:2407.01082) what has this share of the likeliest's probability.
@@ -109,7 +109,7 @@ def kept_prefix(tokens: WeightedTokens, tensors: SamplingTensors) -> TokenPrefix
 
 
 def typical_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
-    """Samples with typical-p, applied after top-k, top-p and min-p: scores float32 [rows, vocabulary]."""
+    """Sample with typical-p, applied after top-k, top-p and min-p: scores float32 [rows, vocabulary]."""
     tokens = WeightedTokens(sort_keys(scores), to_weights(scores))
     scores = scores.masked_fill(~kept_prefix(tokens, tensors).mask(tokens.keys), EXCLUDED)
     return multinomial_sample(

@@ -61,7 +61,7 @@ def bound_of_count(scores: tl.tensor, count: tl.tensor, size: tl.constexpr, widt
 def list_from(
     scores: tl.tensor, bound: tl.tensor, listed: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> tl.tensor:
-    """Lists the ids int32 of scores float32 [size] that reach the bound, in order → how many."""
+    """List the ids int32 of scores float32 [size] that reach the bound, in order → how many."""
     column = tl.arange(0, width)
     count = 0
     for begin in range(0, size, width):
@@ -100,7 +100,7 @@ def search(
     scores: tl.tensor, entropy: tl.tensor, listed: tl.tensor, count: tl.tensor, narrowed: tl.tensor,
     target: tl.tensor, is_count: tl.tensor, part: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Finds the least key up to which, itself included, listed tokens weigh more than the target; where
+    """Find the least key up to which, itself included, listed tokens weigh more than the target; where
     `is_count`, each weighs 1. They weigh more in all.
 
     Returns the key int32, how much tokens with smaller keys weigh int64, how many have this key, and where

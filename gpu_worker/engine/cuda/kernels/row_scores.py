@@ -13,7 +13,7 @@ def read_row(
     logits: tl.tensor, scores: tl.tensor, masks: tl.tensor, mask_end: tl.tensor,
     size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copies logits [size] to scores float32 [size]; -inf for NaN, and for what the mask lacks."""
+    """Copy logits [size] to scores float32 [size]; -inf for NaN, and for what the mask lacks."""
     column = tl.arange(0, width)
     for begin in range(0, size, width):
         place = begin + column
@@ -29,7 +29,7 @@ def add_bias(
     scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
     size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds values float32 to the scores of ids int32, between begin and end; ids differ."""
+    """Add values float32 to the scores of ids int32, between begin and end; ids differ."""
     column = tl.arange(0, width)
     for first in range(begin, end, width):
         place = first + column
@@ -45,7 +45,7 @@ def penalize(
     scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
     repetition: tl.tensor, size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Applies the repetition penalty, and subtracts values float32, at ids int32 between begin and end."""
+    """Apply the repetition penalty, and subtract values float32, at ids int32 between begin and end."""
     column = tl.arange(0, width)
     for first in range(begin, end, width):
         place = first + column
@@ -76,7 +76,7 @@ def largest(numbers: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.t
 def scale(
     scores: tl.tensor, best: tl.tensor, temperature: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> None:
-    """Subtracts the largest from scores float32 [size], and divides them."""
+    """Subtract the largest from scores float32 [size], and divide them."""
     column = tl.arange(0, width)
     divisor = tl.full((width,), 0, tl.float32) + temperature
     for begin in range(0, size, width):
@@ -91,7 +91,7 @@ def exclude(
     scores: tl.tensor, entropy: tl.tensor, key: tl.tensor, last: tl.tensor, size: tl.constexpr,
     width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sets scores float32 [size] to -inf whose key is larger, or equal with an id above the last."""
+    """Set scores float32 [size] to -inf whose key is larger, or equal with an id above the last."""
     column = tl.arange(0, width)
     for begin in range(0, size, width):
         place = begin + column

@@ -87,7 +87,7 @@ def shortest_prefix(
     scores: tl.tensor, listed: tl.tensor, count: tl.tensor, narrowed: tl.tensor, weight: tl.tensor,
     part: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Finds the fewest of the listed tokens, the likeliest first, that weigh at least so much: the key and
+    """Find the fewest of the listed tokens, the likeliest first, that weigh at least so much: the key and
     the id of the last, how many of them have its key, and what they weigh.
     """
     key, before, _, ties_at = search(scores, 0.0, listed, count, narrowed, weight - 1, False, part)
@@ -193,7 +193,7 @@ def sample_rows(
     output_ids: torch.Tensor,
     output_logprobs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Samples rows of logits float [rows, vocabulary], whose numbers lie next to each other, in one launch.
+    """Sample rows of logits float [rows, vocabulary], whose numbers lie next to each other, in one launch.
 
     parameters float64 [n, 16] as `RowParameters` has them, ids int32, values float32 and masks int32 as these
     say; ids int64 [rows] and log-probabilities float32 [rows] of the n rows are written. Returns scores

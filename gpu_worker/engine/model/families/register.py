@@ -19,13 +19,13 @@ the place of which.
 
 
 def register_family(model_type: str) -> None:
-    """Makes a family's attention known to transformers, before a model of it is built."""
+    """Make a family's attention known to transformers, before a model of it is built."""
     if model_type in MODULES:
         importlib.import_module(MODULES[model_type])
 
 
 def page_attention(model: Any) -> None:
-    """Gives modules of a model the classes that use the interface."""
+    """Give modules of a model the classes that use the interface."""
     name = MODULES.get(model.config.model_type)
     paged = getattr(importlib.import_module(name), "PAGED", {}) if name else {}
     for module in model.modules():
