@@ -2,6 +2,7 @@
 in a tree of its own.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -205,6 +206,25 @@ def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
         if is_needed(one)
     }
     assert sorted(needed - lock.keys()) == [], "as far as they are installed here"
+
+
+@pytest.mark.slow
+def test_the_lock_has_a_version_of_all_that_a_worker_on_a_gpu_installs(tmp_path: Path) -> None:
+    """By what PyPI says that its build of torch for CUDA needs; nothing is downloaded but that."""
+    report, lock = tmp_path / "report.json", ROOT / "deploy/requirements.lock"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    words = ["install", "--dry-run", "--ignore-installed", "--report", str(report), "-c", str(lock)]
+    environ = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
+    environ["PIP_CONFIG_FILE"] = os.devnull  # no builds for CPU
+    command = [sys.executable, "-m", "pip", *words, torch(), *extras["worker"], *extras["cuda"]]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if "Failed to establish a new connection" in done.stderr:
+        pytest.skip("PyPI cannot be reached")
+    assert done.returncode == 0, done.stderr
+    installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
+    found = {name_of(one["name"]): one["version"] for one in installed}
+    assert found.keys() > {"nvidia-cudnn-cu13", "triton"}
+    assert found == {name: read_lock(lock.read_text()).get(name) for name in found}
 
 
 def is_needed(requirement: Requirement) -> bool:

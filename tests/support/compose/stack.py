@@ -12,6 +12,7 @@ from deploy.lock import read_lock
 
 ROOT = Path(__file__).parents[3]
 COMPOSE_VERSION = (2, 24)
+SERVICES = ["redis", "proxy", "api", "batcher", "jobs", "cpu_worker", "prometheus", "alertmanager"]
 UNREACHABLE = (
     "failed to resolve",
     "pull access denied",
@@ -58,10 +59,10 @@ class Stack:
         command = ["docker", "compose", "-p", self.project, "--profile", "cpu", *words]
         return run(command, timeout_s, **self.variables)
 
-    def must(self, *words: str) -> float:
+    def must(self, *words: str, timeout_s: float = 900) -> float:
         """Seconds that a command took, which has to succeed."""
         started_s = time.monotonic()
-        done = self.compose(*words)
+        done = self.compose(*words, timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr[-3000:]
         return time.monotonic() - started_s
 
@@ -75,6 +76,10 @@ class Stack:
 
     def container(self, service: str, number: int = 1) -> str:
         return f"{self.project}-{service}-{number}"
+
+    def containers(self, service: str) -> list[str]:
+        """That run, whatever their numbers are: scaling down may leave the second."""
+        return self.compose("ps", "-q", service).stdout.split()
 
     def inspect(self, service: str, template: str, number: int = 1) -> str:
         return run(["docker", "inspect", "-f", template, self.container(service, number)]).stdout.strip()
@@ -109,12 +114,24 @@ class Stack:
         done = run(["docker", "stop", "-t", "120", *self.compose("ps", "-q").stdout.split()])
         assert done.returncode == 0, done.stderr
 
+    def limit_cores(self, service: str, cores: int) -> None:
+        """Of each of its containers, which are started anew."""
+        for words in (["update", "--cpus", str(cores)], ["restart", "-t", "110"]):
+            done = run(["docker", *words, *self.containers(service)])
+            assert done.returncode == 0, done.stderr
+
+    def threads(self, service: str) -> list[int]:
+        """With which the engine in each worker's container computes, by its log; 0 before it says so."""
+        logs = (run(["docker", "logs", name]) for name in self.containers(service))
+        said = (re.findall(r"(\d+) threads", log.stdout + log.stderr) for log in logs)
+        return [int(found[-1]) if found else 0 for found in said]
+
     def restart_count(self, service: str) -> int:
         return int(self.inspect(service, "{{.RestartCount}}"))
 
     def odd_log_lines(self, *services: str) -> list[str]:
         """Lines of their logs that are no JSON objects."""
-        names = self.compose("ps", "-q", *services).stdout.split()
+        names = [name for service in services for name in self.containers(service)]
         logs = [run(["docker", "logs", name]) for name in names]
         lines = [line for log in logs for line in (log.stdout + log.stderr).splitlines()]
         assert len(names) >= len(services) and lines
@@ -144,6 +161,23 @@ def packages_of(image: str) -> dict[str, str]:
     done = run(["docker", "run", "--rm", "--entrypoint", "pip", image, "list", "--format", "freeze"])
     assert done.returncode == 0, done.stderr
     return {name: version.partition("+")[0] for name, version in read_lock(done.stdout).items()}
+
+
+def files_of(image: str) -> set[str]:
+    """A line for each file of packages and of our own: its path, mode, owner, and digest or target."""
+    code = (
+        "import hashlib, os, pathlib\n"
+        "for root in ('/usr/local', '/app', '/models', '/etc/passwd'):\n"
+        "    for path in (pathlib.Path(root), *pathlib.Path(root).rglob('*')):\n"
+        "        stat = path.lstat()\n"
+        "        held = os.readlink(path) if path.is_symlink() else ''\n"
+        "        if not held and path.is_file(): held = hashlib.sha256(path.read_bytes()).hexdigest()\n"
+        "        print(path, oct(stat.st_mode), stat.st_uid, held)"
+    )
+    python = ["python", "-B", "-c", code]
+    done = run(["docker", "run", "--rm", "-u", "0", "--entrypoint", python[0], image, *python[1:]], 900)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines())
 
 
 def image_sizes() -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""The compose stack for all modules of this folder. Grafana is left out: nothing depends on it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.serve.embedded_broker import free_port
+from tests.support.compose.base_images import SERVICE_IMAGES, make_missing
+from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreachable, why_no_engine
+
+
+@pytest.fixture(scope="package")
+def stack() -> Iterator[Stack]:
+    """Its images are built; nothing runs, and there are no volumes."""
+    if why := why_no_engine():
+        pytest.skip(why)
+    make_missing(SERVICE_IMAGES)
+    stack = Stack("tokenfleet-test", PORT=str(free_port()), KV_CACHE_BYTES="256MiB", THREADS="1")
+    built = stack.compose("build", "api", "cpu_worker", timeout_s=2000)
+    if built.returncode and is_unreachable(built.stderr):
+        pytest.skip(f"base images cannot be had: {built.stderr.strip().splitlines()[-1]}")
+    assert built.returncode == 0, built.stderr[-3000:]
+    print("images:", image_sizes())
+    stack.compose("down", "-v", "--remove-orphans")
+    try:
+        yield stack
+    finally:
+        stack.compose("down", "-v", "--remove-orphans", "-t", "5")
+
+
+@pytest.fixture
+def serving(stack: Stack) -> Stack:
+    """With one of each service, whatever a test before has changed."""
+    stack.must("up", "-d", "--no-build", "--wait", *SERVICES)
+    return stack

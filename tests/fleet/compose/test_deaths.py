@@ -1,0 +1,118 @@
+"""The compose stack, started for real: a cold start, deaths of every kind, scaling, `down` under streams."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from tests.support.chaos.dashboard import panel_queries
+from tests.support.compose.clients import NUM_TOKENS, SETTLED_S, Clients
+from tests.support.compose.stack import SERVICES, Stack
+from tests.support.waiting import wait_until
+
+OURS = ["api", "batcher", "jobs", "cpu_worker"]
+JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
+
+
+async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: Stack) -> None:
+    stack.must("down", "-v")
+    clients = Clients(stack)
+    cold_s = await asyncio.to_thread(stack.must, "up", "-d", "--wait", "--wait-timeout", "900", *SERVICES)
+    print(f"cold up --wait: {cold_s:.0f} s")
+    assert await clients.is_healthy(), "healthy means that it serves"
+    assert [stack.restart_count(name) for name in OURS] == [0] * len(OURS)
+    want = await clients.run()
+    assert [index for index, _ in want[0]] == [*range(1, NUM_TOKENS + 1)]
+
+    async def disturb(what: str, how: Callable[[], object], num_workers: int = 1) -> None:
+        await clients.settle(num_workers)
+        same = await clients.run(how) == want
+        print(f"{what}: longest pause {max(clients.pauses_s):.1f} s, the same tokens: {same}", flush=True)
+        assert same, what
+
+    await disturb("worker process killed", lambda: stack.kill_process("cpu_worker", "tokenfleet worker"))
+    await disturb("batcher process killed", lambda: stack.kill_process("batcher", "tokenfleet batcher"))
+    await disturb("gateway process killed", lambda: stack.kill_process("api", "tokenfleet api"))
+    await disturb("worker container killed", lambda: stack.kill_container("cpu_worker"))
+    await disturb("Redis container killed", lambda: stack.kill_container("redis"))
+    await disturb("batcher container killed", lambda: stack.kill_container("batcher"))
+    scale = [word for name in ("cpu_worker=3", "api=2", "batcher=2") for word in ("--scale", name)]
+    await asyncio.to_thread(stack.must, "up", "-d", "--no-build", *scale, *SERVICES)
+    await clients.settle(3)
+    print(f"both gateways rolled under load: {await roll_gateways(stack, clients)} requests, no error")
+    await disturb(
+        "one of three workers: process killed",
+        lambda: stack.kill_process("cpu_worker", "tokenfleet worker"),
+        3,
+    )
+    await disturb("one of three workers: container killed", lambda: stack.kill_container("cpu_worker"), 3)
+    await check_dashboards()
+    print("dashboard: every query has a series")
+    assert not stack.odd_log_lines(*OURS)
+    await disturb("SIGTERM to all containers at once, as at a shutdown", stack.stop_all, 3)
+    await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
+    await job_and_down(stack, clients, disturb)
+    again_s = await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
+    print(f"up --wait again: {again_s:.0f} s")
+    await wait_until(lambda: stack.redis("GET", "tf:{default}:result:long"), SETTLED_S)
+    await disturb("after down and up", lambda: None)
+
+
+async def roll_gateways(stack: Stack, clients: Clients) -> int:
+    """Number of requests that were answered while each gateway was stopped and started in turn."""
+    rolled, num_answered = asyncio.Event(), 0
+    body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 4}}
+
+    async def ask() -> None:
+        nonlocal num_answered
+        async with httpx.AsyncClient(timeout=180) as client:
+            while not rolled.is_set():
+                answer = await client.post(f"{clients.url}/generate", json=body)
+                assert answer.status_code == 200, answer.text
+                num_answered += 1
+
+    asking = [asyncio.create_task(ask()) for _ in range(6)]
+    for number in (1, 2):
+        await asyncio.to_thread(stack.restart, "api", number)
+        await wait_until(lambda number=number: stack.is_healthy("api", number), SETTLED_S)  # type: ignore[misc]
+    rolled.set()
+    await asyncio.gather(*asking)
+    return num_answered
+
+
+async def job_and_down(
+    stack: Stack, clients: Clients, disturb: Callable[[str, Callable[[], object]], Awaitable[None]]
+) -> None:
+    """`down` while streams and a job run: the streams are finished, the volumes kept."""
+    took_s: list[float] = []
+
+    def down() -> None:
+        stack.redis("XADD", "tf:{default}:submit", "*", "job", json.dumps(JOB))
+        took_s.append(stack.must("down"))
+
+    await disturb("down while streams run", down)
+    print(f"down with streams in flight: {took_s[0]:.0f} s")
+    assert {"redis", "models", "prometheus"} <= stack.volumes()
+
+
+async def check_dashboards() -> None:
+    """Every query of the dashboard has a series in the Prometheus that scraped this fleet."""
+    unanswered = set(panel_queries("1h"))
+
+    async def are_answered() -> bool:
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9090", timeout=60) as client:
+            for query in list(unanswered):
+                answer = (await client.get("/api/v1/query", params={"query": query})).json()
+                assert answer["status"] == "success", (query, answer)
+                if answer["data"]["result"]:
+                    unanswered.remove(query)
+        return not unanswered
+
+    with contextlib.suppress(TimeoutError):
+        await wait_until(are_answered)
+    assert not unanswered

@@ -1,0 +1,122 @@
+"""The runbook, done on a compose stack by its own commands: rolling, draining, another model, backup."""
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common import model_files
+from tests.support.compose.clients import SETTLED_S, Clients
+from tests.support.compose.stack import ROOT, SERVICES, Stack
+from tests.support.engine import tiny_models
+from tests.support.waiting import wait_until, wait_until_sync
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
+
+
+class Runbook:
+    """One section of it, for one stack with a worker on the processor; typed in a folder."""
+
+    def __init__(self, heading: str, stack: Stack, folder: Path) -> None:
+        section = (ROOT / "docs/runbook.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+        self.commands = re.findall(r"`((?:MODEL_ID=NAME )?docker [^`]+)`", section)
+        self.stack, self.folder = stack, folder
+
+    def type(self, number: int, **names: str) -> str:
+        """Output of the section's command of this number, with names in the places of words."""
+        known = {"PROFILE": "cpu", "PROJECT": self.stack.project, "N+1": "2", "=N ": "=1 "}
+        command = self.commands[number] + " "
+        for word, name in (known | names).items():
+            command = command.replace(word, name)
+        if " up " in command:
+            command += " ".join(SERVICES)
+        return self.stack.shell(command, self.folder)
+
+
+def workers_of(stack: Stack) -> list[str]:
+    return stack.redis("ZRANGE", "tf:{default}:workers", "0", "-1").split()
+
+
+async def test_workers_are_rolled_while_streams_go_on(serving: Stack, tmp_path: Path) -> None:
+    """A new container for the old one, then the process in it anew: every answer has the same tokens."""
+    clients, runbook = Clients(serving), Runbook("Roll workers", serving, tmp_path)
+    want = await clients.run()
+    more, stop, remove, fewer, drain = range(5)
+
+    def wait_for_two() -> None:
+        wait_until_sync(lambda: len(workers_of(serving)) == 2, SETTLED_S)
+
+    def roll() -> None:
+        [old] = serving.containers("cpu_worker")
+        runbook.type(more)
+        wait_for_two()
+        runbook.type(stop, CONTAINER=old)
+        runbook.type(remove, CONTAINER=old)
+        runbook.type(fewer)
+
+    answers = await clients.run_throughout(roll)
+    assert [{*map(tuple, given)} for given in answers] == [{tuple(one)} for one in want]
+    print(f"a worker's container rolled under {sum(map(len, answers))} streams, no token lost", flush=True)
+    runbook.type(more)
+    await asyncio.to_thread(wait_for_two)
+    [first, second] = workers_of(serving)
+
+    def drain_both() -> None:
+        for worker in (first, second):
+            assert f"{worker} is gone" in runbook.type(drain, WORKER=worker)
+            wait_for_two()
+
+    answers = await clients.run_throughout(drain_both)
+    assert [{*map(tuple, given)} for given in answers] == [{tuple(one)} for one in want]
+    assert not {first, second} & {*workers_of(serving)}
+    print(f"two workers drained in turn under {sum(map(len, answers))} streams, no token lost", flush=True)
+
+
+async def test_another_model_takes_over_when_nothing_of_the_first_waits(
+    serving: Stack, tmp_path: Path
+) -> None:
+    clients, runbook = Clients(serving), Runbook("Change a model", serving, tmp_path)
+    stop, requests, jobs, up = range(4)
+    want = await clients.run()
+    serving.must("cp", str(tiny_model(tmp_path)), "cpu_worker:/models/")
+    assert await clients.run(lambda: runbook.type(stop)) == want
+    await wait_until(lambda: runbook.type(requests).strip() == runbook.type(jobs).strip() == "0", SETTLED_S)
+    await asyncio.to_thread(runbook.type, up, NAME="/models/tiny")
+    async with httpx.AsyncClient(base_url=clients.url, timeout=180) as client:
+        assert (await client.get("/info")).json()["model_id"] == "/models/tiny"
+    other = await clients.run()
+    assert all(
+        len(answer) == len(first) and answer != first for answer, first in zip(other, want, strict=True)
+    )
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random one that speaks the first model's tokens, which others may read."""
+    tiny = folder / "tiny"
+    tiny_models.save(
+        tiny, "Llama", tiny_models.LLAMA | {"vocab_size": 49_152, "max_position_embeddings": 512}
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_files.resolve("smollm2") / name, tiny)
+    tiny.chmod(0o755)
+    for path in tiny.iterdir():
+        path.chmod(0o644)
+    return tiny
+
+
+async def test_redis_is_backed_up_and_restored(serving: Stack, tmp_path: Path) -> None:
+    runbook = Runbook("Back up and restore Redis", serving, tmp_path)
+    keep, look, copy, again, down, restore, up = range(7)
+    serving.redis("SET", "marker", "before")
+    runbook.type(keep)
+    await wait_until(lambda: "aof_rewrite_in_progress:0" in runbook.type(look))
+    runbook.type(copy)
+    runbook.type(again)
+    serving.redis("SET", "marker", "after")
+    for command in (down, restore, up):
+        await asyncio.to_thread(runbook.type, command)
+    assert serving.redis("GET", "marker") == "before"
+    assert await Clients(serving).run(), "it serves"

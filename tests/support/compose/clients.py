@@ -1,0 +1,107 @@
+"""Clients of a compose stack: a stream for each prompt through its proxy, while something is done to it."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import httpx
+
+from tests.support.compose.stack import Stack
+from tests.support.waiting import wait_until
+
+PROMPTS = ["The sky is blue because", "Once upon a time", "The history of bread"]
+NUM_TOKENS, DISTURBED_AT = 250, 40
+SETTLED_S = 600
+
+Answer = list[tuple[int, str]]
+"""Index and text of every token."""
+T = TypeVar("T")
+
+
+class Clients:
+    """One for each prompt.
+
+    Attributes:
+        num_tokens: that came in the last run.
+        pauses_s: between two of a stream.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.url = f"http://127.0.0.1:{stack.variables['PORT']}"
+        self.num_tokens = 0
+        self.pauses_s: list[float] = []
+
+    async def stream(self, client: httpx.AsyncClient, prompt: str) -> Answer:
+        """Of a stream that ended well."""
+        parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "details": True}
+        body = {"inputs": prompt, "parameters": parameters}
+        tokens, last_s, ended = [], time.monotonic(), False
+        async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                frame = json.loads(line[5:])
+                assert "error" not in frame, frame
+                tokens.append((frame["index"], frame["token"]["text"]))
+                ended = frame["generated_text"] is not None
+                self.num_tokens += 1
+                self.pauses_s.append(time.monotonic() - last_s)
+                last_s = time.monotonic()
+        assert ended, f"cut after {len(tokens)} tokens"
+        return tokens
+
+    async def run(self, disturb: Callable[[], object] = lambda: None) -> list[Answer]:
+        """An answer to each prompt; `disturb` is called when each has had some tokens."""
+        return await self.all(self.stream, disturb)
+
+    async def run_throughout(self, action: Callable[[], object]) -> list[list[Answer]]:
+        """For each prompt the answers to it, which is asked again and again while the action lasts."""
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        async def repeat(client: httpx.AsyncClient, prompt: str) -> list[Answer]:
+            answers = [await self.stream(client, prompt)]
+            while not done.is_set():
+                answers.append(await self.stream(client, prompt))
+            return answers
+
+        return await self.all(repeat, act)
+
+    async def all(
+        self, one: Callable[[httpx.AsyncClient, str], Awaitable[T]], disturb: Callable[[], object]
+    ) -> list[T]:
+        self.num_tokens, self.pauses_s = 0, []
+        async with httpx.AsyncClient(timeout=180) as client:
+            running = [asyncio.ensure_future(one(client, prompt)) for prompt in PROMPTS]
+            await wait_until(
+                lambda: self.num_tokens >= DISTURBED_AT * len(PROMPTS) or any(one.done() for one in running)
+            )
+            await asyncio.to_thread(disturb)
+            return await asyncio.gather(*running)
+
+    async def is_healthy(self) -> bool:
+        try:
+            async with httpx.AsyncClient() as client:
+                return (await client.get(f"{self.url}/health", timeout=3)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def num_workers(self) -> int:
+        async with httpx.AsyncClient() as client:
+            processes = (await client.get(f"{self.url}/fleet", timeout=5)).json()["processes"]
+        return sum(one["kind"] == "worker" and one["state"] == "ready" for one in processes)
+
+    async def settle(self, num_workers: int = 1) -> None:
+        """Wait until this many workers serve."""
+
+        async def is_settled() -> bool:
+            return await self.is_healthy() and await self.num_workers() >= num_workers
+
+        await wait_until(is_settled, SETTLED_S)
