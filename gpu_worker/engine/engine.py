@@ -66,7 +66,7 @@ class Engine:
         self.rows = Rows(
             self.block_size,
             loaded.eos_ids,
-            self.matchers.start,
+            self.endings.start,
             max(1, MAX_LOGITS // loaded.vocab_size),
             loaded.recompute_length,
             self.prefix_caching,

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -12,9 +13,23 @@ import numpy as np
 from common.process import cpu
 from gpu_worker.engine.batch.grammar import Bits
 from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.sampling.ending_search import Exits
 from gpu_worker.engine.sampling.grammar import num_words
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """How rows with one grammar are steered to an end.
+
+    Attributes:
+        window: they are watched within so many last tokens.
+        exits: what the search for an ending tries.
+    """
+
+    window: int
+    exits: Exits
 
 
 class Matcher:
@@ -24,7 +39,7 @@ class Matcher:
         compiled: becomes llguidance's matcher. In one with an error every token fails the row.
         newest: the newest token.
         bits: the mask of the next token, once `Matchers` has computed it.
-        window: the row's text is steered to an end within so many last tokens; `Endings` finds it.
+        steering: how the row's text is steered to an end, for `Endings`; None if it is not.
         following: the copy of this step that has taken one more token.
     """
 
@@ -33,17 +48,17 @@ class Matcher:
         compiled: "Future[llguidance.LLMatcher]",
         num_words: int,
         newest: int | None = None,
-        window: int | None = None,
+        steering: "Future[Steering] | None" = None,
     ) -> None:
         self.compiled = compiled
         self.num_words = num_words
         self.newest = newest
         self.bits: Bits | None = None
-        self.window = window
+        self.steering = steering
         self.following: Matcher | None = None
 
     def is_ready(self) -> bool:
-        return self.compiled.done()
+        return self.compiled.done() and (self.steering is None or self.steering.done())
 
     def must_end(self) -> bool:
         return self.compiled.result().is_stopped()
@@ -62,7 +77,7 @@ class Matcher:
             copied: Future[llguidance.LLMatcher] = Future()
             copied.set_result(self.compiled.result().deep_copy())
             copied.result().consume_token(token)
-            self.following = Matcher(copied, self.num_words, token, self.window)
+            self.following = Matcher(copied, self.num_words, token, self.steering)
         return self.following
 
     def forced(self) -> list[int]:

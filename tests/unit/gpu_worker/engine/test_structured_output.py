@@ -40,7 +40,7 @@ SHORT_SCHEMA: dict[str, Any] = {
 OPEN_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "story": {"type": "string"},
+        "story": {"type": "string", "pattern": "end$"},
         "more": {"type": "array", "items": {"type": "object"}, "minItems": 1},
     },
     "required": ["story", "more"],

@@ -8,7 +8,8 @@ import pytest
 
 from api.structured_output.grammar import Grammar, source_of
 from common import model_files
-from gpu_worker.engine.sampling.endings import Ending, Endings
+from gpu_worker.engine.sampling.ending_search import Ending, EndingSearch
+from gpu_worker.engine.sampling.exits import exits_of
 from gpu_worker.engine.sampling.matcher import Matchers
 
 EOS = 2
@@ -17,6 +18,12 @@ DEEP: dict[str, Any] = {
     "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}},
 }
 ITEM = {"type": "object", "properties": {"a": {"enum": ["été", "x"]}, "b": {"type": "number"}}}
+
+
+def json_of(schema: Any) -> Grammar:
+    return Grammar("json", json.dumps(schema), "f")
+
+
 STATES: list[tuple[Any, str, str]] = [
     ({"type": "string"}, '"abc', '"'),
     ({"type": "string"}, '"abc \\', '""'),
@@ -33,27 +40,60 @@ STATES: list[tuple[Any, str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def endings() -> Endings:
-    return Endings(Matchers(model_files.resolve("smollm2"), 49152, [EOS], waits=True))
+def search() -> EndingSearch:
+    return EndingSearch(Matchers(model_files.resolve("smollm2"), 49152, [EOS], waits=True).vocabulary)
 
 
-def behind(endings: Endings, source: str, ids: list[int]) -> llguidance.LLMatcher:
-    matcher = llguidance.LLMatcher(endings.vocabulary, source, log_level=0)
+def behind(search: EndingSearch, source: str, ids: list[int]) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(search.vocabulary, source, log_level=0)
     assert matcher.consume_tokens(ids)
     return matcher
 
 
 @pytest.mark.parametrize(("schema", "text", "expected"), STATES)
-def test_the_ending_of_a_json(endings: Endings, schema: Any, text: str, expected: str) -> None:
-    source = source_of(Grammar("json", json.dumps(schema), "f"))
-    ids = endings.vocabulary.tokenize_str(text)
-    ending = endings.find(behind(endings, source, ids), ids[-1] if ids else None)
+def test_the_ending_of_a_json(search: EndingSearch, schema: Any, text: str, expected: str) -> None:
+    source = source_of(json_of(schema))
+    ids = search.vocabulary.tokenize_str(text)
+    ending = search.find(behind(search, source, ids), ids[-1] if ids else None)
     assert ending is not None
     *tokens, last = ending.tokens
-    assert last == EOS and endings.vocabulary.decode_str(tokens) == expected
+    assert last == EOS and search.vocabulary.decode_str(tokens) == expected
     for place in range(1, len(tokens)):
-        further = behind(endings, source, ids + tokens[:place])
-        assert endings.find(further, tokens[place - 1]) == Ending([*tokens[place:], EOS], is_whole=True)
+        further = behind(search, source, ids + tokens[:place])
+        assert search.find(further, tokens[place - 1]) == Ending([*tokens[place:], EOS], is_whole=True)
+
+
+THOUGHT = 'start: thought answer\nthought[lazy]: /(.|\\n)*/ "</think>"\nanswer: %json {"type": "object"}'
+PATTERNS: list[tuple[Grammar, str, str]] = [
+    (json_of({"type": "string", "pattern": "push"}), '"ab pu', 'sh"'),
+    (json_of({"type": "string", "pattern": "^file:.+\\.geo$"}), '"file:a/b.ge', 'o"'),
+    (json_of({"type": "string", "pattern": "^[a-z]+(-+[a-z]+)*-v\\d+$"}), '"we', '-v0"'),
+    (json_of({"type": "string", "pattern": "^\\w+@\\w+$", "minLength": 8}), '"a', '@A0a_AA"'),
+    (json_of({"type": "string", "format": "email"}), '"bob', '@A"'),
+    (
+        json_of({"patternProperties": {"^p.*_$": {}}, "additionalProperties": False, "type": "object"}),
+        '{"pa',
+        '_":""}',
+    ),
+    (Grammar("grammar", THOUGHT, "f"), "We think </th", "ink>{}"),
+    (Grammar("grammar", 'start: /(.|\\n)*/ <[1]> "b"', "f"), "We think", "<|im_start|>b"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text", "expected"), PATTERNS)
+def test_the_ending_of_texts_that_single_bytes_do_not_end(
+    search: EndingSearch, grammar: Grammar, text: str, expected: str
+) -> None:
+    source = source_of(grammar)
+    exits = exits_of(search, source)
+    ids = search.vocabulary.tokenize_str(text)
+    ending = search.find(behind(search, source, ids), ids[-1], exits)
+    assert ending is not None
+    *tokens, last = ending.tokens
+    assert last == EOS and search.vocabulary.decode_str(tokens) == expected
+    for place in range(1, len(tokens)):
+        further = search.find(behind(search, source, ids + tokens[:place]), tokens[place - 1], exits)
+        assert further is not None and len(further.tokens) <= len(tokens) - place + 1
 
 
 @pytest.mark.parametrize(
@@ -65,8 +105,8 @@ def test_the_ending_of_a_json(endings: Endings, schema: Any, text: str, expected
         (Grammar("grammar", 'start: "a" <[1]> "b"', "f"), "a", "<|im_start|>b"),
     ],
 )
-def test_the_ending_of_other_texts(endings: Endings, grammar: Grammar, text: str, expected: str) -> None:
-    ids = endings.vocabulary.tokenize_str(text)
-    ending = endings.find(behind(endings, source_of(grammar), ids), ids[-1])
+def test_the_ending_of_other_texts(search: EndingSearch, grammar: Grammar, text: str, expected: str) -> None:
+    ids = search.vocabulary.tokenize_str(text)
+    ending = search.find(behind(search, source_of(grammar), ids), ids[-1])
     assert ending is not None
-    assert endings.vocabulary.decode_str([token for token in ending.tokens if token != EOS]) == expected
+    assert search.vocabulary.decode_str([token for token in ending.tokens if token != EOS]) == expected
