@@ -69,7 +69,7 @@ class RawEventSourceResponse(EventSourceResponse):
         async for frames in self.frames:
             for frame in frames:  # each is a chunk of its own, so chunks do not tell how frames were grouped
                 await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
-            if len(frames) < MAX_ITEMS:
+            if len(frames) < MAX_ITEMS and self.frames.is_prepared:
                 await self.write_as_they_come()
         async with self._send_lock:
             self.active = False
@@ -90,7 +90,7 @@ class RawEventSourceResponse(EventSourceResponse):
         if self.interrupted.done() or self.cycle.disconnected:
             return
         try:
-            if self.frames.ended or self.cycle.flow.write_paused or not self.frames.is_prepared:
+            if self.frames.ended or self.cycle.flow.write_paused:
                 self.interrupted.set_result(None)
                 return
             new = self.frames.take()

@@ -46,7 +46,7 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `take` may be called without `prepare`."""
+        """Whether `take` may be called without `prepare`, from here on."""
         return True
 
     async def prepare(self) -> None:
@@ -75,7 +75,7 @@ class MappedFeed(Feed[T], Generic[S, T]):
         self.last = last
 
     def take(self) -> list[T]:
-        new = [self.function(item) for item in self.source.take()]
+        new = [*map(self.function, self.source.take())]
         self.ended = self.source.ended
         return [*new, *self.last] if self.ended else new
 

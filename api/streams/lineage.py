@@ -24,9 +24,12 @@ class Lineage:
         self.worker = worker
         self.attempt = attempt
 
+    def is_behind(self, worker: str, attempt: int) -> bool:
+        """Whether a run began after the one that made the last token."""
+        return attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
+
     def check(self, worker: str, attempt: int, begin: int, num_tokens: int) -> bool:
         """Return whether tokens of a run from `begin` on fit the `num_tokens` of the stream."""
-        is_later = attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
-        if begin < num_tokens and is_later:
+        if begin < num_tokens and self.is_behind(worker, attempt):
             self.rewound = True
         return not self.rewound

@@ -14,19 +14,16 @@ class ScoredPrompt:
 
     Attributes:
         records: packed records of the prompt's tokens but the first; None until they have come.
+        is_missing: whether they are requested and have not come.
         num_cached: tokens of the prompt whose KV its worker had; known with the first generated token.
     """
 
     def __init__(self, request: Generate, ids: Sequence[int]) -> None:
         self.ids = ids
         self.width = request.prompt_width
-        self.is_wanted = request.prompt_logprobs is not None
+        self.is_missing = request.prompt_logprobs is not None
         self.records: bytes | None = None
         self.num_cached = 0
-
-    @property
-    def is_missing(self) -> bool:
-        return self.is_wanted and self.records is None
 
     @property
     def num_records(self) -> int:
@@ -40,6 +37,7 @@ class ScoredPrompt:
         num_bytes = (len(self.ids) - 1) * self.width * RECORD.size
         if self.is_missing and records is not None and len(records) == num_bytes:
             self.records = records
+            self.is_missing = False
 
     def tokens(self) -> list[tuple[int, float | None, TopTokens]]:
         """Id, log-probability and likeliest tokens of each token; the first one has only its id."""

@@ -69,10 +69,11 @@ class StreamBodies(Feed[bytes]):
 
     def take(self) -> list[bytes]:
         stream, num_ready = self.stream, self.stream.num_ready
-        until = min(num_ready, self.num_shown + MAX_ITEMS)
-        new = [render_frame(stream, i) for i in range(self.num_shown, until)]
-        self.num_shown = max(self.num_shown, until)
-        if stream.terminal and until == num_ready:
+        new: list[bytes] = []
+        while self.num_shown < num_ready and len(new) < MAX_ITEMS:
+            new.append(render_frame(stream, self.num_shown))
+            self.num_shown += 1
+        if stream.terminal and self.num_shown >= num_ready:
             self.ended = True
             details = render_stream_details(stream) if self.with_details and stream.finished else None
             new.append(render_last_frame(stream, self.num_shown, self.prefix, details))

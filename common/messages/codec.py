@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import msgpack
 
 VERSION = 1
+PLAIN = (bool, int, str, bytes)
+"""Types of fields that are checked without a call."""
 T = TypeVar("T")
 
 
@@ -71,18 +73,12 @@ One thread encodes all messages.
 
 
 def from_map(cls: type[T], body: Any) -> T:
-    if not isinstance(body, dict):
-        raise WireError(f"{cls.__name__}: not a map")
-    values = {}
-    for name, short, read, required in readers(typing.cast(Any, cls)):
-        if short in body:
-            try:
-                values[name] = read(body[short])
-            except (TypeError, WireError) as error:
-                raise WireError(f"{cls.__name__}.{name}: {error}") from error
-        elif required:
-            raise WireError(f"{cls.__name__}.{name}: missing")
-    return cls(**values)
+    """Return the message with these fields by wire name.
+
+    Raises WireError: not a map, a field missing or of the wrong type.
+    """
+    message: T = map_reader(typing.cast(Any, cls))(body)
+    return message
 
 
 @cache
@@ -93,27 +89,55 @@ def mapper(cls: type) -> Callable[[Any], dict[str, Any]]:
     return compiled
 
 
+MAP_READER = """
+def read(body):
+    if type(body) is not dict:
+        raise WireError("{cls}: not a map")
+    try:
+        {statements}
+        return cls({values})
+    except KeyError:
+        raise WireError(f"{cls}.{{field}}: missing") from None
+    except (TypeError, WireError) as error:
+        raise WireError(f"{cls}.{{field}}: {{error}}") from error
+"""
+"""Source of the function that `map_reader` compiles; each statement reads the field that it names first."""
+
+
 @cache
-def readers(cls: type) -> list[tuple[str, str, Callable[[Any], Any], bool]]:
-    """(name, wire name, reader, whether it is required) of each field."""
+def map_reader(cls: type) -> Callable[[Any], Any]:
+    """Compile `from_map` for one class to a function without a loop: it runs for every token."""
     hints = typing.get_type_hints(cls)
-    absent = dataclasses.MISSING
-    return [
-        (
-            item.name,
-            item.metadata["wire"],
-            reader(hints[item.name]),
-            item.default is absent and item.default_factory is absent,
-        )
-        for item in dataclasses.fields(cls)
-    ]
+    scope: dict[str, Any] = {"cls": cls, "check_type": check_type, "WireError": WireError}
+    statements = []
+    for item in dataclasses.fields(cls):
+        name, wire, kind = item.name, repr(item.metadata["wire"]), hints[item.name]
+        if kind in PLAIN:
+            is_right = f"type(value := body[{wire}]) is {kind.__name__}"
+            read = f"value if {is_right} else check_type(value, {kind.__name__})"
+        else:
+            scope[f"read_{name}"] = reader(kind)
+            read = f"read_{name}(body[{wire}])"
+        if item.default is not dataclasses.MISSING:
+            scope[f"default_{name}"] = item.default
+            read = f"({read}) if {wire} in body else default_{name}"
+        elif item.default_factory is not dataclasses.MISSING:
+            scope[f"default_{name}"] = item.default_factory
+            read = f"({read}) if {wire} in body else default_{name}()"
+        statements.append(f"field = {name!r}; {name}_ = {read}")
+    values = ", ".join(f"{item.name}_" for item in dataclasses.fields(cls))
+    exec(MAP_READER.format(cls=cls.__name__, statements="; ".join(statements), values=values), scope)
+    compiled: Callable[[Any], Any] = scope["read"]
+    return compiled
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
     """Return a function that converts a value, and raises TypeError if `kind` does not allow it."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        return lambda value: from_map(typing.cast(Any, kind), value)
+        return map_reader(typing.cast(Any, kind))
+    if origin is list and inner[0] in PLAIN:
+        return lambda value: check_items(value, inner[0])
     if origin is list:
         item = reader(inner[0])
         return lambda value: [item(element) for element in check_type(value, list)]
@@ -136,6 +160,12 @@ def check_type(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__}, not {kind.__name__}")
     return value
+
+
+def check_items(values: Any, kind: type) -> Any:
+    for value in check_type(values, list):
+        check_type(value, kind)
+    return values
 
 
 def check_size(value: Any, size: int) -> Any:

@@ -1,5 +1,6 @@
 """Packing: lists of numbers to bytes and back, as little-endian int32 and float32."""
 
+import struct
 from array import array
 from collections.abc import Sequence
 from sys import byteorder
@@ -32,6 +33,8 @@ def unpack_floats(data: bytes) -> list[float]:
 
 
 def unpack(code: str, data: bytes) -> list[Any]:
+    if len(data) == 4:  # the common case: the one token of a step
+        return [*struct.unpack(code, data)]
     if len(data) % 4:
         raise WireError(f"{len(data)} bytes are no multiple of 4")
     values = array(code)

@@ -57,6 +57,12 @@ GENERATE = Generate(
     b"hashes",
     4,
 )
+TOKENS_MAP = {"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]} | {
+    "ti": b"",
+    "tl": b"",
+    "ss": 7,
+    "nc": 16,
+}
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7, num_cached=16)
 EXAMPLES = [
     (
@@ -198,20 +204,7 @@ EXAMPLES = [
             "v": 1,
             "s": "w0-1",
             "q": 6,
-            "t": [
-                {
-                    "id": "r1",
-                    "a": 2,
-                    "i": 3,
-                    "t": b"\x05\0\0\0",
-                    "l": b"\0\0\0\xbf",
-                    "x": ["hi"],
-                    "ti": b"",
-                    "tl": b"",
-                    "ss": 7,
-                    "nc": 16,
-                }
-            ],
+            "t": [TOKENS_MAP],
         }
         | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}], "f": 9},
     ),
@@ -241,20 +234,7 @@ EXAMPLES = [
         LogEntry([TOKENS]),
         {
             "v": 1,
-            "t": [
-                {
-                    "id": "r1",
-                    "a": 2,
-                    "i": 3,
-                    "t": b"\x05\0\0\0",
-                    "l": b"\0\0\0\xbf",
-                    "x": ["hi"],
-                    "ti": b"",
-                    "tl": b"",
-                    "ss": 7,
-                    "nc": 16,
-                }
-            ],
+            "t": [TOKENS_MAP],
         },
     ),
 ]
@@ -316,3 +296,19 @@ def test_garbage_is_refused(data: bytes) -> None:
 def test_bools_are_no_ints() -> None:
     with pytest.raises(WireError, match=r"Report\.step"):
         decode(Report, msgpack.packb({"v": 1, "q": 1, "e": 1, "n": 1, "s": True}))
+
+
+TOKEN = {"id": "r", "a": 1, "i": 0, "t": b"", "l": b""}
+
+
+@pytest.mark.parametrize(
+    ("token", "fault"),
+    [
+        (TOKEN | {"x": ["a", 1]}, "Tokens.texts: int, not str"),
+        ({}, "Tokens.request_id: missing"),
+        (1, "Tokens: not a map"),
+    ],
+)
+def test_a_fault_is_named_by_the_fields_that_lead_to_it(token: Any, fault: str) -> None:
+    with pytest.raises(WireError, match=f"^Events.tokens: {fault}$"):
+        decode(Events, msgpack.packb({"v": 1, "s": "w", "q": 1, "t": [TOKEN, token]}))
