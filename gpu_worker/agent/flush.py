@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from common.broker.client import ERRORS, describe_error
 from common.messages.plan import Report
+from gpu_worker.agent.flush_pace import MAX_WAIT_S, may_wait
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.publish import Flush, FlushesLost, Publisher
 from gpu_worker.agent.row_text import RowText
@@ -43,9 +44,29 @@ class Flusher:
         while True:
             await state.wake.wait()
             state.wake.clear()
+            if self.may_wait:
+                await self.wait_for_step()
             await self.flush()
             if not state.table.rows and state.outbox.is_empty:
                 state.idle.set()
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next flush may wait for a step that the engine has been granted."""
+        state = self.state
+        return (
+            may_wait(state.outbox, len(state.table.rows), state.step_ms)
+            and state.step < state.until
+            and not self.report_due()
+        )
+
+    async def wait_for_step(self) -> None:
+        """Returns when there is more to flush, after MAX_WAIT_S at the latest."""
+        wake = self.state.wake
+        timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, wake.set)
+        await wake.wait()
+        timer.cancel()
+        wake.clear()
 
     async def flush(self) -> None:
         """Publishes the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes

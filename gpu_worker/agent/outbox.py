@@ -10,6 +10,7 @@ class Outbox:
     """
     Attributes:
         rows: those that have new tokens.
+        num_steps: steps that these tokens come from.
         prompts: rows whose prompt's log-probabilities are published, all of them; this flush has the rows'
             first token.
         terminals: (row, why) of rows whose request ends here.
@@ -18,6 +19,7 @@ class Outbox:
     """
 
     rows: list[RowText] = field(default_factory=list)
+    num_steps: int = 0
     prompts: list[RowText] = field(default_factory=list)
     terminals: list[tuple[RowText, str]] = field(default_factory=list)
     interrupted: list[RowText] = field(default_factory=list)

@@ -20,7 +20,7 @@ class AgentState:
         outbox: what the next flush publishes; `wake` says that there is something.
         epoch, plan, acknowledged: of the newest plan.
         until, prefill_tokens, mixed_prefill_tokens, max_rows: the newest grant.
-        step: the last step that the engine completed.
+        step, step_ms: the last step that the engine completed, and what it took.
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
         ahead: rows that have had several tokens in one step since the last report, by number.
@@ -44,6 +44,7 @@ class AgentState:
     mixed_prefill_tokens: int = 0
     max_rows: int = 0
     step: int = 0
+    step_ms: float = 0.0
     report_clock: ReportClock = field(default_factory=ReportClock)
     num_tokens: int = 0
     ahead: dict[int, RowText] = field(default_factory=dict)
