@@ -3,38 +3,45 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-POLL_S = 0.02
+FIRST_POLL_S, LAST_POLL_S = 0.01, 0.06
+"""A condition may be a request over HTTP, or a list of all processes: the longer it takes, the less often it
+is asked for.
+"""
 # more than a slow, busy machine takes for anything a test waits for: only what does not come costs it
 PATIENCE_S = 90.0
 
 
 async def wait_until(predicate: Callable[[], Any | Awaitable[Any]], timeout_s: float = PATIENCE_S) -> Any:
     """The predicate's first true value; it may be a coroutine function. Raises TimeoutError."""
-    end_s = time.monotonic() + timeout_s
-    while True:
+    for pause_s in pauses(timeout_s):
         value = predicate()
         if inspect.isawaitable(value):
             value = await value
         if value:
             return value
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"not within {timeout_s} s: {source(predicate)}")
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause_s)
+    raise TimeoutError(f"not within {timeout_s} s: {source(predicate)}")
 
 
 def wait_until_sync(predicate: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     """The predicate's first true value. Raises TimeoutError."""
-    end_s = time.monotonic() + timeout_s
-    while True:
+    for pause_s in pauses(timeout_s):
         value = predicate()
         if value:
             return value
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"not within {timeout_s} s: {source(predicate)}")
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+    raise TimeoutError(f"not within {timeout_s} s: {source(predicate)}")
+
+
+def pauses(timeout_s: float) -> Iterator[float]:
+    """The pause after each look; the last look is one after the time is up."""
+    begun_s, waited_s = time.monotonic(), 0.0
+    while waited_s <= timeout_s:
+        waited_s = time.monotonic() - begun_s
+        yield min(FIRST_POLL_S + waited_s / 16, LAST_POLL_S)
 
 
 def source(predicate: Callable[[], Any]) -> str:
