@@ -15,6 +15,15 @@ Array = Any
 OUT = -np.inf
 
 
+def fits(observed: Array, expected: Array) -> bool:
+    """Whether counts may be drawn by chance where so many are expected: the p-value of Pearson's chi-squared
+    test is above a thousandth.
+    """
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(observed) - 1.0, dtype=torch.float64)
+    return bool(torch.special.gammaincc(freedom / 2, torch.as_tensor(statistic / 2)) > 1e-3)
+
+
 def processed(
     logits: Array,
     sampling: SamplingParams,
