@@ -3,13 +3,36 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common import model_files
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "tests"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "reference"
+ANSWERS = Path(__file__).parents[1] / "reference" / "smollm2.jsonl"
+"""Those that the default suite asks for, since they take a minute; a line of it is a file of CACHE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Its answer depends on nothing else.
+
+    Attributes:
+        model: the name of the folder, which has a digest of its weights.
+        what: how many new tokens, or `logprobs`.
+    """
+
+    model: str
+    ids: tuple[int, ...]
+    what: int | str
+
+    @property
+    def file(self) -> Path:
+        content = json.dumps([self.model, self.ids, self.what]).encode()
+        return CACHE / f"{hashlib.sha256(content).hexdigest()[:32]}.json"
 
 
 def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[int]]:
@@ -23,43 +46,45 @@ def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[i
 def reference_ids(
     prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2"
 ) -> list[list[int]]:
-    """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time. Each
-    answer is computed once and kept on disk, keyed by model, prompt and length.
-    """
-    return kept(
-        prompts_ids, model_id, max_new_tokens, lambda model, ids: generate(model, ids, max_new_tokens)
-    )
+    """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time."""
+    return kept(prompts_ids, model_id, max_new_tokens)
 
 
 def reference_logprobs(
     prompts_ids: Sequence[Sequence[int]], model_id: str = "smollm2"
 ) -> list[list[list[float]]]:
     """Of each prompt's tokens but the first: its own log-probability, then those of the three likeliest in
-    its place. From a plain forward in float32; kept on disk, too.
+    its place. From a plain forward in float32.
     """
-    return kept(prompts_ids, model_id, "logprobs", logprobs)
+    return kept(prompts_ids, model_id, "logprobs")
 
 
-def kept(
-    prompts_ids: Sequence[Sequence[int]],
-    model_id: str,
-    what: int | str,
-    answer: Callable[[Any, Sequence[int]], Any],
-) -> list[Any]:
-    """The model's answer to each prompt, from disk where it was asked before."""
+def kept(prompts_ids: Sequence[Sequence[int]], model_id: str, what: int | str) -> list[Any]:
+    """The model's answer to each prompt: from the tree, or from disk, where it is computed once."""
     path = model_files.resolve(model_id, dtype="float32")
-    files = [CACHE / f"{digest(path, ids, what)}.json" for ids in prompts_ids]
-    missing = [index for index, file in enumerate(files) if not file.exists()]
+    questions = [Question(path.name, tuple(ids), what) for ids in prompts_ids]
+    missing = [one for one in questions if one not in in_the_tree() and not one.file.exists()]
     if missing:
         CACHE.mkdir(parents=True, exist_ok=True)
         model = load(path)
-        for index in missing:
-            keep(files[index], answer(model, prompts_ids[index]))
-    return [json.loads(file.read_text()) for file in files]
+        for question in missing:
+            keep(question, answer(model, question))
+    return [
+        in_the_tree()[one] if one in in_the_tree() else json.loads(one.file.read_text())["answer"]
+        for one in questions
+    ]
 
 
-def digest(path: Path, ids: Sequence[int], what: int | str) -> str:
-    return hashlib.sha256(json.dumps([path.name, list(ids), what]).encode()).hexdigest()[:32]
+@cache
+def in_the_tree() -> dict[Question, Any]:
+    lines = map(json.loads, ANSWERS.read_text().splitlines())
+    return {Question(line["model"], tuple(line["ids"]), line["what"]): line["answer"] for line in lines}
+
+
+def answer(model: Any, question: Question) -> Any:
+    if question.what == "logprobs":
+        return logprobs(model, question.ids)
+    return generate(model, question.ids, int(question.what))
 
 
 def load(path: Path) -> Any:
@@ -90,7 +115,8 @@ def logprobs(model: Any, ids: Sequence[int]) -> list[list[float]]:
     return found
 
 
-def keep(file: Path, answer: Any) -> None:
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(answer))
-    draft.replace(file)
+def keep(question: Question, given: Any) -> None:
+    line = {"model": question.model, "ids": question.ids, "what": question.what, "answer": given}
+    draft = question.file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(line) + "\n")
+    draft.replace(question.file)

@@ -4,6 +4,7 @@ resumed.
 
 from collections.abc import Collection
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -11,6 +12,7 @@ from common import model_files
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StepResult
+from tests.support.engine import reference
 from tests.support.engine.batch_player import Player, packed
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
@@ -175,3 +177,13 @@ def test_a_chat_in_bfloat16_has_the_same_sense() -> None:
     played = player(engine)
     [ids] = played.run([played.start(0, tokenizer.encode(text).ids, 12)]).values()
     assert "Paris" in tokenizer.decode(ids)
+
+
+@pytest.mark.slow
+def test_answers_in_the_tree_are_those_of_transformers() -> None:
+    path = model_files.resolve("smollm2", dtype="float32")
+    model = reference.load(path)
+    for question, answer in reference.in_the_tree().items():
+        assert question.model == path.name
+        given = np.array(reference.answer(model, question))
+        assert np.allclose(given, answer, rtol=0, atol=1e-3), question
