@@ -3,18 +3,19 @@
 import asyncio
 import math
 import time
+from collections import Counter
 
 from redis.asyncio import Redis
 
 from batcher.failure_detector import FailureDetector
 from batcher.orphans import OrphanTracker
-from batcher.scheduling.counts import count
 from batcher.scheduling.scheduler import Scheduler
 from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.broker.keys import POOLS, Keys
 from common.broker.sequences import REPEAT_S, ChannelSequences
+from common.messages.service_class import SERVICE_CLASSES
 from common.process.heartbeat import Heartbeat
 from common.settings.settings import Settings
 
@@ -115,3 +116,17 @@ class Housekeeping:
                 pipe.zremrangebyscore(POOLS, 0, now_s - POOL_TTL_S)
             await pipe.execute()
         await self.heartbeat.send(waiting=counts["waiting"], rows=counts["rows"])
+
+
+def count(scheduler: Scheduler) -> dict[str, int]:
+    """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
+    replicas = scheduler.replicas.values()
+    waiting = Counter(sequence.rank for sequence in scheduler.sequences.values() if sequence.waiting)
+    return {
+        "workers": len(replicas),
+        "requests": len(scheduler.sequences),
+        "waiting": waiting.total(),
+        **{f"waiting_{name}": waiting[rank] for rank, name in enumerate(SERVICE_CLASSES)},
+        "rows": sum(len(replica.rows) for replica in replicas),
+        "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
+    }

@@ -21,8 +21,20 @@ ROW_TOKENS = 32
 """A row more weighs as much as so many tokens of the prompt that must be computed."""
 FEW = 8
 """Workers that are compared for one request, of those with equally many rows, and of those that share."""
+WORTH_WAITING = 32
+"""A request waits for a row that computes so many tokens which it needs, too."""
 RECENT = 64
 """Changes of workers after which it is forgotten what had no room."""
+
+
+def find_known(replica: Replica, sequence: Sequence, waits: bool) -> tuple[int, PlacedRow | None]:
+    """Return how many tokens of a request a worker has computed, and no row; or, if it `waits` for what rows
+    compute and that is much, how many it will find, and the row that computes the last of them.
+    """
+    here, end, row = replica.pool.cache.find_expected(replica.names(sequence))
+    if waits and (end - here) * replica.block_size >= WORTH_WAITING:
+        return end * replica.block_size, row
+    return here * replica.block_size, None
 
 
 class Placement:
@@ -30,6 +42,7 @@ class Placement:
 
     Attributes:
         levels: by number of rows: the workers that have so many.
+        with_batch: those of them with rows of the class `batch`, the one that changed last at the end.
         changes: number of the last change of each worker, the newest last.
         refusal: tokens that no worker had room for, and the number of the last change before that.
     """
@@ -41,6 +54,7 @@ class Placement:
         self.rows: dict[Replica, int] = {}
         self.levels: dict[int, dict[Replica, None]] = {}
         self.num_rows = 0
+        self.with_batch: dict[Replica, None] = {}
         self.block_size = 1
         self.changes: OrderedDict[Replica, int] = OrderedDict()
         self.num_changes = 0
@@ -51,6 +65,7 @@ class Placement:
         for replica in [one for one in self.rows if one not in replicas]:
             replica.pool.cache.leave()
             self.move(replica, None)
+            self.with_batch.pop(replica, None)
             del self.rows[replica], self.changes[replica], self.replicas[replica.pool.cache]
         self.block_size = max((replica.block_size for replica in replicas), default=1)
         for replica in replicas:
@@ -67,6 +82,9 @@ class Placement:
             self.changes[replica] = self.num_changes
             self.changes.move_to_end(replica)
             self.move(replica, replica.num_due)
+            self.with_batch.pop(replica, None)
+            if replica.batch_rows:
+                self.with_batch[replica] = None
 
     def move(self, replica: Replica, num_rows: int | None) -> None:
         before = self.rows[replica]
@@ -97,11 +115,11 @@ class Placement:
         weight = 0 if num_siblings else ROW_TOKENS
 
         def cost(replica: Replica) -> tuple[int, tuple[int, int]]:
-            return weight * replica.num_due - replica.find_known(sequence, waits)[0], replica.load
+            return weight * replica.num_due - find_known(replica, sequence, waits)[0], replica.load
 
         able = [replica for replica in sharing if replica.num_due < most]
         best = min([*able, fewest] if fewest else able or sharing, key=cost)
-        return best, best.find_known(sequence, waits)[1]
+        return best, find_known(best, sequence, waits)[1]
 
     def fewest_rows(self, sequence: Sequence) -> Replica | None:
         """Return the worker with the fewest rows of those that can start a request, and the most free blocks

@@ -8,10 +8,8 @@ from batcher.scheduling.pace import WorkerPace, horizon
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
+from common.messages.service_class import LEAST_URGENT
 from common.settings.fields import SettingFields
-
-WORTH_WAITING = 32
-"""A request waits for a row that computes so many tokens which it needs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,7 @@ class Replica:
     Attributes:
         rows: by number; a row stays until the engine releases it.
         num_running: how many of them have not ended.
+        batch_rows: those of these whose class is the least urgent.
         reserved: blocks that these may soon need, so that no row starts with them.
         num_followers: requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
@@ -63,6 +62,7 @@ class Replica:
     pool: BlockPool = field(init=False)
     rows: dict[int, PlacedRow] = field(default_factory=dict)
     num_running: int = 0
+    batch_rows: dict[PlacedRow, None] = field(default_factory=dict)
     reserved: int = 0
     num_followers: int = 0
     step: int = 0
@@ -169,6 +169,8 @@ class Replica:
         self.rows[row.number] = row
         row.added_at = self.step
         self.num_running += 1
+        if row.sequence.rank == LEAST_URGENT:
+            self.batch_rows[row] = None
         row.sequence.row = row
         self.reserve(row)
 
@@ -182,19 +184,11 @@ class Replica:
     def leave(self, row: PlacedRow) -> None:
         """A row runs no more."""
         self.num_running -= 1
+        self.batch_rows.pop(row, None)
         self.reserved -= row.reserved
         if not row.prefilled:
             self.pool.cache.expect_no_more(self.names(row.sequence), row)
         row.sequence.row = None
-
-    def find_known(self, sequence: Sequence, waits: bool) -> tuple[int, PlacedRow | None]:
-        """Return how many tokens of a request are computed here, and no row; or, if it `waits` for what rows
-        compute and that is much, how many it will find, and the row that computes the last of them.
-        """
-        here, end, row = self.pool.cache.find_expected(self.names(sequence))
-        if waits and (end - here) * self.block_size >= WORTH_WAITING:
-            return end * self.block_size, row
-        return here * self.block_size, None
 
     def follow(self, row: PlacedRow, sequence: Sequence) -> None:
         """Have a request wait until a row has computed its prompt, or will not."""

@@ -15,8 +15,9 @@ from batcher.scheduling.plans import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
-from batcher.scheduling.standby import Turn, move_standby
+from batcher.scheduling.standby import move_standby
 from batcher.scheduling.takeover import take_over
+from batcher.scheduling.turn import Turn
 from batcher.scheduling.worker_set import WorkerSet
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
@@ -216,7 +217,7 @@ class Scheduler:
     def place_waiting(self) -> dict[Replica, list[PlacedRow]]:
         """Start waiting requests in order, each on a worker that can take it."""
         placed: dict[Replica, list[PlacedRow]] = {}
-        turn = Turn(self.workers.placement)
+        turn = Turn(self.workers)
         while (sequence := self.queue.first()) is not None:
             if self.replicas and sequence.max_kv > self.workers.most_tokens:
                 sequence.waiting = False

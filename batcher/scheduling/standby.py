@@ -7,10 +7,9 @@ them have a place by now, the batcher knows when it hears what has ended.
 """
 
 import math
-from collections.abc import Iterator
 from itertools import islice
 
-from batcher.scheduling.placement import FEW, Placement
+from batcher.scheduling.placement import FEW
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 from batcher.scheduling.worker_set import WorkerSet
@@ -45,40 +44,6 @@ def may_stand_by(sequence: Sequence) -> bool:
     worker dies. Choices of one answer wait until their prompt is computed.
     """
     return not sequence.crash_count and sequence.request.num_choices == 1
-
-
-class Turn:
-    """One turn of the scheduler, in which requests come in order.
-
-    Attributes:
-        is_open: whether requests may stand by: nobody may behind one that waits for a place and may not
-            stand by, or every place that a row leaves would be taken before it comes to that one.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
-        self.is_open = True
-
-    def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
-        """Return where a request starts, as `Placement.choose`; where it has no place at once, where it
-        stands by.
-        """
-        replica, row = self.placement.choose(sequence)
-        if replica is None:
-            self.is_open = self.is_open and may_stand_by(sequence)
-            replica = next(self.able_to_hold(sequence), None)
-        return replica, row
-
-    def able_to_hold(self, sequence: Sequence) -> Iterator[Replica]:
-        """Full workers where a request may stand by, first those where the fewest do."""
-        num_places = self.placement.limits.max_batch_size
-        for level in sorted(level for level in self.placement.levels if level >= num_places and self.is_open):
-            for replica in islice(self.placement.levels[level], FEW):
-                may_hold = replica.capacity.standby and level - num_places < max_standby(
-                    num_places, replica.pace.ends_per_trip
-                )
-                if may_hold and replica.has_blocks(sequence):
-                    yield replica
 
 
 def move_standby(workers: WorkerSet) -> None:

@@ -2,6 +2,8 @@
 
 SERVICE_CLASSES = ("interactive", "standard", "batch")
 """The most urgent first."""
+LEAST_URGENT = len(SERVICE_CLASSES) - 1
+"""The rank of the class `batch`."""
 DEFAULT_CLASS = "standard"
 
 
