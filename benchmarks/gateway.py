@@ -1,6 +1,7 @@
 """Prints the gateway's CPU time per token and per request: `python -m benchmarks.gateway [--runs 5]`.
 
-A real gateway process runs on a broker of its own. A scripted worker without a model, in this process beside
+A real gateway process runs on a broker of its own, or with `--gateways 2` two that share the streams: the
+time is then the sum of both. A scripted worker without a model, in this process beside
 the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
 It is given for a token while all streams run, and for the rest of a request. With `--contended` a process per
 core copies large arrays meanwhile, as an engine does that streams its weights: the gateway then finds its
@@ -13,9 +14,10 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 
 import httpx
 import psutil
@@ -90,41 +92,46 @@ def running(command: list[str], environ: dict[str, str]) -> Iterator[int]:
         process.wait()
 
 
-async def load(gateway: Gateway, streams: int, out_tokens: int) -> Cost:
+async def load(gateways: Sequence[Gateway], streams: int, out_tokens: int) -> Cost:
     """Runs all streams at once; a token's cost is of the time when all have begun and none ends yet."""
     answers = [Stream() for _ in range(streams)]
 
     def num_tokens() -> int:
         return sum(len(answer.frames) for answer in answers)
 
-    begun = gateway.cpu_us()
-    url = f"{gateway.url}/generate_stream"
+    def cpu_us() -> tuple[float, ...]:
+        return (*map(sum, zip(*(gateway.cpu_us() for gateway in gateways), strict=True)),)
+
+    begun = cpu_us()
+    urls = cycle(f"{gateway.url}/generate_stream" for gateway in gateways)
     bodies = [
         {"inputs": prompt(i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}}
         for i in range(streams)
     ]
     tasks = [
-        asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)
+        asyncio.create_task(stream(next(urls), body, answer))
+        for body, answer in zip(bodies, answers, strict=True)
     ]
     await wait_until(lambda: all(answer.frames for answer in answers), 60)
-    first, num_first = gateway.cpu_us(), num_tokens()
+    first, num_first = cpu_us(), num_tokens()
     await wait_until(lambda: any(len(answer.frames) > out_tokens - 8 for answer in answers), 60)
-    last, num_last = gateway.cpu_us(), num_tokens()
+    last, num_last = cpu_us(), num_tokens()
     await asyncio.gather(*tasks)
-    ended = gateway.cpu_us()
+    ended = cpu_us()
     user, system = ((last[i] - first[i]) / (num_last - num_first) for i in range(2))
     request = (sum(ended) - sum(begun)) / streams - (user + system) * out_tokens
     return Cost(user, system, request)
 
 
-async def measure(gateway: Gateway, broker: Broker, runs: int) -> None:
+async def measure(gateways: Sequence[Gateway], broker: Broker, runs: int) -> None:
     ids = model_tokenizer().backend.encode(" ".join(prompt(i) for i in range(8))).ids
     for streams, out_tokens, step_s in LOADS:
         costs = []
         for _ in range(runs):
             async with working(broker.url, model_tokenizer().backend, lambda _: Answer(ids), step_s):
-                await wait_until(gateway.is_ready, 60)
-                costs.append(await load(gateway, streams, out_tokens))
+                for gateway in gateways:
+                    await wait_until(gateway.is_ready, 60)
+                costs.append(await load(gateways, streams, out_tokens))
         user, system, request = (
             statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__
         )
@@ -136,12 +143,13 @@ async def measure(gateway: Gateway, broker: Broker, runs: int) -> None:
         )
 
 
-def main(runs: int, contended: bool) -> None:
+def main(runs: int, contended: bool, num_gateways: int) -> None:
     with ExitStack() as stack:
         for _ in range((os.cpu_count() or 1) * contended):
             stack.enter_context(running([sys.executable, "-c", COPIES], dict(os.environ)))
         broker = stack.enter_context(brokers.running())
-        uvloop.run(measure(stack.enter_context(gateway(broker)), broker, runs))
+        gateways = [stack.enter_context(gateway(broker)) for _ in range(num_gateways)]
+        uvloop.run(measure(gateways, broker, runs))
 
 
 if __name__ == "__main__":
@@ -150,5 +158,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--contended", action="store_true")
+    parser.add_argument("--gateways", type=int, default=1)
     args = parser.parse_args()
-    main(args.runs, args.contended)
+    main(args.runs, args.contended, args.gateways)
