@@ -99,6 +99,15 @@ async def test_rows_of_a_stopped_rank_resume_on_the_other_worker(model: Path) ->
 
 
 @pytest.mark.slow
+async def test_rows_whose_cache_is_rounded_resume_with_the_same_ids() -> None:
+    """What a killed worker had rounded is computed and rounded again, alike, on each rank."""
+    own = SETTINGS | {"kv_cache_bytes": "128MiB", "kv_cache_dtype": "fp8_e4m3"}
+    with Fleet(num_shard=2, num_workers=1, **own) as fleet:
+        expected = await undisturbed(fleet)
+        assert await interrupted(fleet, 0, signal.SIGKILL) == expected
+
+
+@pytest.mark.slow
 async def test_ids_of_the_default_model_equal_transformers() -> None:
     """Two do not divide its nine heads, nor its three K heads."""
     prompts = [PROMPTS[place] for place in FEW]

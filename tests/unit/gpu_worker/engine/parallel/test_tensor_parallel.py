@@ -149,6 +149,18 @@ def test_sampled_ids_are_those_of_one_rank(two: Communicator, tmp_path: Path) ->
         assert play(engine, rows, **options) == expected  # type: ignore[arg-type]
 
 
+def test_ids_of_a_cache_of_8_bit_floats_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
+    """Whole and resumed."""
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1, "kv_cache_dtype": "fp8_e4m3"}
+    rows = dict(enumerate(prompts(VOCAB)))
+    expected = play(Engine(Settings(**settings)), rows)
+    with Led(two, **settings) as engine:
+        assert play(engine, rows) == expected
+        resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in rows.items()}, base=9)
+        assert resumed == {row: ids[9:] for row, ids in expected.items()}
+
+
 def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_path: Path) -> None:
     """Whole and resumed, also where `max_tokens` makes them end."""
     sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
