@@ -63,17 +63,12 @@ def fleet(model: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def engines(fleet: Fleet, worker: str = "w0") -> list[psutil.Process]:
-    """The ranks of a worker, in order."""
-    return sorted(psutil.Process(fleet.pid(worker)).children(), key=lambda process: process.pid)
-
-
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
     """Ids of streams under which a signal goes to one process of w0: 0 is its agent, others its ranks.
     Returns when all are whole, and no process of that life is left.
     """
     await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
-    pid, ranks = fleet.pid("w0"), engines(fleet)
+    pid, ranks = fleet.pid("w0"), fleet.engines("w0")
     assert len(ranks) == 2
     load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
     await load.progress(5)
@@ -99,10 +94,10 @@ async def test_rows_of_a_stopped_rank_resume_on_the_other_worker(model: Path) ->
 
 
 @pytest.mark.slow
-async def test_rows_whose_cache_is_rounded_resume_with_the_same_ids() -> None:
+async def test_rows_whose_cache_is_rounded_resume_with_the_same_ids(model: Path) -> None:
     """What a killed worker had rounded is computed and rounded again, alike, on each rank."""
-    own = SETTINGS | {"kv_cache_bytes": "128MiB", "kv_cache_dtype": "fp8_e4m3"}
-    with Fleet(num_shard=2, num_workers=1, **own) as fleet:
+    own = SETTINGS | {"kv_cache_dtype": "fp8_e5m2"}
+    with Fleet(num_shard=2, num_workers=1, model_id=model, **own) as fleet:
         expected = await undisturbed(fleet)
         assert await interrupted(fleet, 0, signal.SIGKILL) == expected
 

@@ -1,8 +1,6 @@
 """A whole fleet with two workers on one GPU, one of which is killed while it streams."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,9 +80,9 @@ async def killed(fleet: Fleet, name: str) -> None:
     load = Load(fleet, NEW_TOKENS)
     await load.progress(10)
     old = fleet.pid(name)
-    [engine] = psutil.Process(old).children()
+    [engine] = fleet.engines(name)
     assert load.running
-    os.kill(engine.pid, signal.SIGKILL)
+    engine.kill()
     await load.whole()
     await asyncio.to_thread(fleet.restarted, name, old, START_S)
     await wait_until(lambda: fleet.workers_ready() == 2, START_S)

@@ -30,7 +30,7 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
     """
     names = {module: name for name, module in model.named_modules()}
     scales = {text_name(name): tensor for name, tensor in file_slices(path) if name.endswith("_scale")}
-    return {
+    scaled = {
         module: replace(
             layer,
             key_scale=find_scale(scales, names[module], KEY_SCALES),
@@ -38,6 +38,9 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
         )
         for module, layer in layers.items()
     }
+    if scaled != layers and any(hasattr(module, "kv_lora_rank") for module in layers):
+        raise UnservableModel("its KV scales are those of latents, and the cache keeps K and V")
+    return scaled
 
 
 def text_name(name: str) -> str:

@@ -204,7 +204,7 @@ async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
         for name in ("w0", "w1"):
             await load.progress(8)
             old = fleet.pid(name)
-            os.kill(old if name == "w0" else psutil.Process(old).children()[0].pid, signal.SIGKILL)
+            os.kill(old if name == "w0" else fleet.engines(name)[0].pid, signal.SIGKILL)
             await asyncio.to_thread(fleet.restarted, name, old)
         assert await load.whole() == undisturbed[:6]
         metrics = f"{fleet.base_url}/metrics"

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from common.broker.client import connect
@@ -63,7 +62,7 @@ async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_m
     """The workers go on as their next incarnations, over the same engines."""
 
     def engines() -> list[int]:
-        return [child.pid for name in ("w0", "w1") for child in psutil.Process(fleet.pid(name)).children()]
+        return [engine.pid for name in ("w0", "w1") for engine in fleet.engines(name)]
 
     expected = await undisturbed(fleet)
     before = fleet.pids(), engines()

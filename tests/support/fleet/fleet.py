@@ -118,6 +118,12 @@ class Fleet:
         """Process id of `w0`, once there is one."""
         return int(wait_until_sync(lambda: self.pids().get(name)))
 
+    def engines(self, worker: str) -> list[psutil.Process]:
+        """The ranks of a worker, in order: its children but the fork server."""
+        children = psutil.Process(self.pid(worker)).children()
+        ranks = [child for child in children if child.name() != "tokenfleet forks"]
+        return sorted(ranks, key=lambda process: process.pid)
+
     def preloaded(self, name: str = "preloaded") -> int:
         """Process id of the preloaded worker that waits, or of the `preloaded-api`; 0 without one."""
         children = psutil.Process(self.launcher.pid).children()

@@ -150,3 +150,12 @@ def test_other_scales_are_refused(scale: torch.Tensor, line: str, tmp_path: Path
     with pytest.raises(SettingError, match=rf"model\.layers\.1\.self_attn\.{line}"):
         engine_of(tmp_path, "fp8_e4m3")
     engine_of(tmp_path, "auto")
+
+
+def test_scales_of_latents_are_refused(tmp_path: Path) -> None:
+    """DeepSeek's: the cache keeps what is made of a latent. Without scales the model is served."""
+    tiny_models.save(tmp_path, *FAMILIES["DeepSeek-V3"])
+    assert engine_of(tmp_path, "fp8_e4m3").ready.num_blocks
+    rewrite(tmp_path, {1: (torch.tensor(0.5), torch.tensor(0.5))})
+    with pytest.raises(SettingError, match="its KV scales are those of latents"):
+        engine_of(tmp_path, "fp8_e4m3")
