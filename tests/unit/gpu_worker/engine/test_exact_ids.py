@@ -21,6 +21,12 @@ INDICES = [
     pytest.param(FEW, id="few"),
     pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow),
 ]
+AHEAD = pytest.mark.parametrize(
+    "engine", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "ahead"], indirect=True
+)
+"""In the default run with steps launched ahead only: the fleets of tests/fleet run without it, and their ids
+are compared with the same answers.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,7 @@ def test_ids_of_all_rows_at_once(engine: Engine, prompts: list[list[int]], indic
     assert len(played.free) == engine.ready.num_blocks
 
 
+@AHEAD
 @pytest.mark.parametrize("indices", INDICES)
 def test_ids_with_chunked_prefill(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     """A budget of 7 tokens, no divisor of the block size: chunks end anywhere in a block."""
@@ -85,6 +92,7 @@ def test_ids_with_chunked_prefill(engine: Engine, prompts: list[list[int]], indi
     assert len(played.steps) >= sum(len(prompts[index]) for index in indices) / 7
 
 
+@AHEAD
 @pytest.mark.parametrize("indices", INDICES)
 def test_ids_with_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each
@@ -114,6 +122,7 @@ def test_ids_of_resumed_rows(engine: Engine, prompts: list[list[int]], indices: 
     check_ends(played, answers)
 
 
+@AHEAD
 @pytest.mark.parametrize("indices", INDICES)
 def test_ids_of_rows_that_start_with_blocks_of_others(
     engine: Engine, prompts: list[list[int]], indices: list[int]

@@ -69,6 +69,16 @@ def grammar(source: str, **params: Any) -> SamplingParams:
 
 
 HOT = {"temperature": 1.4, "seed": 7, "top_p": 0.95, "frequency_penalty": 0.3}
+EACH_WAY = pytest.mark.parametrize(
+    ("engine", "params"),
+    [
+        pytest.param(False, {}, id="greedy"),
+        pytest.param(True, HOT, id="ahead-hot"),
+        pytest.param(True, {}, id="ahead-greedy", marks=pytest.mark.slow),
+        pytest.param(False, HOT, id="hot", marks=pytest.mark.slow),
+    ],
+    indirect=["engine"],
+)
 
 
 def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
@@ -91,7 +101,7 @@ def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
     assert ids[9] == reference_ids([prompts[0]], 30)[0]
 
 
-@pytest.mark.parametrize("params", [{}, HOT], ids=["greedy", "hot"])
+@EACH_WAY
 def test_a_resumed_row_gives_the_ids_of_an_undisturbed_one(player: Player, params: dict[str, Any]) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     sampling = grammar(SHORT, **params)
@@ -118,7 +128,7 @@ def test_max_tokens_cuts_a_row_before_its_grammar_ends(player: Player) -> None:
     assert player.ended[0] == ("length", 3)
 
 
-@pytest.mark.parametrize("params", [{}, HOT], ids=["greedy", "hot"])
+@EACH_WAY
 def test_with_finish_json_a_row_ends_as_its_grammar_allows_before_max_tokens(
     player: Player, tokenizer: Tokenizer, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
