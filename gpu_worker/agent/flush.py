@@ -39,7 +39,7 @@ class Flusher:
         self.reported_s = 0.0
 
     async def run(self) -> None:
-        """Flushes whenever something waits. Raises Sealed, StreamsGone."""
+        """Flush whenever something waits. Raises Sealed, StreamsGone."""
         state = self.state
         while True:
             await state.wake.wait()
@@ -61,7 +61,7 @@ class Flusher:
         )
 
     async def wait_for_step(self) -> None:
-        """Returns when there is more to flush, after MAX_WAIT_S at the latest."""
+        """Return when there is more to flush, after MAX_WAIT_S at the latest."""
         wake = self.state.wake
         timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, wake.set)
         await wake.wait()
@@ -69,7 +69,7 @@ class Flusher:
         wake.clear()
 
     async def flush(self) -> None:
-        """Publishes the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
+        """Publish the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
         it; where it has lost flushes, offers every row anew. Raises Sealed, StreamsGone.
         """
         state = self.state
@@ -95,7 +95,7 @@ class Flusher:
                 await asyncio.sleep(RETRY_S)
 
     def offer(self, flush: Flush) -> None:
-        """Has a flush offer every token of every row, and tell the batcher that reports are lost."""
+        """Have a flush offer every token of every row, and tell the batcher that reports are lost."""
         state = self.state
         for row in state.table.rows.values():
             row.num_spilled = 0

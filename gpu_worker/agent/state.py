@@ -62,7 +62,7 @@ class AgentState:
         return Grant(self.until, self.prefill_tokens, starts, blocks, stops, *bounds)
 
     def add_time(self, step: StepResult) -> None:
-        """Counts what a step took, for the next report."""
+        """Count what a step took, for the next report."""
         if step.duration_ms:
             decodes = step.num_samples > len(step.prefilled)
             kind = decodes, step.prefill_tokens > 0
@@ -70,7 +70,7 @@ class AgentState:
             self.step_times[kind] = steps + 1, tokens + step.prefill_tokens, ms + step.duration_ms
 
     def take_step_times(self) -> list[tuple[int, int, int, float]]:
-        """Returns the times since the last call, as a report has them; first of steps without prefill."""
+        """Return the times since the last call, as a report has them; first of steps without prefill."""
         times, self.step_times = self.step_times, {}
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
@@ -88,7 +88,7 @@ class AgentState:
         return any(2 * row.slots_left(block_size) <= steps_left for row in self.ahead.values())
 
     def take_lengths(self) -> list[tuple[int, int, int]]:
-        """Returns how long the rows are that are ahead, as a report has them."""
+        """Return how long the rows are that are ahead, as a report has them."""
         ahead, self.ahead = self.ahead, {}
         for row in ahead.values():
             row.kv_len, row.at_step = row.kv_now, self.step
@@ -102,7 +102,7 @@ class AgentState:
         return AgentState(table, self.draining, self.signalled, step=self.step, until=self.until)
 
     def finish_takeover(self) -> None:
-        """Answers a new batcher with the next report."""
+        """Answer a new batcher with the next report."""
         self.takeover_pending = False
         self.outbox.takeover = True
         self.wake.set()

@@ -23,7 +23,7 @@ class StepHandler:
         self.prefix_caching = prefix_caching
 
     async def run(self, watchdog: Watchdog) -> None:
-        """Applies steps as they come. Raises EngineDied."""
+        """Apply steps as they come. Raises EngineDied."""
         while True:
             await self.receive(watchdog)
             self.state.wake.set()
@@ -34,7 +34,7 @@ class StepHandler:
         watchdog.reset()
 
     async def stop_all(self, watchdog: Watchdog) -> None:
-        """Has the engine stop every row, and returns when it has released them. Raises EngineDied."""
+        """Have the engine stop every row, and return when it has released them. Raises EngineDied."""
         state = self.state
         stops = [(row, "preempted") for row in state.table.rows]
         self.engine.send(state.grant(stops=stops))
@@ -42,7 +42,7 @@ class StepHandler:
             await self.receive(watchdog)
 
     def apply(self, step: StepResult) -> None:
-        """Adds what a step brought to the rows and to the outbox."""
+        """Add what a step brought to the rows and to the outbox."""
         state = self.state
         state.step = step.step
         state.step_ms = step.duration_ms
@@ -95,7 +95,7 @@ class StepHandler:
                     outbox.prompts.append(row)
 
     def end_at_stop_string(self, row: RowText, step: StepResult) -> None:
-        """Ends a row whose text has a stop string, unless the same token ends it for a reason that comes
+        """End a row whose text has a stop string, unless the same token ends it for a reason that comes
         first.
         """
         if (row.row, row.num_tokens) not in ((number, end) for number, _, end in step.ended):
@@ -103,7 +103,7 @@ class StepHandler:
             self.stop(row, "stop_sequence")
 
     def end_at_committed_stop_string(self, row: RowText) -> None:
-        """Ends a row that started with its whole answer: the broker lost that it had ended. Where its last
+        """End a row that started with its whole answer: the broker lost that it had ended. Where its last
         token ends it for another reason, the engine says so.
         """
         if row.has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
@@ -112,7 +112,7 @@ class StepHandler:
             self.state.wake.set()
 
     def drop(self, row: RowText) -> None:
-        """Ends a row whose request is not this worker's to go on with; the batcher finds out what becomes of
+        """End a row whose request is not this worker's to go on with; the batcher finds out what becomes of
         it.
         """
         if not row.ended:
@@ -123,11 +123,11 @@ class StepHandler:
             self.state.wake.set()
 
     def stop(self, row: RowText, why: str) -> None:
-        """Has the engine stop a row that has ended for the client."""
+        """Have the engine stop a row that has ended for the client."""
         self.engine.send(self.state.grant(stops=[(row.row, why)]))
 
     def end(self, row: RowText, why: str, end: int) -> None:
-        """Ends a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
+        """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
         row.ended = True
         outbox = self.state.outbox
         outbox.ended.append((row.row, why, end))

@@ -83,7 +83,7 @@ class Engine:
         self.ready = self.warm_up(settings)
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
-        """Compiles layers, and captures steps in which all rows decode, where attention allows it; nothing
+        """Compile layers, and capture steps in which all rows decode, where attention allows it; nothing
         of it with ENFORCE_EAGER.
         """
         if settings.enforce_eager:
@@ -99,7 +99,7 @@ class Engine:
         stop_compiling()
 
     def try_to_capture(self, settings: Settings) -> None:
-        """Captures graphs, unless the model's code waits for the device within a step: then each operation of
+        """Capture graphs, unless the model's code waits for the device within a step: then each operation of
         a step is launched by itself.
         """
         try:
@@ -111,7 +111,7 @@ class Engine:
             log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
-        """Captures steps in which up to `max_rows` rows decode; with `deterministic` one step of fixed shape
+        """Capture steps in which up to `max_rows` rows decode; with `deterministic` one step of fixed shape
         that runs everything.
         """
         loaded, size = self.loaded, FIXED_TOKENS if deterministic else max_rows
@@ -142,13 +142,13 @@ class Engine:
         )
 
     def apply(self, grant: Grant) -> None:
-        """Applies a grant. Granted blocks start as zeros: values that an earlier row left in masked slots
+        """Apply a grant. Granted blocks start as zeros: values that an earlier row left in masked slots
         must not reach the matrix products.
         """
         self.fill(self.rows.apply(grant), 0.0)
 
     def step(self) -> StepResult | None:
-        """Runs and reads one step → its result; None where no step could run and no row ended.
+        """Run and read one step → its result; None where no step could run and no row ended.
 
         On a GPU the forward of the next step is launched before this one is read. Its sampling is launched
         after that, while the forward runs: by then the rows' sampling states know the tokens just read.
@@ -165,7 +165,7 @@ class Engine:
         return result.build(self.collected_step, duration_ms)
 
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
-        """Launches the forward of the next step, if there is one; `before` is in flight."""
+        """Launch the forward of the next step, if there is one; `before` is in flight."""
         started_s = time.monotonic()
         slices = self.rows.launch(self.runs_ahead)
         if not slices:
@@ -176,7 +176,7 @@ class Engine:
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        """Launches the sampling of a step; other ranks take the tokens that rank 0 samples."""
+        """Launch the sampling of a step; other ranks take the tokens that rank 0 samples."""
         if launched is None:
             return None
         logits, slices = launched.logits, launched.slices
@@ -192,7 +192,7 @@ class Engine:
         return InFlightStep(launched, requests, output, score_prompts(logits, slices))
 
     def collect(self, in_flight: InFlightStep) -> float:
-        """Reads a step → its duration in ms; where it overlaps with the step before, the
+        """Read a step → its duration in ms; where it overlaps with the step before, the
         time that it adds.
         """
         samples = in_flight.read()

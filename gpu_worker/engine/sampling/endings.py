@@ -46,7 +46,7 @@ class Endings:
         return matcher
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
-        """Samples logits float [rows, vocabulary]; those rows again whose grammar could not end in time
+        """Sample logits float [rows, vocabulary]; those rows again whose grammar could not end in time
         behind their tokens.
         """
         output = sample(logits, requests)
@@ -55,7 +55,7 @@ class Endings:
         return output
 
     def steer(self, requests: Sequence[SampleRequest | None], ids: torch.Tensor) -> list[int]:
-        """Narrows the masks of rows whose sampled tokens, ids int64 [rows], leave them too few to end → the
+        """Narrow the masks of rows whose sampled tokens, ids int64 [rows], leave them too few to end → the
         places of these rows, which sample again.
         """
         near = [place for place, request in enumerate(requests) if request and is_near(request)]
@@ -65,7 +65,7 @@ class Endings:
         return [place for place in near if self.narrow(requests[place], sampled[place])]
 
     def narrow(self, request: SampleRequest | None, token: int) -> bool:
-        """Allows nothing but an ending's first token, if the sampled one leaves too few for any ending."""
+        """Allow nothing but an ending's first token, if the sampled one leaves too few for any ending."""
         assert request is not None
         matcher = request.state.grammar
         assert isinstance(matcher, Matcher)

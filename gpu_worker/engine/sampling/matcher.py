@@ -125,7 +125,7 @@ class Matchers:
         return llguidance.LLExecutor(max(1, cpu.num_cores() // 4))
 
     def prepare(self) -> None:
-        """Does what the first grammar needs, while nobody waits."""
+        """Do what the first grammar needs, while nobody waits."""
         self.compiler.submit(lambda: self.vocabulary).result()
 
     def start(self, source: str, tokens: Sequence[int]) -> Matcher:
@@ -141,12 +141,12 @@ class Matchers:
         return matcher
 
     def begin(self, requests: Iterable[SampleRequest | None]) -> None:
-        """Begins to compute the masks of a step whose forward runs now."""
+        """Begin to compute the masks of a step whose forward runs now."""
         if matchers := missing(requests):
             self.pending = self.masker.submit(self.compute, matchers)
 
     def finish(self, requests: Iterable[SampleRequest | None]) -> None:
-        """Computes the masks of a step that are not computed yet."""
+        """Compute the masks of a step that are not computed yet."""
         if self.pending is not None:
             self.pending.result()
             self.pending = None
