@@ -22,6 +22,7 @@ BEHAVIOURS = {
     "gpu_worker/engine/sampling/test_seeds.py",
     "gpu_worker/engine/test_deterministic.py",
     "gpu_worker/engine/test_exact_ids.py",
+    "gpu_worker/engine/test_forced_calls.py",
     "gpu_worker/engine/test_jump_forward.py",
     "gpu_worker/engine/test_speculation.py",
     "gpu_worker/engine/test_structured_output.py",

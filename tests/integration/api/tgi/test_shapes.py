@@ -1,7 +1,9 @@
 """Shapes that text-generation-inference's own integration tests compare: paths of answers, with types.
 
-Ours may have more paths. Three differ on purpose: an id of an answer is not empty, functions that are called
-have no `description`, and a delta has no null `tool_calls`.
+Of its 203 snapshots those of text models have 30 shapes, many of which differ only in what its Python client
+adds as null. Ours may have more paths. Four differ on purpose: an id of an answer is not empty, functions
+that are called have no `description`, a delta has no null `tool_calls`, and a streamed completion says its
+usage only where that is wished.
 """
 
 from collections.abc import Iterator
@@ -15,13 +17,27 @@ KNOWN = "id:str object:str created:int model:str system_fingerprint:str"
 CHOICE = "choices[].index:int choices[].logprobs:null choices[].finish_reason:str"
 USAGE = "usage.prompt_tokens:int usage.completion_tokens:int usage.total_tokens:int"
 MESSAGE = "choices[].message.role:str choices[].message.content:str"
-TOKEN = "details.tokens[].id:int details.tokens[].text:str details.tokens[].special:bool"
+TOKEN = (
+    "details.tokens[].id:int details.tokens[].text:str details.tokens[].special:bool "
+    "details.tokens[].logprob:float"
+)
 DETAILS = "details.finish_reason:str details.generated_tokens:int details.seed:int details.prefill[]"
 CALL = "choices[].message.tool_calls[]"
 CALLED = f"{CALL}.id:str {CALL}.type:str {CALL}.function.name:str {CALL}.function.arguments:str"
 DELTA = "choices[].delta.tool_calls[]"
 DELTAS = f"{DELTA}.index:int {DELTA}.id:str {DELTA}.type:str {DELTA}.function.name:str"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+ASKED = {"name": "f", "arguments": "{}"}
+NO_CALL = {"tools": TOOLS, "tool_choice": "none"}
+NAMED = {"tools": TOOLS, "tool_choice": "f"}
+CONTINUED = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Oh,"}]}
+RESULT = {
+    "messages": [
+        *CHAT["messages"],
+        {"role": "assistant", "tool_calls": [{"id": "0", "type": "function", "function": ASKED}]},
+        {"role": "tool", "tool_call_id": "0", "content": "sunny"},
+    ]
+}
 PARAMETERS = {
     "max_new_tokens": 10,
     "return_full_text": True,
@@ -37,16 +53,27 @@ PARAMETERS = {
 }
 SCORED = {"decoder_input_details": True, "max_new_tokens": 4, "top_n_tokens": 2}
 BEST = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": 4}
-PREFILL = "details.prefill[].id:int details.prefill[].text:str details.prefill[].logprob:float"
+PREFILL = (
+    "details.prefill[].id:int details.prefill[].text:str details.prefill[].logprob:float "
+    "details.prefill[].logprob:null"
+)
+GREEDY = "details.finish_reason:str details.generated_tokens:int details.seed:null details.prefill[]"
 TOPS = "details.top_tokens[][].id:int details.top_tokens[][].text:str details.top_tokens[][].logprob:float"
 OTHER = "details.best_of_sequences[]"
 OTHERS = f"{OTHER}.generated_text:str {OTHER}.finish_reason:str {OTHER}.seed:int {OTHER}.tokens[].id:int"
 REGEX = {"grammar": {"type": "regex", "value": " one two"}, "max_new_tokens": 4, "details": True}
 WEATHER = {"type": "object", "properties": {"unit": {"type": "string"}}, "required": ["unit"]}
+SHAPED = {"response_format": {"type": "json_schema", "value": {"name": "w", "schema": WEATHER}}}
 WHOLE: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"inputs": "Hi", "parameters": PARAMETERS}, f"generated_text:str {DETAILS} {TOKEN}"),
+    ("/generate", {"inputs": "Hi", "parameters": {"details": True}}, f"generated_text:str {GREEDY} {TOKEN}"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, f"{KNOWN} {CHOICE} choices[].text:str {USAGE}"),
     ("/v1/completions", {"prompt": "Hi", "temperature": 0.0}, f"{KNOWN} {CHOICE} choices[].text:str {USAGE}"),
     (CHAT_PATH, CHAT | {"seed": 1337}, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CONTINUED, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, RESULT, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CHAT | NO_CALL, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CHAT | NAMED, f"{KNOWN} {CHOICE} {CALLED} choices[].message.content:null {USAGE}"),
     (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{KNOWN} {CHOICE} {CALLED} choices[].message.content:null {USAGE}"),
     ("/generate", {"inputs": "Hi there you", "parameters": SCORED}, f"generated_text:str {PREFILL} {TOPS}"),
     ("/generate", {"inputs": "Hi", "parameters": BEST}, f"generated_text:str {OTHERS} {TOKEN}"),
@@ -65,6 +92,9 @@ STREAMED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": ["a", "b"]}, f"{CHUNK} choices[].text:str choices[].finish_reason:str"),
     (CHAT_PATH, CHAT, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
     (CHAT_PATH, CHAT | {"stream_options": {"include_usage": True}}, f"{CHUNK} choices[] usage:null {USAGE}"),
+    (CHAT_PATH, CHAT | NO_CALL, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
+    (CHAT_PATH, CHAT | SHAPED, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
+    (CHAT_PATH, CHAT | NAMED, f"{CHUNK} {DELTAS} {DELTA}.function.arguments:str"),
     (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{CHUNK} {DELTAS} {DELTA}.function.arguments:str"),
 ]
 
@@ -82,17 +112,21 @@ def paths(value: Any, before: str = "") -> Iterator[str]:
         yield f"{before}:{'null' if value is None else type(value).__name__}"
 
 
+def calls(body: dict[str, Any]) -> bool:
+    return "tools" in body and body.get("tool_choice") != "none"
+
+
 async def test_answers_have_the_shapes_of_tgi(broker: Broker) -> None:
     text, call = Answer(ids(" one two")), Answer(ids('{"name": "f", "parameters": {"a": "b c d"}}'))
     for answer, with_tools in ((text, False), (call, True)):
         async with answering(broker.url, answer) as (worker, _, client):
             for path, body, expected in WHOLE:
-                if ("tools" in body) is with_tools:
+                if calls(body) is with_tools:
                     response = await client.post(path, json={"model": "tgi"} | body)
                     assert response.status_code == 200, response.text
                     assert set(expected.split()) - {*paths(response.json())} == set(), path
             for path, body, expected in STREAMED:
-                if ("tools" in body) is with_tools:
+                if calls(body) is with_tools:
                     chunks = frames(await streamed(client, path, {"model": "tgi"} | body))
                     found = {place for chunk in chunks for place in paths(chunk)}
                     assert set(expected.split()) - found == set(), path

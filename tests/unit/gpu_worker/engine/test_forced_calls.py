@@ -1,0 +1,65 @@
+"""Forced calls: a tiny model with random weights writes calls that are valid, in every format."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping
+
+import jsonschema
+import pytest
+
+from api.tool_calls.forcing.grammar import CallChoice, call_grammar
+from api.tool_calls.formats.table import CALL_FORMATS
+from common import model_files
+from common.messages.request import SamplingParams
+from common.settings.settings import Settings
+from gpu_worker.engine.engine import Engine
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.tool_calls.answers import Reading
+from tests.support.tool_calls.golden import TOOLS
+
+VOCAB = 49_152
+FIRST_SPECIAL = 3
+"""The id of the first special token of the bundled vocabulary that stands for a mark."""
+MAX_TOKENS = 160
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.save(folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "tie_word_embeddings": True})
+    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", folder)
+    settings = {"dtype": "float32", "kv_cache_bytes": 2**23, "threads": 1, "finish_json": True}
+    engine = Engine(Settings(model_id=str(folder), **settings))  # type: ignore[arg-type]
+    engine.matchers.waits = True
+    return engine
+
+
+def special_ids(name: str) -> Mapping[str, int]:
+    """Marks of Harmony are tokens; others are text here."""
+    marks = CALL_FORMATS[name].marks if name == "openai" else ()
+    return {mark: FIRST_SPECIAL + i for i, mark in enumerate(marks)}
+
+
+def test_a_model_without_sense_writes_valid_calls(engine: Engine) -> None:
+    vocabulary = engine.matchers.vocabulary
+    player = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    names = [name for name in CALL_FORMATS for _ in range(2)]
+    starts = []
+    for row, name in enumerate(names):
+        choice = CallChoice(is_required=True, is_parallel=False)
+        source = asyncio.run(call_grammar(CALL_FORMATS[name], TOOLS, choice, special_ids(name)))
+        sampling = SamplingParams(grammar=source, temperature=1.5 * (row % 2), seed=row)
+        starts.append(player.start(row, [5 + row, 7], MAX_TOKENS, sampling=sampling))
+    ids = player.run(starts)
+    assert {row: why for row, (why, _) in player.ended.items()} == dict.fromkeys(ids, "eos_token")
+    for row, name in enumerate(names):
+        marks = {token: mark.encode() for mark, token in special_ids(name).items()}
+        pieces = [marks.get(token) or vocabulary.decode_bytes([token]) for token in ids[row][:-1]]
+        text = b"".join(pieces).decode(errors="replace")
+        answer = Reading(CALL_FORMATS[name], tools=TOOLS).read(text)
+        assert len(answer.calls) == 1 and not answer.content, (name, text)
+        [(function, arguments)] = answer.calls
+        jsonschema.validate(json.loads(arguments), SCHEMAS[function])
