@@ -62,6 +62,7 @@ class RequestQueue:
         queue.take(sequence)
         charged = queue.charge(sequence, num_prefill)
         sequence.num_passed = 0
+        sequence.stays = queue.num_passed >= PATIENCE
         for other in self.classes:
             has_waiting = bool(other.looked_past) or other.first() is not None
             other.num_passed = other.num_passed + 1 if has_waiting and other is not queue else 0

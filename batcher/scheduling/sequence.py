@@ -29,6 +29,7 @@ class Sequence:
         num_passed: requests that started while it did not fit.
         follows: the row that computes what this request needs, too: it starts when that is there.
         refused_at: number of the change of a worker behind which there was no room for it.
+        stays: it started because its class had waited long enough, and makes no room for others.
         victim: the row that was preempted last to make room for it.
         block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
             shares no blocks.
@@ -50,6 +51,7 @@ class Sequence:
     num_passed: int = 0
     follows: "PlacedRow | None" = None
     refused_at: int = 0
+    stays: bool = False
     victim: "PlacedRow | None" = None
     block_hashes: bytes = b""
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)

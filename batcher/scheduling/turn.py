@@ -83,10 +83,8 @@ def rows_in_the_way(replica: Replica) -> tuple[int, list[PlacedRow]]:
     """
     num_stopping = sum(bool(row.stopping) for row in replica.running)
     count = max(0, replica.num_due - num_stopping + 1 - replica.limits.max_batch_size)
-    standing_by = [row for row in standby_rows(replica) if row in replica.batch_rows]
-    running = [
-        row
-        for row in replica.batch_rows
-        if not row.stopping and row not in standing_by and has_progressed(replica, row)
-    ]
+    able = [row for row in replica.batch_rows if not (row.stopping or row.sequence.stays)]
+    waiting = standby_rows(replica)
+    standing_by = [row for row in able if row in waiting]
+    running = [row for row in able if row not in waiting and has_progressed(replica, row)]
     return count, standing_by + sorted(running, key=importance, reverse=True)

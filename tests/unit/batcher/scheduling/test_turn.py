@@ -53,6 +53,23 @@ def test_no_other_row_stops_for_it(rank: int, turns: int) -> None:
     assert not any(row.stopping for row in pool.scheduler.replicas["w0"].running)
 
 
+def test_a_batch_row_whose_class_has_waited_stays() -> None:
+    """Where the urgent never cease, the batch would get a block of each stay, and new ones of it no token."""
+    pool = batch_pool()
+    for row in pool.scheduler.replicas["w0"].running:
+        row.sequence.stays = True
+    pool.add(ranked("u", 0, entry=100))
+    pool.decide()
+    assert not any(row.stopping for row in pool.scheduler.replicas["w0"].running)
+    flooded = Pool(1, 2000, seed=1, limits=LIMITS, eos_chance=0, shares=False)
+    flooded.add(
+        *(ranked(f"u{i}", 0, entry=i) for i in range(60)),
+        *(ranked(f"b{i}", 2, entry=100 + i) for i in range(4)),
+    )
+    flooded.run()
+    assert all(flooded.attempts[f"b{i}"] <= 2 for i in range(4))
+
+
 def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     """Not more of them than it needs, though it waits for their release."""
     pool = batch_pool(num_blocks=PLACES * 8)
