@@ -17,7 +17,7 @@ MAX_EXAMPLE = 64
 MAX_TEXTS = 32
 """Different patterns of a grammar whose shortest texts are searched for; and its marks."""
 MAX_EXITS = 256
-SPECIAL_TOKEN = re.compile(r"<\[(\d+)\]>")
+SPECIAL_TOKEN = re.compile(r"<\[([0-9]{1,9})\]>")
 LAZY_MARK = re.compile(r'^\w+\[lazy\]: .* ("(?:[^"\\]|\\.)*")$', re.MULTILINE)
 JSON_RULE = "%json "
 
@@ -29,9 +29,10 @@ def exits_of(search: EndingSearch, source: str) -> Exits:
     if not {CONTROL, ord('"')} <= search.byte_ids.keys():
         return NO_EXITS
     schemas, rules = parts_of(source)
-    constraints = sorted({json.dumps(one) for schema in schemas for one in constraints_of(schema)})
+    constraints = sorted({json.dumps(one) for one in constraints_of(schemas)})
     texts = [shortest_text(search, constraint) for constraint in constraints[:MAX_TEXTS]]
-    special = sorted({int(token) for token in SPECIAL_TOKEN.findall(rules)})[:MAX_TEXTS]
+    named = {int(token) for token in SPECIAL_TOKEN.findall(rules)}
+    special = sorted(token for token in named if token < search.vocabulary.vocab_size)[:MAX_TEXTS]
     return Exits(ends_of(search, texts), [[token] for token in special] + ends_of(search, marks_of(rules)))
 
 
@@ -64,25 +65,26 @@ def parts_of(source: str) -> tuple[list[Any], str]:
 def embedded_schemas(rules: str) -> list[Any]:
     found: list[Any] = []
     for place in re.finditer(JSON_RULE, rules):
-        with suppress(ValueError):  # a text of a client may have the words, too
+        with suppress(ValueError, RecursionError):  # a text of a client may have the words, too
             found.append(json.JSONDecoder().raw_decode(rules, place.end())[0])
     return found
 
 
-def constraints_of(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Schemas of the strings in a schema that have to match something; names of properties are such, too."""
-    if isinstance(schema, list):
-        for item in schema:
-            yield from constraints_of(item)
-    elif isinstance(schema, dict):
-        kept = {name: schema[name] for name in ("pattern", "format") if isinstance(schema.get(name), str)}
-        if kept:
-            yield kept
-        names = schema.get("patternProperties")
-        for name in names if isinstance(names, dict) else ():
-            yield {"pattern": name}
-        for item in schema.values():
-            yield from constraints_of(item)
+def constraints_of(schemas: list[Any]) -> Iterator[Mapping[str, Any]]:
+    """Schemas of the strings in schemas that have to match something; names of properties are such, too."""
+    left = [*schemas]
+    while left:  # rules in Lark may have a schema of any depth
+        schema = left.pop()
+        if isinstance(schema, list):
+            left += schema
+        elif isinstance(schema, dict):
+            left += schema.values()
+            kept = {name: schema[name] for name in ("pattern", "format") if isinstance(schema.get(name), str)}
+            if kept:
+                yield kept
+            names = schema.get("patternProperties")
+            for name in names if isinstance(names, dict) else ():
+                yield {"pattern": name}
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ import pytest
 from api.structured_output.grammar import Grammar, source_of
 from common import model_files
 from gpu_worker.engine.sampling.ending_search import Ending, EndingSearch
+from gpu_worker.engine.sampling.endings import steering_of
 from gpu_worker.engine.sampling.exits import exits_of
 from gpu_worker.engine.sampling.matcher import Matchers
 
@@ -94,6 +95,25 @@ def test_the_ending_of_texts_that_single_bytes_do_not_end(
     for place in range(1, len(tokens)):
         further = search.find(behind(search, source, ids + tokens[:place]), tokens[place - 1], exits)
         assert further is not None and len(further.tokens) <= len(tokens) - place + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<[49152]>",
+        "<[99999999999]>",
+        f"<[{'9' * 5000}]>",
+        f"%json {'[' * 9000}",
+        f"%json {'[' * 900}{']' * 900}",
+    ],
+    ids=["beyond the vocabulary", "of 37 bits", "of many digits", "endless", "deep"],
+)
+def test_texts_that_only_look_like_special_tokens_or_schemas_are_no_exits(
+    search: EndingSearch, text: str
+) -> None:
+    """A client may write them; an error here would end the engine."""
+    source = source_of(Grammar("grammar", f'start: /(.|\\n)*/ <[1]> "{text}"', "f"))
+    assert steering_of(search, source).exits.of_text == [[1]]
 
 
 @pytest.mark.parametrize(
