@@ -15,6 +15,7 @@ from api.service.terms import ServiceTerms, chosen_class, read_class, read_deadl
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. A job's requests have the ids `{id}#{choice}`, which no job can have."""
+ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
 ADDRESS = ("id", "reply_to", "reply")
 """Fields that name the receiver of the answer; all others are the content."""
 
@@ -48,6 +49,7 @@ class Job:
         in_stream: whether frames are kept in a stream.
         body: the content, unless it has a `fault`.
         terms: on which terms it is served.
+        first_entry_id: of the entry that the broker has lost, where this one was submitted in its place.
     """
 
     id: str
@@ -59,11 +61,12 @@ class Job:
     body: JobBody | None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
+    first_entry_id: str = ""
 
     @property
     def entry_ms(self) -> int:
-        """The broker's time of the entry."""
-        return int(self.entry_id.partition("-")[0])
+        """The broker's time of the job's first entry."""
+        return int((self.first_entry_id or self.entry_id).partition("-")[0])
 
     @property
     def seed(self) -> int:
@@ -72,13 +75,14 @@ class Job:
 
     @property
     def created_s(self) -> int:
-        """Unix time of the entry: every gateway that serves the job reports the same."""
+        """Unix time of the first entry: every gateway that serves the job reports the same."""
         return self.entry_ms // 1000
 
-    def to_json(self) -> bytes:
-        """The field `job` of another entry with this valid job."""
+    def to_fields(self) -> dict[str, bytes | str]:
+        """Another entry for this valid job, whose time counts from the first one."""
         assert self.body is not None
-        return orjson.dumps(self.body.model_dump(exclude_unset=True) | {"id": self.id})
+        body = orjson.dumps(self.body.model_dump(exclude_unset=True) | {"id": self.id})
+        return {"job": body, "first_entry": self.first_entry_id or self.entry_id}
 
 
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
@@ -110,7 +114,14 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         body,
         terms,
         fault,
+        first_entry_id(fields),
     )
+
+
+def first_entry_id(fields: Mapping[bytes, bytes]) -> str:
+    """Which entry this one stands for; empty where that is itself."""
+    found = ENTRY_ID.fullmatch(fields.get(b"first_entry", b""))
+    return found[0].decode() if found else ""
 
 
 def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:

@@ -23,5 +23,5 @@ async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:
             continue
         if entry_id in running:  # it has not been answered meanwhile
             log.warning("the broker has lost the entry of job %s: it is submitted again", job.id)
-            await redis.xadd(keys.submit, {"job": job.to_json()})
+            await redis.xadd(keys.submit, job.to_fields())
             running.pop(entry_id, None)

@@ -83,6 +83,23 @@ async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
     assert not await service.redis.xlen(KEYS.submit)
 
 
+async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(
+    service: Service, broker: Broker
+) -> None:
+    """Its deadline and the `created` of its chunks count from the first of its entries."""
+    fields = {
+        b"job": b'{"inputs": "\\u00e9", "parameters": {"top_p": 1e-7}, "tenant": null, "reply": "stream"}'
+    }
+    job = lost = read_job("5000-0", fields, 2**20)
+    for _ in range(2):  # the entry in its place is lost, too
+        await submit_lost(service.redis, KEYS, {job.entry_id: job})
+        [[entry_id, fields]] = await service.redis.xrevrange(KEYS.submit, count=1)
+        job = read_job(entry_id.decode(), fields, 2**20)
+        await service.redis.xdel(KEYS.submit, entry_id)
+    assert job.entry_id != "5000-0"
+    assert (job.id, job.digest, job.in_stream, job.entry_ms) == ("5000-0", lost.digest, True, 5000)
+
+
 async def test_a_job_worker_submits_a_lost_job_again(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
