@@ -129,6 +129,9 @@ class SocketKeeper:
 
     def keep(self, channel: GatewayChannel, answer: KeptAnswer, beside: socket.socket | None) -> None:
         known = self.kept.get(answer.name)
+        if known is not None and known.has_left and beside is not None:  # another client has its name
+            self.drop(answer.name)
+            known = None
         if known is not None:
             known.answer = answer
         if beside is None:
@@ -147,7 +150,7 @@ class SocketKeeper:
 
     def drop_left(self, kept: KeptSocket, owner: GatewayChannel) -> None:
         """Drop an answer whose client has left, unless its gateway has ended meanwhile."""
-        if kept.owner is owner:
+        if kept.owner is owner and self.kept.get(kept.answer.name) is kept:
             self.drop(kept.answer.name)
 
     # --- heirs ----------------------------------------------------------------------------------------------

@@ -100,6 +100,24 @@ async def test_an_answer_whose_client_has_left_is_kept_a_little_longer() -> None
     close_all(*clients, connection, other.channel)
 
 
+async def test_a_client_that_comes_under_the_name_of_one_that_has_left_is_kept() -> None:
+    """A broker that was restored gives the number of a reader again."""
+    keeper = SocketKeeper()
+    keeper.left_s = 0.2
+    one, other = FakeGateway(keeper), FakeGateway(keeper)
+    first, second = await keep_some(one, keeper, ANSWERS[:2])
+    one.send(KeeperMessage(left="r0/0"))
+    await wait_until(lambda: keeper.kept["r0/0"].has_left)
+    returned = other.keep(ANSWERS[0])
+    assert await asyncio.to_thread(first.recv, 1) == b""
+    one.send(KeeperMessage(left="r1/0"))  # after which the time of the first is over, too
+    await wait_until(lambda: "r1/0" not in keeper.kept)
+    assert [kept.has_left for kept in keeper.kept.values()] == [False]
+    keeper.close()
+    assert returned.recv(1) == b""
+    close_all(first, second, returned, one.channel, other.channel)
+
+
 async def test_answers_of_a_gateway_that_ends_are_spread_over_the_others() -> None:
     """Each goes to one of them, with its socket and what was said of it last; an heir's own go on, too."""
     keeper = SocketKeeper()
