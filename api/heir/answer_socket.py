@@ -27,7 +27,8 @@ of another format cannot go on in the middle of an answer.
 """
 HEADERS = (b"origin", b"x-request-id")
 """Headers of a request that the head of its response depends on."""
-TELL_S = 1.0
+TELL_S = 5.0
+"""How long an answer's head waits for a keeper that does not read, as on a machine with too much to do."""
 
 
 class AnswerSocket:

@@ -99,8 +99,10 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker) -> None:
                     live.done > before + 3 for live, before in zip(worker.live.values(), done, strict=True)
                 )
             )
+            worker.step_s = 0.5  # a gateway takes long to end on a busy machine
             await gateways.end(process, number)
             assert not any(task.done() for task in running), "nothing was in its middle"
+            worker.step_s = 0.15
         worker.step_s = 0.0
         assert await asyncio.gather(*running) == undisturbed
         await wait_until(lambda: not gateways.keeper.kept)
@@ -124,8 +126,8 @@ async def test_comments_stay_at_their_places(broker: Broker, monkeypatch: pytest
             await wait_until(lambda i=i: talk.seen.count(b"data: ") > i and talk.seen.endswith(COMMENT_CHUNK))  # type: ignore[misc]
             server.handle_exit(signal.SIGTERM, None)
         answer = await running
-        assert answer.replace(COMMENT_CHUNK, b"") == undisturbed.replace(COMMENT_CHUNK, b"")
-        assert answer.count(COMMENT_CHUNK) > 4
+        assert answer == undisturbed
+        assert talk.seen.count(COMMENT_CHUNK) > 4
         assert not talk.seen.endswith(COMMENT_CHUNK)
     keeper.close()
 
@@ -177,7 +179,7 @@ async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Bro
         working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,
         batching(broker.url),
         kept_gateways(broker.url, 1) as gateways,
-        httpx.AsyncClient(base_url=gateways.url) as http,
+        httpx.AsyncClient(base_url=gateways.url, timeout=None) as http,
     ):
         gateways.keeper.left_s = 3600.0
         talks = [Talk(gateways.port, *request) for request in (STREAMED[2], WHOLE[0])]
@@ -187,7 +189,9 @@ async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Bro
             await anext(left.aiter_raw())
         tasks = [asyncio.create_task(talk.run()) for talk in talks]
         await wait_until(lambda: talks[0].seen.count(b"data: ") > 6 and len(worker.live) == 4)
-        await wait_until(lambda: any(kept.has_left for kept in gateways.keeper.kept.values()))
+        await wait_until(
+            lambda: sorted(kept.has_left for kept in gateways.keeper.kept.values()) == [False, False, True]
+        )
         await worker.pause()
         gateways.processes[0].kill()
         for request_id, live in worker.live.items():
