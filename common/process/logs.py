@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
 
+from common.process.incarnations import new_incarnation
+
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves."""
 
@@ -38,13 +40,14 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """A JSON object with timestamp (UTC), level, process, incarnation, host, target and message.
 
-    It has request_id if the line is about a request, and exception if there is one.
+    It has request_id if the line is about a request, and exception if there is one. Where nobody else names
+    a life of this process, as with launchers, the incarnation is for its lines alone.
     """
 
     def __init__(self, process: str, incarnation: str = "") -> None:
         super().__init__()
         self.process = process
-        self.incarnation = incarnation
+        self.incarnation = incarnation or new_incarnation(process)
         self.host = socket.gethostname()
 
     def format(self, record: logging.LogRecord) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import Awaitable, Callable
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 
 from tests.support.chaos.dashboard import panel_queries
-from tests.support.compose.clients import NUM_TOKENS, SETTLED_S, Clients
+from tests.support.compose.clients import NUM_TOKENS, PARAMETERS, PROMPTS, SETTLED_S, Clients
 from tests.support.compose.stack import SERVICES, Stack
 from tests.support.waiting import wait_until
 
@@ -61,6 +62,29 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     print(f"up --wait again: {again_s:.0f} s")
     await wait_until(lambda: stack.redis("GET", "tf:{default}:result:long"), SETTLED_S)
     await disturb("after down and up", lambda: None)
+
+
+async def test_clients_come_back_when_the_container_of_their_gateway_or_proxy_dies(serving: Stack) -> None:
+    """Either cuts streams."""
+    clients = Clients(serving)
+    [want, *_] = await clients.run()
+    for service in ("api", "proxy"):
+        await clients.settle()
+        assert await clients.come_back(functools.partial(serving.kill_container, service)) == want, service
+        print(f"{service}'s container killed: the rest of the stream was fetched", flush=True)
+
+
+async def test_an_arq_job_outlives_the_container_of_its_worker(serving: Stack) -> None:
+    clients = Clients(serving)
+    [want, *_] = await clients.run()
+    serving.enqueue("arq", PROMPTS[0], PARAMETERS | {"max_new_tokens": 4 * NUM_TOKENS})
+    await wait_until(lambda: serving.redis("EXISTS", "arq:in-progress:arq") == "1", SETTLED_S)
+    serving.kill_container("jobs")
+    assert serving.redis("EXISTS", "arq:result:arq") == "0"
+    await wait_until(lambda: serving.redis("EXISTS", "arq:result:arq") == "1", SETTLED_S)
+    answer = json.loads(serving.redis("GET", "tf:{default}:result:arq"))
+    assert answer["details"]["generated_tokens"] == 4 * NUM_TOKENS
+    assert answer["generated_text"].startswith("".join(text for _, text in want))
 
 
 async def roll_gateways(stack: Stack, clients: Clients) -> int:

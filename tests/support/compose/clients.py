@@ -8,12 +8,15 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import httpx
+import pytest
 
+from benchmarks.client import EventReader, StreamBroken
 from tests.support.compose.stack import Stack
 from tests.support.waiting import wait_until
 
 PROMPTS = ["The sky is blue because", "Once upon a time", "The history of bread"]
 NUM_TOKENS, DISTURBED_AT = 250, 40
+PARAMETERS = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "details": True}
 SETTLED_S = 600
 
 Answer = list[tuple[int, str]]
@@ -36,8 +39,7 @@ class Clients:
 
     async def stream(self, client: httpx.AsyncClient, prompt: str) -> Answer:
         """Of a stream that ended well."""
-        parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "details": True}
-        body = {"inputs": prompt, "parameters": parameters}
+        body = {"inputs": prompt, "parameters": PARAMETERS}
         tokens, last_s, ended = [], time.monotonic(), False
         async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
             assert response.status_code == 200, await response.aread()
@@ -73,6 +75,20 @@ class Clients:
             return answers
 
         return await self.all(repeat, act)
+
+    async def come_back(self, cut: Callable[[], object]) -> Answer:
+        """The answer to the first prompt: its rest is fetched when `cut` has broken its stream off."""
+        reader = EventReader(self.url)
+        body = {"inputs": PROMPTS[0], "parameters": PARAMETERS, "resume_s": SETTLED_S}
+        frames = reader.post("/generate_stream", body)
+        found = [await anext(frames) for _ in range(DISTURBED_AT)]
+        await asyncio.to_thread(cut)
+        with pytest.raises((StreamBroken, ConnectionError)):
+            while True:
+                found.append(await anext(frames))
+        await self.settle()
+        found += [frame async for frame in reader.go_on()]
+        return [(frame["index"], frame["token"]["text"]) for frame in found]
 
     async def all(
         self, one: Callable[[httpx.AsyncClient, str], Awaitable[T]], disturb: Callable[[], object]

@@ -140,6 +140,23 @@ class Stack:
     def redis(self, *words: str) -> str:
         return run(["docker", "exec", self.container("redis"), "redis-cli", *words]).stdout.strip()
 
+    def enqueue(self, job_id: str, *arguments: Any) -> None:
+        """Have arq do the job `generate`."""
+        code = (
+            "import asyncio, json, os, sys, msgpack\n"
+            "from arq import create_pool\n"
+            "from arq.connections import RedisSettings\n"
+            "async def enqueue(job_id, arguments):\n"
+            "    broker = RedisSettings.from_dsn(os.environ['REDIS_URL'])\n"
+            "    queue = 'tf:{default}:arq:queue'\n"
+            "    pool = await create_pool(broker, job_serializer=msgpack.packb, default_queue_name=queue)\n"
+            "    await pool.enqueue_job('generate', *json.loads(arguments), _job_id=job_id)\n"
+            "asyncio.run(enqueue(*sys.argv[1:]))"
+        )
+        python = ["python", "-c", code, job_id, json.dumps(arguments)]
+        done = run(["docker", "exec", self.container("jobs"), *python])
+        assert done.returncode == 0, done.stderr
+
     def volumes(self) -> set[str]:
         listed = run(["docker", "volume", "ls", "-q", "-f", f"name={self.project}_"]).stdout.split()
         return {name.removeprefix(f"{self.project}_") for name in listed}

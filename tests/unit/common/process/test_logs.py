@@ -66,6 +66,8 @@ raise ValueError("the end")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
     odd, old, crash, end = (json.loads(line) for line in said.splitlines())
     assert (odd["process"], odd["target"], odd["message"]) == ("w0", "uvicorn.error", "odd")
+    assert odd["incarnation"].startswith("w0-")
+    assert {old["incarnation"], crash["incarnation"], end["incarnation"]} == {odd["incarnation"]}
     assert "UserWarning: old" in old["message"]
     assert crash["message"] == "crash" and "ZeroDivisionError" in crash["exception"]
     assert end["level"] == "CRITICAL" and "the end" in end["message"] and "ValueError" in end["exception"]
