@@ -32,11 +32,13 @@ def max_standby(num_places: int, ends_per_trip: float) -> int:
 
 
 def standby_rows(replica: Replica) -> list[PlacedRow]:
-    """Rows that had no place yet when the worker last reported, but those that are asked to stop."""
+    """Rows that have no place, as far as the worker has reported, but those that are asked to stop: whoever
+    comes behind one of these takes its place.
+    """
     num_places = replica.limits.max_batch_size
     if replica.num_running <= num_places:
         return []
-    return [row for row in islice(replica.running, num_places, None) if not row.stopping]
+    return [row for row in replica.running if not row.stopping][num_places:]
 
 
 def may_stand_by(sequence: Sequence) -> bool:

@@ -58,13 +58,17 @@ class Turn:
         victim = sequence.victim
         has_victim = victim is not None and victim.sequence.row is victim
         for replica in list(islice(self.placement.with_batch, FEW)):
+            takes_place = may_stand_by(sequence) and replica.capacity.standby and replica.has_blocks(sequence)
+            may_wait = not has_victim and not any(row.stopping for row in replica.running)
+            if not (takes_place or may_wait) or sequence.max_kv > replica.capacity.max_total_tokens:
+                continue  # before all rows are looked at: several requests of each turn come here
             count, victims = rows_in_the_way(replica)
-            if count > len(victims) or sequence.max_kv > replica.capacity.max_total_tokens:
+            if count > len(victims):
                 continue
-            if may_stand_by(sequence) and replica.capacity.standby and replica.has_blocks(sequence):
+            if takes_place:
                 self.preempt(replica, victims[:count])
                 return replica
-            if victims and not has_victim and not any(row.stopping for row in replica.running):
+            if victims and may_wait:
                 self.preempt(replica, victims[: max(1, count)])
                 sequence.victim = victims[0]
                 return None
@@ -84,7 +88,7 @@ def rows_in_the_way(replica: Replica) -> tuple[int, list[PlacedRow]]:
     num_stopping = sum(bool(row.stopping) for row in replica.running)
     count = max(0, replica.num_due - num_stopping + 1 - replica.limits.max_batch_size)
     able = [row for row in replica.batch_rows if not (row.stopping or row.sequence.stays)]
-    waiting = standby_rows(replica)
+    waiting = set(standby_rows(replica))
     standing_by = [row for row in able if row in waiting]
     running = [row for row in able if row not in waiting and has_progressed(replica, row)]
     return count, standing_by + sorted(running, key=importance, reverse=True)

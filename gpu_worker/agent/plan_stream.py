@@ -41,7 +41,12 @@ class PlanStream:
         return entries
 
     def read_ahead(self) -> None:
-        """Have a read wait for each of the next entries, the first one before the others."""
+        """Have a read wait for each of the next entries, the first one before the others. One that failed
+        ahead of its time is asked for again.
+        """
+        self.reads = {
+            after: read for after, read in self.reads.items() if not (read.done() and read.exception())
+        }
         epoch, number = self.last
         first = min(self.reads, default=self.last)
         for after in [min(first, self.last), *((epoch, number + ahead) for ahead in range(1, NUM_READS))]:

@@ -70,6 +70,25 @@ def test_a_batch_row_whose_class_has_waited_stays() -> None:
     assert all(flooded.attempts[f"b{i}"] <= 2 for i in range(4))
 
 
+def test_an_urgent_request_stays_where_it_takes_a_place_though_another_worker_gets_one() -> None:
+    """It runs by then, though the batcher has not heard that the row before it has stopped."""
+    pool = Pool(2, 2000, seed=1, limits=LIMITS, eos_chance=0, shares=False)
+    pool.add(*(ranked(f"b{i}", 2, entry=i) for i in range(2 * PLACES)))
+    for _ in range(8):
+        pool.turn()
+    urgent = ranked("u", 0, entry=100)
+    pool.add(urgent)
+    pool.decide()
+    assert urgent.row
+    [other] = pool.workers.keys() - {urgent.row.worker}
+    pool.scheduler.cancel(next(pool.scheduler.replicas[other].running).sequence.request_id, "client")
+    pool.decide()
+    pool.workers[other].run()
+    pool.scheduler.apply_report(other, pool.workers[other].take_report())
+    pool.decide()
+    assert pool.scheduler.replicas[other].num_running < PLACES and not urgent.row.stopping
+
+
 def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     """Not more of them than it needs, though it waits for their release."""
     pool = batch_pool(num_blocks=PLACES * 8)

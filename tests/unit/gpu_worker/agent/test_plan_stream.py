@@ -3,10 +3,12 @@
 import asyncio
 import random
 
+import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
 
 from common.broker.stream_ids import parse_stream_id
-from gpu_worker.agent.plan_stream import PlanStream, StreamId
+from gpu_worker.agent.plan_stream import Entry, PlanStream, StreamId
 from tests.support.waiting import wait_until
 
 
@@ -47,3 +49,20 @@ async def test_a_read_waits_for_the_next_entry_before_the_last_one_is_taken(redi
     assert [entry_id for entry_id, _ in await waiting] == [b"1-4"]
     assert await read_to(stream, (1, 4)) == [(1, 4)]
     stream.close()
+
+
+async def test_a_lost_connection_fails_one_read_only(redis: Redis) -> None:
+    """Else the error of the read ahead would hold up a later plan."""
+    stream = PlanStream(redis, "s")
+    stream.reads = {after: asyncio.create_task(fail()) for after in [(0, 0), (0, 1)]}
+    with pytest.raises(ConnectionError):
+        await stream.next()
+    await redis.xadd("s", {"plan": b""}, id="1-1")
+    assert await read_to(stream, (1, 1)) == [(1, 1)]
+    await redis.xadd("s", {"plan": b""}, id="1-2")
+    assert await read_to(stream, (1, 2)) == [(1, 2)]
+    stream.close()
+
+
+async def fail() -> list[Entry]:
+    raise ConnectionError("cut")
