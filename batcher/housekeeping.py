@@ -90,7 +90,8 @@ class Housekeeping:
         if self.detector.active:
             for request_id in orphans:
                 self.scheduler.cancel(request_id, "gateway")
-            if await self.absence.is_over_grace(bool(self.scheduler.replicas)):
+            is_over_grace = await self.absence.is_over_grace(bool(self.scheduler.replicas))
+            if is_over_grace and not self.scheduler.replicas:  # none has joined meanwhile
                 self.end_waiting_clients()
         for channel, payload in self.channels.repeated_messages():
             await self.redis.publish(channel, payload)

@@ -166,8 +166,9 @@ class WorkerRegistry:
         """Take over new workers. Return those that must be sealed: they are dead, or unreadable and may hold
         requests from before this epoch.
         """
+        members = await self.members()
         known = (name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending)
-        incarnations = sorted({*await self.members(), *known})
+        incarnations = sorted({*members, *known})
         async with self.redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
                 pipe.hget(self.keys.worker(incarnation), "state")

@@ -1,5 +1,6 @@
 """WorkerRegistry: each worker's state from its first heartbeat to its removal."""
 
+import asyncio
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from batcher.workers import WorkerRegistry, WorkerState
+from batcher.workers import KnownWorker, WorkerRegistry, WorkerState
 from common.messages.codec import decode
 from common.messages.plan import Plan, Report
 from tests.support.broker_state import KEYS, send_heartbeat, start_worker
@@ -158,3 +159,15 @@ async def test_the_death_of_a_process_is_that_of_its_last_incarnation(
     await workers.start_epoch()
     assert workers.incarnations("w1-a") == {"w1-a", "w1-a.2"}
     assert workers.dead_holders([], {"w1-a", "w2-a"}) == ["w1-a.2", "w2-a"]
+
+
+async def test_a_worker_may_be_taken_over_while_all_are_checked(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    """The check runs beside the batcher's turns, which take over what has just said that it is ready."""
+    await start_worker(redis, "w1")
+    await workers.send_takeover("w1")
+    check = asyncio.create_task(workers.check())
+    await asyncio.sleep(0)  # it asks the broker
+    workers.workers["w2"] = KnownWorker()
+    assert await check == []
