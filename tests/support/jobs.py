@@ -43,6 +43,22 @@ async def running_gateway(url: str, name: str = "g0-test", **settings: Any) -> A
         yield gateway
 
 
+@contextlib.asynccontextmanager
+async def killed_gateway(url: str) -> AsyncIterator[None]:
+    """The gateway `g0`, which ends with the context as if it were killed."""
+    settings = Settings(redis_url=url, **SETTINGS, worker_ttl_s=0.3)
+    gateway = Gateway(settings, "g0", model_tokenizer())
+    loops = gateway.pool.relay.run(), gateway.pool.workers.run(), gateway.job_consumer.run()
+    life = [asyncio.create_task(loop) for loop in loops]
+    try:
+        yield
+    finally:
+        for task in life:
+            task.cancel()
+        await asyncio.wait(life)
+        await gateway.pool.redis.aclose()
+
+
 class Service:
     """Another service: it knows names of keys, JSON, and nothing else."""
 

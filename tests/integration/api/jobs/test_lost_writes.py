@@ -5,13 +5,10 @@ import asyncio
 from api.arq.client import ArqClient
 from api.jobs.job import read_job
 from api.jobs.lost_entries import submit_lost
-from api.lifecycle import Gateway
 from common.broker.client import connect
-from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import SETTINGS, model_tokenizer
 from tests.support.fleet.scripted_worker import FakeWorker
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, running_gateway
+from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
 from tests.support.waiting import wait_until
 
 
@@ -47,19 +44,12 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     """The gateway submits it again, so another one goes on with it, without a missing or repeated frame."""
     received = await service.listen("ext:me")
     worker.step_s = 0.05
-    killed = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
-    life = [
-        asyncio.create_task(loop)
-        for loop in (killed.pool.relay.run(), killed.pool.workers.run(), killed.job_consumer.run())
-    ]
-    job_id = await service.submit(**CHAT, reply_to="ext:me", reply="stream")
-    await wait_until(lambda: len(received) >= 3)
-    await worker.pause()
-    await service.redis.delete(KEYS.submit)
-    await wait_until(lambda: service.redis.xlen(KEYS.submit))
-    for task in life:  # as if it were killed
-        task.cancel()
-    await asyncio.wait(life)
+    async with killed_gateway(broker.url):
+        job_id = await service.submit(**CHAT, reply_to="ext:me", reply="stream")
+        await wait_until(lambda: len(received) >= 3)
+        await worker.pause()
+        await service.redis.delete(KEYS.submit)
+        await wait_until(lambda: service.redis.xlen(KEYS.submit))
     async with running_gateway(broker.url, "g1", worker_ttl_s=0.3):
         worker.going.set()
         await service.settled()
@@ -67,7 +57,6 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in received) == TEXT
     assert await service.stream(job_id) == received
     assert len(worker.seen) == 1
-    await killed.pool.redis.aclose()
 
 
 async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(

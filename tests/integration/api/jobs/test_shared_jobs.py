@@ -11,7 +11,7 @@ from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import SETTINGS, model_tokenizer
 from tests.support.fleet.scripted_worker import FakeWorker
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, running_gateway
+from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
 from tests.support.waiting import wait_until
 
 
@@ -80,17 +80,10 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
     """Each frame once, on the channel and in the stream, with the text of one generation."""
     received = await service.listen("ext:me")
     worker.step_s = 0.05
-    killed = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
-    life = [
-        asyncio.create_task(loop)
-        for loop in (killed.pool.relay.run(), killed.pool.workers.run(), killed.job_consumer.run())
-    ]
-    await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
-    await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
-    await wait_until(lambda: len(received) >= 3)
-    for task in life:  # as if it were killed
-        task.cancel()
-    await asyncio.wait(life)
+    async with killed_gateway(broker.url):
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+        await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
+        await wait_until(lambda: len(received) >= 3)
     async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
         await wait_until(lambda: other.pool.relay.followed == {KEYS.events("g0"): 3})
         assert await service.result("a") == {"generated_text": TEXT}
@@ -112,7 +105,6 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         ]
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
-    await killed.pool.redis.aclose()
 
 
 async def test_cut_connections_lose_and_repeat_no_frame(
