@@ -48,8 +48,8 @@ class PlanStream:
             after: read for after, read in self.reads.items() if not (read.done() and read.exception())
         }
         epoch, number = self.last
-        first = min(self.reads, default=self.last)
-        for after in [min(first, self.last), *((epoch, number + ahead) for ahead in range(1, NUM_READS))]:
+        first = min([self.last, *self.reads])
+        for after in [first, *((epoch, number + ahead) for ahead in range(1, NUM_READS))]:
             if after not in self.reads and len(self.reads) < NUM_READS:
                 self.reads[after] = asyncio.create_task(self.read(after))
 

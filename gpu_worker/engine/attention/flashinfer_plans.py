@@ -102,7 +102,7 @@ class DecodePlans:
 
     Attributes:
         block_ends, last_lengths: int32 [rows + 1] and [rows]; as in PlanArrays.
-        blocks: int32 [rows * blocks]
+        blocks: int32 [rows * blocks]; none where no view needs plans.
         schedules: by view that needs plans, uint8 [SCHEDULE_BYTES]
         wrappers: by number of rows, then by view.
     """
@@ -120,7 +120,8 @@ class DecodePlans:
         self.device = device = workspace.device
         self.block_ends = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.last_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.blocks = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
+        num_blocks = max_rows * max_blocks if any(planned) else 0
+        self.blocks = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.schedules = {
             spec: torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
             for spec, is_planned in zip(geometry.specs, planned, strict=True)
