@@ -6,7 +6,7 @@ has filled a block of its own, so every stay on a worker brings a request on, ho
 """
 
 from batcher.scheduling.replica import Replica
-from batcher.scheduling.sequence import PREEMPT, PlacedRow
+from batcher.scheduling.sequence import PlacedRow
 from batcher.scheduling.standby import standby_rows
 
 
@@ -29,9 +29,7 @@ def preempt_for(replica: Replica, row: PlacedRow) -> None:
         if importance(other) > importance(row) and has_progressed(replica, other)
     ]
     if victims:
-        victim = max(victims, key=importance)
-        victim.stopping = PREEMPT
-        replica.due_stops.append(victim)
+        replica.preempt(max(victims, key=importance))
 
 
 def has_progressed(replica: Replica, row: PlacedRow) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from batcher.scheduling.block_pool import BlockPool
 from batcher.scheduling.pace import WorkerPace, horizon
-from batcher.scheduling.sequence import PlacedRow, Sequence
+from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 from common.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
 from common.messages.service_class import LEAST_URGENT
@@ -189,6 +189,11 @@ class Replica:
         if not row.prefilled:
             self.pool.cache.expect_no_more(self.names(row.sequence), row)
         row.sequence.row = None
+
+    def preempt(self, row: PlacedRow) -> None:
+        """Have the next plan stop a row, whose request goes on elsewhere or later."""
+        row.stopping = PREEMPT
+        self.due_stops.append(row)
 
     def follow(self, row: PlacedRow, sequence: Sequence) -> None:
         """Have a request wait until a row has computed its prompt, or will not."""

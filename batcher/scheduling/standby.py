@@ -61,6 +61,5 @@ def move_standby(workers: WorkerSet) -> None:
         rows = standby_rows(replica)
         is_moving = any(row.stopping == PREEMPT for row in islice(replica.running, num_places, None))
         if rows and not is_moving and placement.fewest_rows(rows[-1].sequence) is not None:
-            rows[-1].stopping = PREEMPT
-            replica.due_stops.append(rows[-1])
+            replica.preempt(rows[-1])
             workers.note_change(replica)

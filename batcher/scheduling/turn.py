@@ -6,7 +6,7 @@ from itertools import islice
 from batcher.scheduling.placement import FEW
 from batcher.scheduling.preemption import has_progressed, importance
 from batcher.scheduling.replica import Replica
-from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
+from batcher.scheduling.sequence import PlacedRow, Sequence
 from batcher.scheduling.standby import max_standby, may_stand_by, standby_rows
 from batcher.scheduling.worker_set import WorkerSet
 from common.messages.service_class import LEAST_URGENT
@@ -76,8 +76,7 @@ class Turn:
 
     def preempt(self, replica: Replica, victims: list[PlacedRow]) -> None:
         for row in victims:
-            row.stopping = PREEMPT
-        replica.due_stops += victims
+            replica.preempt(row)
         self.workers.note_change(replica)
 
 
