@@ -24,8 +24,9 @@ from common import model_files
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import logs, parent_death
 from common.process.preload import FLAG, wait_for_place
+from common.process.refusal import exit_when_unservable
 from common.process.startup import configure_process, start_process
-from common.settings.settings import SettingError, Settings, exit_when_unservable
+from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
 

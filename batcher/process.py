@@ -18,8 +18,9 @@ from common.broker import client
 from common.broker.keys import LEASE_S, Keys
 from common.metrics.aggregate import publishing_metrics
 from common.process.heartbeat import Heartbeat
+from common.process.refusal import exit_when_unservable
 from common.process.startup import configure_process, start_process
-from common.settings.settings import Settings, exit_when_unservable
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,16 @@ converted once, into a cache directory that all processes share.
 import fcntl
 import hashlib
 import importlib.util
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.model_config import read_json
 from common.settings.settings import SettingError
@@ -30,6 +33,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.jinja", "*.py"]  # *.py is run with TRUST_REMOTE_CODE only
 WEIGHT_FILES = "*.safetensors"
 HUB_TIMEOUT_S = 3.0
+PROGRESS_S = 2.0
 
 Progress = Callable[[str], None]
 
@@ -40,6 +44,24 @@ class NotConverted(SettingError):
 
 def no_progress(text: str) -> None:
     pass
+
+
+def progress_lines(progress: Progress) -> type[Any]:
+    """Return a class of progress bars that are lines: one every PROGRESS_S, none for what takes less."""
+    from huggingface_hub.utils import tqdm
+
+    class ProgressLines(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.said_s = time.monotonic()
+            super().__init__(*args, **(options | {"disable": False, "file": io.StringIO()}))
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if time.monotonic() - self.said_s >= PROGRESS_S:
+                self.said_s = time.monotonic()
+                shown = self.format_sizeof if self.unit_scale else str
+                progress(f"{self.desc.removesuffix(': ')}: {shown(self.n)} of {shown(self.total)}")
+
+    return ProgressLines
 
 
 def resolve(
@@ -132,7 +154,11 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
     progress(f"looking up {model_id}")
     try:
         folder = huggingface_hub.snapshot_download(
-            model_id, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S
+            model_id,
+            revision=revision,
+            allow_patterns=patterns,
+            etag_timeout=HUB_TIMEOUT_S,
+            tqdm_class=progress_lines(progress),
         )
     except LocalEntryNotFoundError as error:
         raise SettingError(

@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,11 +16,14 @@ import setproctitle
 from common.process import logs
 from common.process.incarnations import new_incarnation
 from common.process.parent_death import die_with_parent
+from common.process.refusal import exit_when_unservable
 from common.settings import flags
 from common.settings.flags import FlagParser
-from common.settings.settings import SettingError, Settings, exit_when_unservable
+from common.settings.settings import SettingError, Settings
 from deploy.serve import checks, launcher
 from deploy.serve.fleet import KINDS, MODULES, WITH_MODEL, command
+
+log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
@@ -68,8 +72,9 @@ def suggestion(word: str) -> str:
 
 def serve(argv: list[str]) -> int:
     settings = checks.read_settings(argv, "tokenfleet serve")
+    logs.set_up("serve", settings.log_level, settings.json_output)
     for line in flags.unheeded(checks.name_model(argv)):
-        print(f"tokenfleet: {line}", file=sys.stderr)
+        log.warning("%s", line)
     if {"--env", "-e"} & set(argv):
         run_module("doctor.command", argv)
     die_with_parent()
@@ -86,11 +91,14 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}")
-    logs.set_up(own.name, settings.log_level, settings.json_output)
+    incarnation = new_incarnation(own.name)
+    logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
     checks.check_broker(settings)
+    if kind == "gateway":
+        log.info("%s", checks.describe_access(settings))
     if kind in WITH_MODEL:
         settings = checks.wait_for_model(settings)
-    names = {"PROCESS_NAME": own.name, "INCARNATION": new_incarnation(own.name)}
+    names = {"PROCESS_NAME": own.name, "INCARNATION": incarnation}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
 

@@ -22,8 +22,9 @@ from common.metrics.aggregate import publishing_metrics
 from common.process import parent_death
 from common.process.heartbeat import Heartbeat
 from common.process.preload import FLAG
+from common.process.refusal import exit_when_unservable
 from common.process.startup import configure_process, start_process
-from common.settings.settings import SettingError, Settings, exit_when_unservable
+from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess

@@ -11,8 +11,9 @@ from common.broker import client
 from common.broker.keys import Keys
 from common.process.heartbeat import Heartbeat
 from common.process.readiness import READY
+from common.process.refusal import exit_when_unservable
 from common.process.startup import configure_process, start_process
-from common.settings.settings import Settings, exit_when_unservable
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from common.settings import flags
 from common.settings.compat import OPTIONS
 from common.settings.fields import SettingFields
-from common.settings.types import SettingError, exit_when_unservable, one_line_errors
+from common.settings.types import SettingError, one_line_errors
 
-__all__ = ["SettingError", "Settings", "exit_when_unservable"]
+__all__ = ["SettingError", "Settings"]
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000
 

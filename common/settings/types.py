@@ -1,14 +1,7 @@
-"""Types of settings: the range and the spellings of a value, checked by pydantic, and the line that refuses a
-value.
-"""
+"""Types of settings: the range and the spellings of a value, checked by pydantic."""
 
 import contextlib
-import json
-import os
-import socket
-import sys
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
@@ -33,33 +26,6 @@ class SettingError(Exception):
         self.name = name
         self.cause = cause
         super().__init__(f"{name if name.startswith('-') else name.upper()}: {cause}")
-
-
-@contextlib.contextmanager
-def exit_when_unservable() -> Iterator[None]:
-    """Ends this process at a SettingError, with one line and EX_CONFIG (78), by which the launcher knows that
-    it was a setting. With JSON_OUTPUT the line is one of the log.
-    """
-    try:
-        yield
-    except SettingError as error:
-        print(exit_line(str(error), os.environ), file=sys.stderr, flush=True)
-        sys.exit(os.EX_CONFIG)
-
-
-def exit_line(text: str, environ: Mapping[str, str]) -> str:
-    if environ.get("JSON_OUTPUT", "").strip().lower() not in ("true", "1", "yes", "on", "t", "y"):
-        return f"tokenfleet: {text}"
-    line = {
-        "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "level": "ERROR",
-        "process": environ.get("PROCESS_NAME", "tokenfleet"),
-        "incarnation": environ.get("INCARNATION", ""),
-        "host": socket.gethostname(),
-        "target": __name__,
-        "message": text,
-    }
-    return json.dumps(line, ensure_ascii=False)
 
 
 def to_number(value: Any) -> Any:

@@ -8,7 +8,6 @@ import logging
 import os
 from functools import partial
 
-from common.process import logs
 from common.settings.settings import Settings
 from deploy.serve import checks
 from deploy.serve.deaths import DEATHS, report_death
@@ -34,7 +33,6 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    logs.set_up("serve", settings.log_level, settings.json_output)
     if settings.api_key is not None:
         log.info("%s", checks.describe_access(settings))
     checks.check_ranks()
@@ -78,11 +76,19 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     if await wait_until_ready(fleet):
         fleet.was_ready = True
         if fleet.is_whole:
-            print(last_lines(fleet.settings), flush=True)  # for people; logs are on stderr
+            say_ready(fleet.settings)
         if fleet.preloaded_gateway is not None:
             tasks.create_task(fleet.preloaded_gateway.keep(partial(gateways_are_ready, fleet)))
         if fleet.preloaded_worker is not None:
             tasks.create_task(fleet.preloaded_worker.keep(partial(workers_are_ready, fleet)))
+
+
+def say_ready(settings: Settings) -> None:
+    """For people, on stdout; with JSON_OUTPUT as a line of the log."""
+    if settings.json_output:
+        log.info("%s", last_lines(settings))
+    else:
+        print(last_lines(settings), flush=True)
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

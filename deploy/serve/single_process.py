@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
     logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
     die_with_parent()
     setproctitle.setproctitle(f"tokenfleet supervise {word}")
+    checks.check_broker(settings)
     if kind == "gateway":
         log.info("%s", checks.describe_access(settings))
-    checks.check_broker(settings)
     if kind in WITH_MODEL:
         settings = checks.wait_for_model(settings)
     return asyncio.run(launcher.run(build_fleet(settings, None, {kind: 1})))

@@ -118,8 +118,9 @@ def test_explain_shows_the_resume(fleet: Fleet, request_id: str, capsys: pytest.
 
 
 def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> None:
-    lines = [json.loads(line) for line in fleet.errors().splitlines() if line]
+    lines = [json.loads(line) for line in (fleet.output() + fleet.errors()).splitlines()]
     assert {"serve", "g0", "b0", "w0", "w1"} <= {line["process"] for line in lines}
+    assert all(line["incarnation"] and line["host"] for line in lines)
     assert [line["process"] for line in lines if line.get("request_id") == request_id] == ["g0"]
 
 

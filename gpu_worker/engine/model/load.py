@@ -1,6 +1,5 @@
 """Loading: from settings to a model on its device, with a KV cache on its attention modules."""
 
-import io
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,6 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-PROGRESS_S = 2.0
 
 
 @torch.inference_mode()
@@ -196,14 +194,9 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
 
 
 def report_progress(progress: model_files.Progress) -> None:
-    """Report what transformers draws as progress bars: a line every PROGRESS_S, none for what takes less."""
-
-    def hook(bar_of: Any, args: Any, options: dict[str, Any]) -> Any:
-        bar = bar_of(*args, **options, file=io.StringIO(), mininterval=PROGRESS_S, delay=PROGRESS_S)
-        bar.display = lambda *_, **__: progress(f"{bar.desc}: {bar.n} of {bar.total}")
-        return bar
-
-    transformers_logging.set_tqdm_hook(hook)
+    """Report what transformers draws as progress bars."""
+    bar_of = model_files.progress_lines(progress)
+    transformers_logging.set_tqdm_hook(lambda _, args, options: bar_of(*args, **options))
 
 
 def probe_forward(model: Any, device: torch.device) -> torch.Tensor:

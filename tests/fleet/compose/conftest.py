@@ -8,6 +8,9 @@ from deploy.serve.embedded_broker import free_port
 from tests.support.compose.base_images import SERVICE_IMAGES, make_missing
 from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreachable, why_no_engine
 
+SETTINGS = {"KV_CACHE_BYTES": "256MiB", "THREADS": "1", "WORKER_GRACE_S": "600"}
+"""A busy machine takes minutes to start a worker, for which streams wait."""
+
 
 @pytest.fixture(scope="package")
 def stack() -> Iterator[Stack]:
@@ -15,7 +18,7 @@ def stack() -> Iterator[Stack]:
     if why := why_no_engine():
         pytest.skip(why)
     make_missing(SERVICE_IMAGES)
-    stack = Stack("tokenfleet-test", PORT=str(free_port()), KV_CACHE_BYTES="256MiB", THREADS="1")
+    stack = Stack("tokenfleet-test", PORT=str(free_port()), **SETTINGS)
     built = stack.compose("build", "api", "cpu_worker", timeout_s=2000)
     if built.returncode and is_unreachable(built.stderr):
         pytest.skip(f"base images cannot be had: {built.stderr.strip().splitlines()[-1]}")

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from tests.support.chaos.dashboard import panel_queries
+from tests.support.chaos.dashboard import panel_queries, variable_choices
 from tests.support.compose.clients import NUM_TOKENS, PARAMETERS, PROMPTS, SETTLED_S, Clients
 from tests.support.compose.stack import SERVICES, Stack
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_sync
 
 OURS = ["api", "batcher", "jobs", "cpu_worker"]
 JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
@@ -40,6 +40,10 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     await disturb("batcher process killed", lambda: stack.kill_process("batcher", "tokenfleet batcher"))
     await disturb("gateway process killed", lambda: stack.kill_process("api", "tokenfleet api"))
     await disturb("worker container killed", lambda: stack.kill_container("cpu_worker"))
+    await disturb(
+        "worker supervisor killed", lambda: stack.kill_process("cpu_worker", "tokenfleet supervise")
+    )
+    await disturb("Redis process killed", stack.kill_redis)
     await disturb("Redis container killed", lambda: stack.kill_container("redis"))
     await disturb("batcher container killed", lambda: stack.kill_container("batcher"))
     scale = [word for name in ("cpu_worker=3", "api=2", "batcher=2") for word in ("--scale", name)]
@@ -74,17 +78,30 @@ async def test_clients_come_back_when_the_container_of_their_gateway_or_proxy_di
         print(f"{service}'s container killed: the rest of the stream was fetched", flush=True)
 
 
-async def test_an_arq_job_outlives_the_container_of_its_worker(serving: Stack) -> None:
+async def test_an_arq_job_outlives_the_process_and_the_container_of_its_worker(serving: Stack) -> None:
     clients = Clients(serving)
     [want, *_] = await clients.run()
-    serving.enqueue("arq", PROMPTS[0], PARAMETERS | {"max_new_tokens": 4 * NUM_TOKENS})
-    await wait_until(lambda: serving.redis("EXISTS", "arq:in-progress:arq") == "1", SETTLED_S)
-    serving.kill_container("jobs")
-    assert serving.redis("EXISTS", "arq:result:arq") == "0"
-    await wait_until(lambda: serving.redis("EXISTS", "arq:result:arq") == "1", SETTLED_S)
-    answer = json.loads(serving.redis("GET", "tf:{default}:result:arq"))
+    kills: dict[str, Callable[[], None]] = {
+        "process": lambda: serving.kill_process("jobs", "tokenfleet jobs"),
+        "container": lambda: serving.kill_container("jobs"),
+    }
+    for name, kill in kills.items():
+        await clients.settle()
+        text = await asyncio.to_thread(finish_under_kill, serving, name, kill)
+        assert text.startswith("".join(part for _, part in want))
+        print(f"job worker's {name} killed: its job was finished", flush=True)
+
+
+def finish_under_kill(stack: Stack, job_id: str, kill: Callable[[], None]) -> str:
+    """Text of a long job of arq, whose worker is killed in it."""
+    stack.enqueue(job_id, PROMPTS[0], PARAMETERS | {"max_new_tokens": 4 * NUM_TOKENS})
+    wait_until_sync(lambda: stack.redis("EXISTS", f"arq:in-progress:{job_id}") == "1", SETTLED_S)
+    kill()
+    assert stack.redis("EXISTS", f"arq:result:{job_id}") == "0"
+    wait_until_sync(lambda: stack.redis("EXISTS", f"arq:result:{job_id}") == "1", SETTLED_S)
+    answer = json.loads(stack.redis("GET", f"tf:{{default}}:result:{job_id}"))
     assert answer["details"]["generated_tokens"] == 4 * NUM_TOKENS
-    assert answer["generated_text"].startswith("".join(text for _, text in want))
+    return str(answer["generated_text"])
 
 
 async def roll_gateways(stack: Stack, clients: Clients) -> int:
@@ -125,7 +142,11 @@ async def job_and_down(
 
 
 async def check_dashboards() -> None:
-    """Every query of the dashboard has a series in the Prometheus that scraped this fleet."""
+    """The Prometheus that scraped this fleet has a series for every query, and the choice of every variable."""
+    async with httpx.AsyncClient(base_url="http://127.0.0.1:9090", timeout=60) as client:
+        for choice, series, label in variable_choices():
+            answer = await client.get(f"/api/v1/label/{label}/values", params={"match[]": series})
+            assert answer.json()["data"] == [choice], (series, label)
     unanswered = set(panel_queries("1h"))
 
     async def are_answered() -> bool:

@@ -91,6 +91,7 @@ async def test_another_model_takes_over_when_nothing_of_the_first_waits(
     assert all(
         len(answer) == len(first) and answer != first for answer, first in zip(other, want, strict=True)
     )
+    assert not serving.odd_log_lines("api", "batcher", "jobs", "cpu_worker")
 
 
 def tiny_model(folder: Path) -> Path:

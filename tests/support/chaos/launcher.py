@@ -12,8 +12,10 @@ from unittest.mock import patch
 
 import setproctitle
 
+from common.process import logs
 from common.process.parent_death import die_with_parent
-from common.settings.settings import Settings, exit_when_unservable
+from common.process.refusal import exit_when_unservable
+from common.settings.settings import Settings
 from deploy.serve import launcher
 from deploy.serve.embedded_broker import Broker
 from deploy.serve.fleet import LocalFleet, command, new_fleet
@@ -44,4 +46,6 @@ if __name__ == "__main__":
     die_with_parent()
     setproctitle.setproctitle("tokenfleet serve")
     with exit_when_unservable(), patch("deploy.serve.launcher.new_fleet", chaos_fleet):
-        sys.exit(launcher.serve(Settings.read([])))
+        settings = Settings.read([])
+        logs.set_up("serve", settings.log_level, settings.json_output)
+        sys.exit(launcher.serve(settings))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -88,15 +89,24 @@ class Stack:
         return self.inspect(service, "{{.State.Health.Status}}", number) == "healthy"
 
     def kill_process(self, service: str, title: str) -> None:
-        """SIGKILL to the process of this title inside of a container; its parent there stays."""
+        """SIGKILL to the process of this title inside of a container."""
         code = (
             "import os, pathlib, signal\n"
             "for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
             f"    if path.read_bytes().startswith({title.encode()!r}):\n"
             "        os.kill(int(path.parent.name), signal.SIGKILL)"
         )
-        done = run(["docker", "exec", self.container(service), "python", "-c", code])
-        assert done.returncode == 0, done.stderr
+        self.kill_inside(service, "python", "-c", code)
+
+    def kill_redis(self) -> None:
+        """SIGKILL to the server: its container ends with it, and the engine starts it again."""
+        [pid] = re.findall(r"process_id:(\d+)", self.redis("INFO", "server"))
+        self.kill_inside("redis", "sh", "-c", f"kill -9 {pid}")
+
+    def kill_inside(self, service: str, *command: str) -> None:
+        """Run a command that may end its own container."""
+        done = run(["docker", "exec", self.container(service), *command])
+        assert done.returncode in (0, 128 + signal.SIGKILL), done.stderr
 
     def kill_container(self, service: str) -> None:
         """SIGKILL to all of it. The engine takes that for a stop by hand, so it is started by hand."""
@@ -128,6 +138,12 @@ class Stack:
 
     def restart_count(self, service: str) -> int:
         return int(self.inspect(service, "{{.RestartCount}}"))
+
+    def first_line(self, service: str) -> str:
+        """Message of the first line in its log."""
+        [name] = self.containers(service)
+        log = run(["docker", "logs", name])
+        return str(json.loads((log.stdout + log.stderr).splitlines()[0])["message"])
 
     def odd_log_lines(self, *services: str) -> list[str]:
         """Lines of their logs that are no JSON objects."""

@@ -63,7 +63,10 @@ class Fleet:
         when it ends instead.
         """
         wait_until_sync(
-            lambda: self.launcher.poll() is not None or "/generate_stream" in self.output(), timeout_s
+            lambda: (
+                self.launcher.poll() is not None or "/generate_stream" in self.output() + self.errors()
+            ),
+            timeout_s,
         )
         assert self.launcher.poll() is None, (
             f"`tokenfleet serve` ended with {self.launcher.returncode}:\n{self.errors()}"

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -71,16 +70,3 @@ raise ValueError("the end")
     assert "UserWarning: old" in old["message"]
     assert crash["message"] == "crash" and "ZeroDivisionError" in crash["exception"]
     assert end["level"] == "CRITICAL" and "the end" in end["message"] and "ValueError" in end["exception"]
-
-
-def test_the_line_of_a_refused_setting_is_json_too() -> None:
-    code = """
-from common.settings.settings import Settings, exit_when_unservable
-with exit_when_unservable():
-    Settings.read([])
-"""
-    environ = os.environ | {"JSON_OUTPUT": "true", "MAX_BATCH_SIZE": "none", "INCARNATION": "w0-1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
-    line = json.loads(done.stderr)
-    assert done.returncode == os.EX_CONFIG and line["message"].startswith("MAX_BATCH_SIZE: ")
-    assert (line["level"], line["incarnation"]) == ("ERROR", "w0-1")

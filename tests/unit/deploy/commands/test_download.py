@@ -1,4 +1,7 @@
+import json
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,67 @@ def test_a_hub_model_is_fetched_once(
     assert download.main(["organisation/model", "--revision", "v2"]) == 0
     assert calls == [("organisation/model", "v2")]
     assert capsys.readouterr().out == f"{tmp_path}\n" * 2
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """A hub of one model, `organisation/model`."""
+
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    commit = "0" * 40
+
+    def do_GET(self) -> None:
+        self.send()
+
+    def do_HEAD(self) -> None:
+        self.send()
+
+    def send(self) -> None:
+        body = self.find(self.path.partition("?")[0])
+        self.send_response(200)
+        for name, value in {"x-repo-commit": self.commit, "etag": f'"{len(body)}"'}.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def find(self, path: str) -> bytes:
+        match path.split("/")[-3:]:
+            case ["resolve", _, name]:
+                return self.files[name]
+            case ["model", "tree", _]:
+                entries = [
+                    {"type": "file", "path": name, "size": len(content), "oid": name}
+                    for name, content in self.files.items()
+                ]
+                return json.dumps(entries).encode()
+        return json.dumps({"id": "organisation/model", "sha": self.commit}).encode()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_download_writes_its_steps_and_the_directory_alone(cache: Path) -> None:
+    """The hub's client draws bars, even where there is no terminal."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
+        done = tokenfleet("download-weights", "organisation/model", **variables)
+        hub.shutdown()
+    assert (done.returncode, done.stderr) == (0, "looking up organisation/model\n")
+    folder = Path(done.stdout.strip())
+    assert folder.is_relative_to(cache) and (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_bars_of_what_takes_long_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "PROGRESS_S", 0.0)
+    lines: list[str] = []
+    with model_files.progress_lines(lines.append)(total=3 * 10**9, unit_scale=True, desc="Bytes") as bar:
+        bar.update(10**9)
+        bar.refresh()
+        bar.set_description("Done")
+    assert {"Bytes: 1.00G of 3.00G", "Done: 1.00G of 3.00G"} <= {*lines}
 
 
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load
 from gpu_worker.engine.model.config import read_config
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
@@ -159,7 +159,7 @@ def refused(folder: Path, words: str) -> None:
 
 
 def test_long_loading_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(model_files, "PROGRESS_S", 0.0)
     model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     lines: list[str] = []
     Engine(
