@@ -84,7 +84,7 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
 
 
 def say_ready(settings: Settings) -> None:
-    """For people, on stdout; with JSON_OUTPUT as a line of the log."""
+    """Print how the fleet is used, for people; with JSON_OUTPUT it is a line of the log."""
     if settings.json_output:
         log.info("%s", last_lines(settings))
     else:
