@@ -48,12 +48,12 @@ def no_progress(text: str) -> None:
 
 def progress_lines(progress: Progress) -> type[Any]:
     """Return a class of progress bars that are lines: one every PROGRESS_S, none for what takes less."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     class ProgressLines(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             self.said_s = time.monotonic()
-            super().__init__(*args, **(options | {"disable": False, "file": io.StringIO()}))
+            super().__init__(*args, **(options | {"disable": False, "file": io.StringIO()}))  # type: ignore[no-untyped-call]
 
         def display(self, *_: Any, **__: Any) -> None:
             if time.monotonic() - self.said_s >= PROGRESS_S:

@@ -142,7 +142,7 @@ async def job_and_down(
 
 
 async def check_dashboards() -> None:
-    """The Prometheus that scraped this fleet has a series for every query, and the choice of every variable."""
+    """The Prometheus that scraped this fleet has a series for every query, and every variable's choice."""
     async with httpx.AsyncClient(base_url="http://127.0.0.1:9090", timeout=60) as client:
         for choice, series, label in variable_choices():
             answer = await client.get(f"/api/v1/label/{label}/values", params={"match[]": series})

@@ -63,9 +63,7 @@ class Fleet:
         when it ends instead.
         """
         wait_until_sync(
-            lambda: (
-                self.launcher.poll() is not None or "/generate_stream" in self.output() + self.errors()
-            ),
+            lambda: self.launcher.poll() is not None or "/generate_stream" in self.output() + self.errors(),
             timeout_s,
         )
         assert self.launcher.poll() is None, (

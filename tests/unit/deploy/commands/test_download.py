@@ -3,7 +3,7 @@ import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_a_hub_model_is_fetched_once(
 class FakeHub(BaseHTTPRequestHandler):
     """A hub of one model, `organisation/model`."""
 
-    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    files: ClassVar = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
     commit = "0" * 40
 
     def do_GET(self) -> None:
