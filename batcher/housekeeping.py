@@ -14,7 +14,7 @@ from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.broker.keys import POOLS, Keys
-from common.broker.sequences import REPEAT_S, ChannelSequences
+from common.broker.sequences import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.service_class import SERVICE_CLASSES
 from common.process.heartbeat import Heartbeat
 from common.settings.settings import Settings
@@ -63,6 +63,11 @@ class Housekeeping:
         """Milliseconds until the next run; 0 or less when it is due."""
         return math.ceil(1000 * (self.due_s - time.monotonic()))
 
+    @property
+    def wait_ms(self) -> int:
+        """Milliseconds until there is something to start."""
+        return min(self.left_ms, self.timeline.left_ms) if self.timeline.unwritten else self.left_ms
+
     def start(self, undecodable: int, control_id: str) -> None:
         """Start what is due, unless a task runs. Messages of `control` before `control_id` are done."""
         if not self.tasks and (self.timeline.is_due or self.left_ms <= 0):
@@ -93,10 +98,9 @@ class Housekeeping:
             is_over_grace = await self.absence.is_over_grace(bool(self.scheduler.replicas))
             if is_over_grace and not self.scheduler.replicas:  # none has joined meanwhile
                 self.end_waiting_clients()
-        for channel, payload in self.channels.repeated_messages():
+        for channel, payload in self.channels.repeated_messages(SILENT_S):
             await self.redis.publish(channel, payload)
-        await self.redis.xtrim(self.keys.control, minid=control_id)
-        await self.publish_state(undecodable)
+        await self.publish_state(undecodable, control_id)
         return dead
 
     def end_waiting_clients(self) -> None:
@@ -105,11 +109,14 @@ class Housekeeping:
             if sequence.request.gateway:
                 self.scheduler.cancel(sequence.request_id, "no_worker")
 
-    async def publish_state(self, undecodable: int) -> None:
-        """Write the scheduler's counts, the pool's place in the list of pools, and the heartbeat."""
+    async def publish_state(self, undecodable: int, control_id: str) -> None:
+        """Trim `control`; write the scheduler's counts, the pool's place in the list of pools, and the
+        heartbeat.
+        """
         counts = count(self.scheduler)
         now_s = self.detector.now_ms() / 1000
         async with self.redis.pipeline() as pipe:
+            pipe.xtrim(self.keys.control, minid=control_id)
             pipe.hset(self.keys.state, mapping={**counts, "undecodable": undecodable})
             pipe.pexpire(self.keys.state, STATE_TTL_MS)
             pipe.zadd(POOLS, {self.keys.pool: now_s})

@@ -34,7 +34,6 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
-READ_WAIT_MS = 100
 SLICE_S = 0.02
 """For so long entries are handled in one turn: plans, and the lease, come between."""
 RETRY_S = 0.2
@@ -103,8 +102,7 @@ class Batcher:
     async def turn(self) -> None:
         """Do what is pending while new entries are read, then decide."""
         await self.lease.confirm()
-        is_idle = not (self.scheduler.sequences or self.timeline.unwritten)
-        self.inbox.read_ahead(self.housekeeping.left_ms if is_idle else READ_WAIT_MS)
+        self.inbox.read_ahead(self.wait_ms)
         await self.run_pending()
         self.pending.add(
             *(partial(self.recovery.seal, one, "no heartbeat") for one in self.housekeeping.take_dead())
@@ -117,6 +115,12 @@ class Batcher:
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
+
+    @property
+    def wait_ms(self) -> int:
+        """How long this turn may wait for entries: until something else is due."""
+        now_ms = self.lease.clock.now_ms()
+        return self.scheduler.left_ms(now_ms, self.housekeeping.wait_ms)
 
     def close(self) -> None:
         self.pending.client.close()

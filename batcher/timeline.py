@@ -4,6 +4,7 @@ Nothing depends on it.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -111,8 +112,13 @@ class TimelineWriter:
         catalogue.RESUMES.add(1, sequence.request.service_class, cause)
 
     @property
+    def left_ms(self) -> int:
+        """Milliseconds until events may be written."""
+        return math.ceil(1000 * (self.written_s + WRITE_INTERVAL_S - time.monotonic()))
+
+    @property
     def is_due(self) -> bool:
-        return bool(self.unwritten) and time.monotonic() - self.written_s >= WRITE_INTERVAL_S
+        return bool(self.unwritten) and self.left_ms <= 0
 
     async def write(self) -> None:
         """Write the events recorded since the last write. If the broker fails they are kept, bounded."""

@@ -138,6 +138,7 @@ async def measure(gateways: Sequence[Gateway], broker: Broker, runs: int) -> Non
         totals = sorted(cost.token_user + cost.token_system for cost in costs)
         print(
             f"{streams:3d} streams: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), "
+            f"{1e6 / (user + system):6,.0f} tokens/s of a core, "
             f"in single runs {totals[0]:.1f} to {totals[-1]:.1f}; {request:5.0f} µs a request besides",
             flush=True,
         )

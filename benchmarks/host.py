@@ -76,7 +76,7 @@ async def load(url: str, streams: int, out_tokens: int, seed: int, pids: dict[st
 
 
 def main(runs: int) -> None:
-    with Fleet(num_workers=1) as fleet:
+    with Fleet(num_workers=1, num_jobs=1) as fleet:
         pids = fleet.pids()
         [engine] = psutil.Process(pids["w0"]).children()
         pids |= {"engine": engine.pid, "client": os.getpid()}

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from api.arq.client import ArqClient
 from api.arq.serializer import make_unpack, pack
 from api.retry import repeat_forever
+from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import SerialClient
 from common.broker.keys import RESULT_TTL_MS, Keys
@@ -21,6 +22,8 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+IDLE_POLL_S = 0.25
+"""How often a worker that runs no job looks for one, and one that does."""
 HEALTH_S = 10
 MARGIN_S = 10.0
 """arq ends a job this much later than the fleet ends its request."""
@@ -95,6 +98,7 @@ class JobWorker(Worker):
             await super()._poll_iteration()
         else:
             await self.heart_beat()
+            await asyncio.sleep(until_beat(IDLE_POLL_S))
 
     async def drop_malformed(self, key: str) -> None:
         """Drop names that are not UTF-8: arq did not queue them."""

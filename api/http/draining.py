@@ -7,6 +7,7 @@ else would answer. What is not finished in time gets an error.
 """
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -18,10 +19,14 @@ import uvicorn
 
 from api.errors import unavailable
 from api.heir.keeper_channel import KeeperChannel
+from common.beats import until_beat
 
+SERVING_TICK_S = 1.0
+DRAINING_TICK_S = 0.1
+"""Each tick wakes the process, which costs a token some microseconds beside a busy engine."""
 FIRST_REQUEST_LOOKS = 20
-"""Tenths of a second for a first request on a connection that is open already, and more on a busy machine:
-the sockets are read before each look.
+"""Ticks that a connection which is open already has for its first request, and more on a busy machine: the
+sockets are read before each look.
 """
 KEEPER_GOES_S = 1.0
 """How long the launcher's keeper may outlive a gateway's SIGTERM if all processes got it at once. A gateway
@@ -71,6 +76,7 @@ class DrainingServer(uvicorn.Server):
         self.channel = channel
         self.looks_since_left = -1
         self.listeners: list[socket.socket] = []
+        self.told = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -85,9 +91,19 @@ class DrainingServer(uvicorn.Server):
             self.draining.on_start()
         elif sig == signal.SIGINT:
             super().handle_exit(sig, frame)
+        self.told.set()
+
+    async def main_loop(self) -> None:
+        """Call `on_tick` at intervals until it says that the server stops; at once when it is told to end."""
+        while not await self.on_tick(0):
+            if self.draining.since_s is not None:
+                await asyncio.sleep(DRAINING_TICK_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.told.wait(), until_beat(SERVING_TICK_S))
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second. Returns whether the server stops."""
+        """Return whether the server stops."""
         stops = await super().on_tick(counter)
         if self.draining.since_s is None:
             return stops

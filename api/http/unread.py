@@ -16,6 +16,7 @@ from typing import Any
 
 from api.event_loop.pace import Pace
 from api.streams.stream import Stream
+from common.beats import until_beat
 from common.metrics import catalogue
 from common.settings.settings import Settings
 
@@ -88,7 +89,7 @@ class UnreadAnswers:
     async def watch(self) -> None:
         """Never returns."""
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(until_beat(CHECK_S))
             await self.check_time()
             self.check_bytes()
 

@@ -7,6 +7,7 @@ import time
 from redis.asyncio import Redis
 
 from api.errors import ApiError, asking_broker, unavailable
+from common.beats import until_beat
 from common.broker.keys import LEASE_S, Keys
 from common.settings.settings import Settings
 
@@ -46,18 +47,24 @@ class BatcherMonitor:
         while True:
             with contextlib.suppress(ApiError):  # the worker monitor logs it
                 await self.refresh()
-            await asyncio.sleep(min(self.settings.heartbeat_s, LEASE_S / 2))
+            await asyncio.sleep(until_beat(min(self.settings.heartbeat_s, LEASE_S / 2)))
 
     async def refresh(self) -> None:
         """Read once. Raises ApiError (503) if the broker does not answer."""
         async with asking_broker():
-            holder = await self.redis.get(self.keys.batcher)
-            name = (holder or b"").decode()
-            async with self.redis.pipeline(transaction=False) as pipe:
-                pipe.time()
-                pipe.zscore(self.keys.processes, f"batcher:{name}")
-                (seconds, microseconds), seen_ms = await pipe.execute()
-        self.update(name, seen_ms, seconds * 1000 + microseconds / 1000)
+            name = self.holder
+            while (found := await self.read(name))[0] != name:
+                name = found[0]
+        self.update(*found)
+
+    async def read(self, name: str) -> tuple[str, float | None, float]:
+        """The holder, when the last heartbeat of the batcher `name` was, and the present."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.get(self.keys.batcher)
+            pipe.zscore(self.keys.processes, f"batcher:{name}")
+            pipe.time()
+            holder, seen_ms, (seconds, microseconds) = await pipe.execute()
+        return (holder or b"").decode(), seen_ms, seconds * 1000 + microseconds / 1000
 
     def update(self, holder: str, seen_ms: float | None, now_ms: float) -> None:
         """Note who holds the lease, when its last heartbeat was, and the present, by the broker's clock."""

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from api.errors import unavailable
 from api.inference.validate import Limits
+from common.beats import until_beat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
@@ -45,6 +46,7 @@ class WorkerMonitor:
         last_error: why the last read failed; empty if it succeeded.
         checked_s: monotonic time of the last read.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
+        names: incarnations that were there at the last read.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class WorkerMonitor:
         self.checked_s = 0.0
         self.refresh_lock = asyncio.Lock()
         self.state = "ready"
+        self.names: list[bytes] = []
 
     async def run(self) -> None:
         """Never returns."""
         while True:
             await self.refresh()
-            await asyncio.sleep(self.settings.heartbeat_s)
+            await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def refresh(self) -> None:
         """Send one heartbeat, and read the workers once."""
@@ -102,17 +105,14 @@ class WorkerMonitor:
             log.warning("the heartbeat stays until it expires: %s", describe_error(error))
 
     async def read_workers(self) -> list[WorkerSighting]:
-        async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.time()
-            pipe.zrange(self.keys.workers, 0, -1, withscores=True)
-            (seconds, microseconds), seen = await pipe.execute()
-        now_ms = seconds * 1000 + microseconds / 1000
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for incarnation, _ in seen:
-                pipe.hmget(self.keys.worker(incarnation.decode()), ["state", "capacity"])
-            hashes = await pipe.execute()
+        """Read the workers, in one round trip unless others have joined."""
+        seen, hashes, now_ms = await self.read(self.names)
+        while not seen.keys() <= hashes.keys():
+            seen, hashes, now_ms = await self.read([*seen])
+        self.names = [*seen]
         found = []
-        for (incarnation, seen_ms), (state, capacity) in zip(seen, hashes, strict=True):
+        for incarnation, seen_ms in seen.items():
+            state, capacity = hashes[incarnation]
             if state is None or capacity is None:
                 continue
             try:
@@ -126,6 +126,18 @@ class WorkerMonitor:
             except WireError as error:
                 log.error("worker %s: %s", incarnation.decode(), error)
         return found
+
+    async def read(
+        self, names: list[bytes]
+    ) -> tuple[dict[bytes, float], dict[bytes, list[bytes | None]], float]:
+        """Workers with the times of their last heartbeats, state and capacity of `names`, and the present."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for incarnation in names:
+                pipe.hmget(self.keys.worker(incarnation.decode()), ["state", "capacity"])
+            pipe.zrange(self.keys.workers, 0, -1, withscores=True)
+            pipe.time()
+            *hashes, seen, (seconds, microseconds) = await pipe.execute()
+        return dict(seen), dict(zip(names, hashes, strict=True)), seconds * 1000 + microseconds / 1000
 
     def update(self, workers: list[WorkerSighting]) -> None:
         ready = [worker for worker in workers if worker.ready]

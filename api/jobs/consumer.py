@@ -22,6 +22,7 @@ from api.jobs.lost_entries import submit_lost
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.retry import repeat_forever
+from common.beats import until_beat
 from common.broker.client import script
 from common.messages.service_class import SERVICE_CLASSES
 from common.process.logs import REQUEST_ID
@@ -130,7 +131,7 @@ class JobConsumer:
                     log.warning("%d jobs of gateway %s are claimed", len(claimed), other)
                 for entry_id in claimed:
                     self.hold(entry_id.decode())
-        await asyncio.sleep(self.settings.heartbeat_s)
+        await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def accept(self, entry_id: str, fields: Fields) -> None:
         if b"cancel" in fields:  # cancels do not wait for a permit

@@ -9,16 +9,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
 
-from api.event_loop.pace import Pace
+from api.event_loop.pace import PacedQueue
 from api.streams.fill import Filler
 from api.streams.offers import time_out
 from api.streams.sources import Sources
 from api.streams.stream import Stream
+from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import FastConnection
 from common.broker.keys import Keys
@@ -47,7 +48,7 @@ class Relay:
         followed: channels of other gateways whose requests this one reads → number of streams that need each.
         lose: for tests: whether the next message is dropped.
         last_error: why there is no subscription; empty while there is one.
-        messages: (channel, message) that have come and wait for their turn.
+        messages: those that have come and are not delivered yet.
     """
 
     def __init__(
@@ -62,8 +63,7 @@ class Relay:
         self.connection: FastConnection | None = None
         self.last_error = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
-        self.messages: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
-        self.pace = Pace()
+        self.messages = PacedQueue()
         self.sources = Sources()
         self.filler = Filler(redis, keys, self.sources, self.streams)
 
@@ -71,7 +71,7 @@ class Relay:
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.listen())
-            tasks.create_task(self.deliver())
+            tasks.create_task(self.messages.run())
             tasks.create_task(self.filler.run())
             tasks.create_task(self.filler.offers.run())
             tasks.create_task(self.audit())
@@ -147,7 +147,7 @@ class Relay:
         match reply:
             case [b"message", channel, data]:
                 if not (self.lose and self.lose()):
-                    self.messages.put_nowait((channel.decode(), data))
+                    self.messages.add(self.deliver(data, channel.decode()))
                     self.throttle()
             case [b"subscribe", channel, _]:
                 if channel.decode() == self.channel:
@@ -161,17 +161,13 @@ class Relay:
     def throttle(self) -> None:
         """Read the connection only while not too many messages wait."""
         if self.connection is not None:
-            self.connection.set_reading(self.messages.qsize() < MAX_WAITING)
+            self.connection.set_reading(len(self.messages.parts) < MAX_WAITING)
 
-    async def deliver(self) -> None:
-        while True:
-            channel, data = await self.messages.get()
-            self.throttle()
-            await self.on_message(data, channel)
-            await self.pace.step()
-
-    async def on_message(self, data: bytes, channel: str = "") -> None:
-        """Give the events of one message to their streams, and request what is missing."""
+    def deliver(self, data: bytes, channel: str = "") -> Iterator[int]:
+        """Give the events of one message to their streams, one by one, and request what is missing.
+        Yields what each has cost, in units of work.
+        """
+        self.throttle()
         try:
             events = decode(Events, data)
         except WireError as error:
@@ -181,14 +177,17 @@ class Relay:
         lost_after = self.sources.note(events, channel)
         if lost_after is not None:
             self.request_lost(events, lost_after)
-        new: list[Tokens | Terminal] = [*events.tokens, *events.terminals]
-        for event in new:
-            if (stream := self.streams.get(event.request_id)) is not None:
-                self.give(stream, event, events.source)
-            await self.pace.step(1 if isinstance(event, Tokens) else END_UNITS)
+        for tokens in events.tokens:
+            self.give(tokens, events.source)
+            yield 1
+        for terminal in events.terminals:
+            self.give(terminal, events.source)
+            yield END_UNITS
 
-    def give(self, stream: Stream, event: Tokens | Terminal, source: str) -> None:
-        """Give an event to its stream, and request what it lacks before that."""
+    def give(self, event: Tokens | Terminal, source: str) -> None:
+        """Give an event to its stream, if it is live, and request what it lacks before that."""
+        if (stream := self.streams.get(event.request_id)) is None:
+            return
         try:
             fits = stream.add_event(event, source) if isinstance(event, Tokens) else stream.end(event)
         except WireError as error:
@@ -234,7 +233,7 @@ class Relay:
     async def audit(self) -> None:
         """Never returns."""
         while True:
-            await asyncio.sleep(AUDIT_S)
+            await asyncio.sleep(until_beat(AUDIT_S))
             self.request_overdue()
 
     def request_overdue(self) -> None:

@@ -131,6 +131,10 @@ class Scheduler:
             self.deadlines = [(sequence.deadline_ms, name) for name, sequence in self.sequences.items()]
             heapq.heapify(self.deadlines)
 
+    def left_ms(self, now_ms: int, at_most: int) -> int:
+        """Milliseconds until a deadline passes, `at_most` so many."""
+        return min(at_most, self.deadlines[0][0] - now_ms) if self.deadlines else at_most
+
     def forget(self, sequence: Sequence) -> None:
         """Drop a request that has its terminal and no queue entry any more."""
         if self.sequences.pop(sequence.request_id, None):

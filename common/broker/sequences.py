@@ -11,6 +11,8 @@ from common.messages.events import Events
 
 REPEAT_S = 0.5
 REPEATED_FOR_S = 10.0
+SILENT_S = REPEAT_S / 2
+"""A channel that had a message since is not repeated: the next message shows the gap as well."""
 
 
 class ChannelSequences:
@@ -29,12 +31,14 @@ class ChannelSequences:
         self.published_s[channel] = time.monotonic()
         return self.last_number[channel]
 
-    def repeated_messages(self) -> Iterator[tuple[str, bytes]]:
-        """(channel, payload) for each channel that is not idle: an empty message with its last number."""
-        idle_before_s = time.monotonic() - REPEATED_FOR_S
+    def repeated_messages(self, silent_s: float = 0.0) -> Iterator[tuple[str, bytes]]:
+        """(channel, payload) for each channel that is not idle, but had no message for `silent_s`: an
+        empty one with its last number.
+        """
+        now_s = time.monotonic()
         for channel, published_s in list(self.published_s.items()):
-            if published_s < idle_before_s:
+            if published_s < now_s - REPEATED_FOR_S:
                 del self.published_s[channel]
-            else:
+            elif published_s <= now_s - silent_s:
                 number, flush = self.last_number[channel], self.last_flush[channel]
                 yield channel, encode(Events(self.source, number, flush=flush))

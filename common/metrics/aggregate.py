@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from redis.asyncio import Redis
 
+from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import METRICS_TTL_MS, Keys
 from common.metrics.exposition import own_values
@@ -42,7 +43,7 @@ class MetricsPublisher:
         last = False
         while not last:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), ADD_S)
+                await asyncio.wait_for(stopped.wait(), until_beat(ADD_S))
             last = stopped.is_set()
             try:
                 await self.add()

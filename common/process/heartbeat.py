@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio import Redis
 
+from common.beats import until_beat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 
@@ -50,7 +51,7 @@ class Heartbeat:
                     await self.send(**fields())
             except ERRORS as error:
                 log.debug("heartbeat not sent: %s", describe_error(error))
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(until_beat(every_s))
 
     @contextlib.asynccontextmanager
     async def sending(

@@ -12,9 +12,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import STREAMS_TTL_MS, Keys
-from common.broker.sequences import REPEAT_S
+from common.broker.sequences import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
 from common.process.incarnations import next_incarnation
 from common.settings.settings import Settings
@@ -133,12 +134,13 @@ class Agent:
         while True:
             try:
                 await self.send_heartbeat()
-                for channel, payload in self.publisher.channels.repeated_messages():
+                for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):
                     await self.redis.publish(channel, payload)
             except ERRORS as error:
                 log.warning("heartbeat failed: %s", describe_error(error))
+            pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.heartbeat_now.wait(), min(REPEAT_S, self.settings.heartbeat_s))
+                await asyncio.wait_for(self.heartbeat_now.wait(), pause_s)
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:

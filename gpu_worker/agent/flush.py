@@ -16,7 +16,7 @@ from gpu_worker.agent.state import AgentState
 
 log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 0.1
+REPORT_INTERVAL_S = 0.5
 RETRY_S = 0.05
 
 

@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from common.beats import until_beat
+
 CHECK_INTERVAL_S = 1.0
 MAX_COUNTED_S = 2.0
 """What one check counts at most: if it comes later, this process was stopped or kept off its core, and has
@@ -46,7 +48,7 @@ class Watchdog:
     async def run(self) -> None:
         """Check once a second. Raises EngineStuck."""
         while True:
-            await asyncio.sleep(CHECK_INTERVAL_S)
+            await asyncio.sleep(until_beat(CHECK_INTERVAL_S))
             self.check()
 
     def check(self) -> None:

@@ -105,4 +105,5 @@ async def keeping(
         yield server, port
     finally:
         server.should_exit = True
+        server.told.set()
         await task

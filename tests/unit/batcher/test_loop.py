@@ -9,7 +9,6 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from api.admin import timeline
-from batcher import loop
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease
 from batcher.loop import Batcher
@@ -26,8 +25,8 @@ from tests.support.broker_state import KEYS, admit, make_request, start_worker
 @pytest.fixture
 async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Batcher]:
     """One that waits for no entry: what its tests write is there before a turn."""
-    monkeypatch.setattr(loop, "READ_WAIT_MS", 1)
     monkeypatch.setattr(Housekeeping, "left_ms", 0)
+    monkeypatch.setattr(Housekeeping, "wait_ms", 1)
     lease = Lease(redis, KEYS, "b0-1", 60.0)
     batcher = Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
     yield batcher
@@ -219,7 +218,7 @@ async def test_a_turn_with_something_to_do_waits_for_no_entry(
     await batcher.start_epoch()
     await admit(redis, make_request("r1"))
     await turns(batcher)
-    monkeypatch.setattr(loop, "READ_WAIT_MS", 60_000)
+    monkeypatch.setattr(Housekeeping, "wait_ms", 60_000)
     dead = [["w1"]]
 
     async def run(*_: object) -> list[str]:
@@ -259,7 +258,7 @@ async def test_entries_are_read_while_plans_are_written(
     await admit(redis, make_request("r1"))
     while not batcher.pending:
         await batcher.turn()
-    monkeypatch.setattr(loop, "READ_WAIT_MS", 60_000)
+    monkeypatch.setattr(Housekeeping, "wait_ms", 60_000)
     client, real = batcher.pending.client, batcher.pending.client.run_scripts
 
     async def late(calls: Sequence[ScriptCall]) -> list[Any]:

@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
+from collections.abc import Iterator
+
+import pytest
 
 from api.event_loop import pace
-from api.event_loop.pace import Pace, Turns
+from api.event_loop.pace import Pace, PacedQueue, Turns
 
 
 async def count_turns(counts: list[int]) -> None:
@@ -22,6 +25,35 @@ async def test_other_tasks_have_their_turn_after_each_slice() -> None:
     await paced.step(5 * pace.MAX_UNITS)
     assert counts[0] >= 11
     others.cancel()
+
+
+async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, queue, done = asyncio.get_running_loop(), PacedQueue(), []
+    monkeypatch.setattr(loop, "time", lambda: 1.0)  # uvloop's stands still within a turn
+    monkeypatch.setattr(pace, "MAX_S", 3600.0)
+    running = asyncio.create_task(queue.run())
+
+    def part(number: int, size: int) -> Iterator[int]:
+        for i in range(size):
+            done.append((number, i))
+            yield 1
+
+    queue.add(part(0, 3))
+    assert len(done) == 3, "a short one is done when it comes"
+    for number in range(1, 100):
+        queue.add(part(number, number % 70))
+    sizes = [len(done)]
+    while queue.parts:
+        await asyncio.sleep(0)
+        sizes.append(len(done))
+    assert max(after - before for before, after in itertools.pairwise([0, *sizes])) <= pace.MAX_UNITS
+    expected = [(0, i) for i in range(3)] + [
+        (number, i) for number in range(1, 100) for i in range(number % 70)
+    ]
+    assert done == expected
+    running.cancel()
 
 
 async def test_of_many_tasks_only_some_begin_in_one_turn_and_all_in_order() -> None:

@@ -54,6 +54,7 @@ async def serving(
         yield server, task, f"http://{host}:{port}"
     finally:
         server.should_exit = True
+        server.told.set()
         await task
 
 
@@ -134,3 +135,10 @@ async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) ->
         assert refused.status_code == 503
         assert "this gateway is shutting down" in refused.text
         assert (await client.get("/docs")).status_code == 200
+
+
+async def test_a_server_hears_at_once_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.http.draining.SERVING_TICK_S", 3600.0)
+    async with serving(SlowApp(), 60) as (server, task, _):
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.wait_for(asyncio.shield(task), END_S)

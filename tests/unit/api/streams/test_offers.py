@@ -23,7 +23,7 @@ async def publish(relay: Relay, number: int, *events: Tokens | Terminal, source:
     """A message that has come."""
     new = [event for event in events if isinstance(event, Tokens)]
     ends = [event for event in events if isinstance(event, Terminal)]
-    await relay.on_message(encode(Events(source, number, new, ends)))
+    list(relay.deliver(encode(Events(source, number, new, ends))))
 
 
 async def shown(

@@ -73,7 +73,7 @@ async def test_missed_messages_request_a_fill(messages: list[bytes], missed: boo
     relay.add(new_stream())
     for message in messages:
         relay.filler.doubtful.clear()
-        await relay.on_message(message)
+        list(relay.deliver(message))
     assert bool(relay.filler.doubtful) == missed
 
 

@@ -49,3 +49,11 @@ def test_numbers_go_on_after_an_idle_time(now_s: list[float]) -> None:
     assert repeated(channels) == {}
     assert channels.next_number("a") == 2
     assert repeated(channels) == {"a": Events("w0-1", 2)}
+
+
+def test_a_channel_that_had_a_message_just_now_is_not_repeated(now_s: list[float]) -> None:
+    channels = ChannelSequences("w0-1")
+    channels.next_number("silent")
+    now_s[0] += 0.25
+    channels.next_number("busy")
+    assert [channel for channel, _ in channels.repeated_messages(0.25)] == ["silent"]
