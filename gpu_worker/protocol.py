@@ -45,6 +45,7 @@ class StartRow:
         prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
             likeliest tokens at each place; None reports nothing of them.
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
+        priority: the lower, the sooner its prompt is computed.
     """
 
     row: int
@@ -56,6 +57,7 @@ class StartRow:
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     num_cached: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Grant:
     Attributes:
         until: the last step that may be run; never smaller than in an earlier grant.
         prefill_tokens, mixed_prefill_tokens: prompt tokens in one step, over all rows, and in one in which
-            rows decode, too (0: as many). Longer prompts are chunked, in the order of starts.
+            rows decode, too (0: as many). Longer prompts are chunked.
         max_rows: in one step, the first that have not ended (0: no bound).
         starts: rows that start; one that has its last token already is reported ended.
         blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
@@ -233,15 +235,8 @@ def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: 
 def make_start_row(*values: Any) -> StartRow:
     row, ids, base, blocks, stopping, sampling, *others = values
     limits: list[Any] = [[*value] if isinstance(value, tuple) else value for value in stopping]
-    return StartRow(
-        row,
-        ids,
-        base,
-        blocks,
-        StoppingParams(*limits),
-        sampling and from_bytes(SamplingParams, sampling),
-        *others,
-    )
+    sampling = sampling and from_bytes(SamplingParams, sampling)
+    return StartRow(row, ids, base, blocks, StoppingParams(*limits), sampling, *others)
 
 
 CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {

@@ -44,6 +44,8 @@ class Row:
         sample_place: place of its token among those sampled by the last launched step that held it.
         in_flight: steps launched with this row and not read yet.
         proposer: proposes tokens that are checked in the step of the one before them; None proposes none.
+        priority: the lower, the sooner its prompt is computed.
+        num_passed: steps that computed others' prompts and nothing of its own.
     """
 
     number: int
@@ -63,6 +65,8 @@ class Row:
     in_flight: int = 0
     proposer: Proposer | None = None
     ended: bool = False
+    priority: int = 0
+    num_passed: int = 0
 
     @classmethod
     def of(
@@ -97,6 +101,7 @@ class Row:
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
             proposer=make_proposer(ids, grammar) if make_proposer else None,
+            priority=start.priority,
         )
 
     @property

@@ -81,8 +81,8 @@ def confirmed(sampled: Sequence[int], proposed: Sequence[int]) -> list[int]:
 
 
 def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
-    """Put slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts in
-    the order of starts.
+    """Put slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts as
+    they come.
     """
     decoding = [row_slice for row_slice in slices if row_slice.decodes]
     prompts = [row_slice for row_slice in slices if not row_slice.decodes]

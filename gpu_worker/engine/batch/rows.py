@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from common.messages.packing import pack_floats, pack_ids
+from gpu_worker.engine.batch import prefill
 from gpu_worker.engine.batch.row import GrammarFactory, ProposerFactory, Row, no_grammars
 from gpu_worker.engine.batch.row_slice import RowSlice, arrange, confirmed, decode_slice, place_samples
 from gpu_worker.engine.batch.step_result import (
@@ -132,8 +133,7 @@ class Rows:
         """Choose what the next step computes: a token of each row that decodes and its proposals, then
         chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
         """
-        slices, prompts, scores_left = [], [], self.max_scored_tokens
-        places = self.max_rows
+        slices, prompts, places = [], [], self.max_rows
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens:
                 continue
@@ -147,17 +147,8 @@ class Rows:
                 prompts.append(row)
             elif room > 0:
                 slices.append(decode_slice(row, room, self.recompute_length, is_read_late))
-        tokens_left = self.mixed_prefill_tokens if slices else self.prefill_tokens
-        for row in prompts:
-            begin, scored = row.kv_len, row.prompt_logprobs is not None
-            room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
-            count = min(room, prefill, tokens_left, scores_left if scored else tokens_left)
-            if count > 0:
-                samples = count == prefill
-                num_scored = count - samples if scored else 0
-                slices.append(RowSlice(row, begin, count, samples, num_scored=num_scored))
-                tokens_left -= count
-                scores_left -= count if scored else 0
+        budget = self.mixed_prefill_tokens if slices else self.prefill_tokens
+        slices += prefill.chunks(prompts, self.block_size, budget, self.max_scored_tokens)
         return slices
 
     def collect(

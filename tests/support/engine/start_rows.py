@@ -18,6 +18,7 @@ def start_row(
     top_n_tokens: int = 0,
     prompt_logprobs: int | None = None,
     num_cached: int = 0,
+    priority: int = 0,
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -31,4 +32,5 @@ def start_row(
         top_n_tokens,
         prompt_logprobs,
         num_cached,
+        priority,
     )

@@ -11,6 +11,8 @@ from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart
+from common.messages.service_class import class_rank
+from gpu_worker.engine.batch.prefill import PATIENCE
 
 
 def generated_id(index: int) -> int:
@@ -26,6 +28,7 @@ class SimulatedRow:
     num_tokens: int = 0
     told_as: tuple[int, int] = (0, 0)
     is_ahead: bool = False
+    num_passed: int = 0
     ids: bytes = b""
     hashes: bytes = b""
 
@@ -46,6 +49,13 @@ class SimulatedRow:
     @property
     def prefilled(self) -> bool:
         return self.kv_len >= self.target
+
+    @property
+    def place_in_line(self) -> tuple[int, int]:
+        """As in the engine's prefill."""
+        if self.num_passed >= PATIENCE:
+            return -1, 0
+        return class_rank(self.start.request.priority), self.target - self.kv_len
 
     @property
     def generated_hashes(self) -> bytes:
@@ -142,29 +152,34 @@ class SimulatedWorker:
         """One step, if one is granted and a row can take part."""
         in_step = list(islice(self.rows.items(), self.max_rows))
         self.most_rows = max(self.most_rows, len(in_step))
-        decodes = any(row.prefilled for _, row in in_step)
-        budget = self.mixed_prefill_tokens if decodes else self.prefill_tokens
+        decoding = [item for item in in_step if item[1].prefilled]
+        prompts = [item for item in in_step if not item[1].prefilled]
+        budget = self.mixed_prefill_tokens if decoding else self.prefill_tokens
         took_part = False
         if self.step >= self.until:
             return False
-        for number, row in in_step:
-            room = len(row.blocks) * self.block_size - row.kv_len
-            if not row.prefilled:
-                chunk = min(row.target - row.kv_len, budget, room)
-                budget -= chunk
-                row.kv_len += chunk
-                self.num_prefilled += chunk
-                self.fill(row, chunk)
-                took_part = took_part or chunk > 0
-                if row.prefilled:
-                    row.told_as = row.kv_len, self.step + 1
-                    self.report.prefilled.append((number, *row.told_as))
-                    self.sample(number, row)
-            elif room > 0:
+        for number, row in decoding:
+            if room := self.room(row):
                 took_part = True
                 self.decode(number, row, min(room, 1 + self.draw.randint(0, self.num_speculated)))
+        for number, row in sorted(prompts, key=lambda item: item[1].place_in_line):
+            chunk = min(row.target - row.kv_len, budget, self.room(row))
+            row.num_passed += self.room(row) > 0 and not chunk
+            budget -= chunk
+            row.kv_len += chunk
+            self.num_prefilled += chunk
+            self.fill(row, chunk)
+            took_part = took_part or chunk > 0
+            if row.prefilled:
+                row.told_as = row.kv_len, self.step + 1
+                self.report.prefilled.append((number, *row.told_as))
+                self.sample(number, row)
         self.step += took_part
         return took_part
+
+    def room(self, row: SimulatedRow) -> int:
+        """Slots of a row's blocks that are not filled."""
+        return len(row.blocks) * self.block_size - row.kv_len
 
     def decode(self, number: int, row: SimulatedRow, most: int) -> None:
         """A token, and more where its proposals were right."""

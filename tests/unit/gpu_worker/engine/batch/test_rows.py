@@ -17,7 +17,6 @@ from tests.support.engine.row_steps import (
     collect,
     rows_with,
     run_step,
-    sampled_indices,
     sampled_rows,
     spans_of,
     start,
@@ -25,87 +24,6 @@ from tests.support.engine.row_steps import (
 from tests.support.engine.start_rows import start_row
 
 EMPTY_LOGPROBS = PromptLogprobs(b"", b"", b"")
-
-
-def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> None:
-    rows = rows_with(start(0, 2), start(1, 10), start(2, 5), prefill_tokens=8)
-    shapes = []
-    for _ in range(4):
-        slices, result = run_step(rows)
-        shapes.append(slices)
-    assert shapes == [
-        [(0, 0, 2, True), (1, 0, 6, False)],
-        [(0, 2, 1, True), (1, 6, 4, True), (2, 0, 4, False)],
-        [(1, 10, 1, True), (0, 3, 1, True), (2, 4, 1, True)],
-        [(1, 11, 1, True), (2, 5, 1, True), (0, 4, 1, True)],
-    ]
-    assert sampled_indices(result) == [2, 1, 3]
-
-
-def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
-    rows = Rows(BLOCK, [EOS])
-    rows.apply(Grant(1000, 8, [start(0, 12), start(1, 2), start(2, 6)], mixed_prefill_tokens=3))
-    shapes, counts = [], []
-    for _ in range(5):
-        slices, result = run_step(rows)
-        shapes.append(slices)
-        counts.append(result.prefill_tokens)
-    assert shapes[:3] == [
-        [(0, 0, 8, False)],
-        [(0, 8, 4, True), (1, 0, 2, True), (2, 0, 2, False)],
-        [(0, 12, 1, True), (1, 2, 1, True), (2, 2, 3, False)],
-    ]
-    assert counts == [8, 8, 3, 0, 0], "a prompt's last token alone is a step like that of a row that decodes"
-    rows.apply(Grant(1000, 8, [start(3, 5)]))
-    assert run_step(rows)[0][-1] == (3, 0, 5, True), "a grant without the number has no such limit"
-
-
-def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
-    """The token after the last of a prompt is sampled; those after the others are scored."""
-    rows = Rows(BLOCK, [EOS], max_scored_tokens=3)
-    rows.apply(
-        Grant(
-            1000,
-            1000,
-            [
-                start(0, 5, prompt_logprobs=0),
-                start(1, 4),
-                start(2, 3, prompt_logprobs=1),
-                start(3, 1, prompt_logprobs=0),
-            ],
-        )
-    )
-    shapes, scored = [], []
-    for _ in range(4):
-        slices = rows.launch()
-        shapes.append(
-            [
-                (
-                    row_slice.row.number,
-                    row_slice.begin,
-                    row_slice.count,
-                    row_slice.samples,
-                    row_slice.num_scored,
-                )
-                for row_slice in slices
-                if not row_slice.decodes
-            ]
-        )
-        num_samples = sum(row_slice.samples for row_slice in slices)
-        rows.collect(
-            slices,
-            [TEXT] * num_samples,
-            [-0.5] * num_samples,
-            prompt_logprobs=[EMPTY_LOGPROBS for row_slice in slices if row_slice.num_scored],
-        )
-        scored.append([(row, first) for row, first, *_ in rows.take_result().prompt_logprobs])
-    assert shapes == [
-        [(0, 0, 3, False, 3), (1, 0, 4, True, 0)],
-        [(0, 3, 2, True, 1), (2, 0, 1, False, 1)],
-        [(2, 1, 2, True, 1), (3, 0, 1, True, 0)],
-        [],
-    ]
-    assert scored == [[(0, 1)], [(0, 4), (2, 1)], [(2, 2)], []]
 
 
 def test_a_row_that_has_ended_reports_no_logprobs_of_its_prompt() -> None:
@@ -118,7 +36,7 @@ def test_a_row_that_has_ended_reports_no_logprobs_of_its_prompt() -> None:
 
 def test_a_row_in_flight_continues_from_a_sample_that_is_not_collected_yet() -> None:
     """Its input has a place among the samples of that step; once it is collected, the host knows the id."""
-    rows = rows_with(start(0, 2), start(1, 10), start(2, 3), prefill_tokens=8)
+    rows = rows_with(start(0, 2), start(1, 10), start(2, 3, priority=1), prefill_tokens=8)
     steps = [rows.launch()]
     for _ in range(4):
         steps.append(rows.launch())
@@ -148,7 +66,7 @@ def test_no_step_beyond_the_grant() -> None:
 
 
 def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
-    rows = rows_with(start(0, 3, num_blocks=1), start(1, 1))
+    rows = rows_with(start(0, 3, num_blocks=1), start(1, 1, priority=1))
     assert run_step(rows)[0] == [(0, 0, 3, True), (1, 0, 1, True)]
     assert run_step(rows)[0] == [(0, 3, 1, True), (1, 1, 1, True)]
     assert run_step(rows)[0] == [(1, 2, 1, True)]
@@ -158,7 +76,7 @@ def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
 
 
 def test_a_prompt_is_computed_as_far_as_its_blocks_reach() -> None:
-    rows = rows_with(start(0, 10, num_blocks=2), start(1, 3), prefill_tokens=12)
+    rows = rows_with(start(0, 10, num_blocks=2), start(1, 3, priority=1), prefill_tokens=12)
     assert run_step(rows)[0] == [(0, 0, 8, False), (1, 0, 3, True)]
     assert run_step(rows)[0] == [(1, 3, 1, True)]
 
