@@ -37,6 +37,13 @@ def find_known(replica: Replica, sequence: Sequence, waits: bool) -> tuple[int, 
     return here * replica.block_size, None
 
 
+def is_as_large(tokens: tuple[float, float], others: tuple[float, float]) -> bool:
+    """Whether a request needs no fewer tokens than another at the shortest horizon, and at the longest: so at
+    none between them.
+    """
+    return tokens[0] >= others[0] and tokens[1] >= others[1]
+
+
 class Placement:
     """The workers that may be given rows.
 
@@ -44,7 +51,8 @@ class Placement:
         levels: by number of rows: the workers that have so many.
         with_batch: those of them with rows of the class `batch`, the one that changed last at the end.
         changes: number of the last change of each worker, the newest last.
-        refusal: tokens that no worker had room for, and the number of the last change before that.
+        refusal: tokens, at the shortest and the longest horizon, that no worker had room for, and the number
+            of the last change before that.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -58,7 +66,7 @@ class Placement:
         self.block_size = 1
         self.changes: OrderedDict[Replica, int] = OrderedDict()
         self.num_changes = 0
-        self.refusal = (math.inf, 0)
+        self.refusal = ((math.inf, math.inf), 0)
 
     def open(self, replicas: Collection[Replica]) -> None:
         """Give rows to these workers, and to no others."""
@@ -98,15 +106,16 @@ class Placement:
             self.num_rows += num_rows
             self.levels.setdefault(num_rows, {})[replica] = None
 
-    def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
-        """Return the worker that has most of the request computed, unless others have far fewer rows; None if
-        none can start it. With it comes a row if the request should start when that has computed its prompt.
+    def choose(self, sequence: Sequence, knowing: list[Replica]) -> tuple[Replica | None, PlacedRow | None]:
+        """Return the worker that has most of the request computed, of those `knowing` its beginning, unless
+        others have far fewer rows; None if none can start it. With it comes a row if the request should start
+        when that has computed its prompt.
 
         A worker without rows comes before one whose rows are more than its share, whatever is cached, and
         before one that still computes. Only choices of one answer stay together for what they share.
         """
         fewest = self.fewest_rows(sequence)
-        sharing = self.sharing(sequence)
+        sharing = [replica for replica in knowing if replica.can_start(sequence)]
         if not sharing:
             return fewest, None
         num_siblings = sequence.request.num_choices - 1
@@ -125,9 +134,10 @@ class Placement:
         """Return the worker with the fewest rows of those that can start a request, and the most free blocks
         of some of these.
         """
-        tokens = sequence.kv_ahead(min(LEAST_HORIZON, self.limits.max_horizon))
+        longest = self.limits.max_horizon
+        tokens = sequence.kv_ahead(min(LEAST_HORIZON, longest)), sequence.kv_ahead(longest)
         behind = 0 if sequence.crash_count else sequence.refused_at
-        if not behind and tokens >= self.refusal[0] and not sequence.crash_count:
+        if not behind and is_as_large(tokens, self.refusal[0]) and not sequence.crash_count:
             behind = self.refusal[1]
         if behind:
             able = [replica for replica in self.changed(behind) if replica.can_start(sequence)]
@@ -136,7 +146,7 @@ class Placement:
         elif (found := self.first_able(sequence)) is not None:
             return found
         sequence.refused_at = self.num_changes
-        if tokens <= self.refusal[0] or self.num_changes - self.refusal[1] > RECENT:
+        if is_as_large(self.refusal[0], tokens) or self.num_changes - self.refusal[1] > RECENT:
             self.refusal = (tokens, self.num_changes) if not sequence.crash_count else self.refusal
         return None
 
@@ -160,8 +170,8 @@ class Placement:
                 return
             yield replica
 
-    def sharing(self, sequence: Sequence) -> list[Replica]:
-        """Workers that can start a request and know its beginning; first those that know most of it."""
+    def knowing(self, sequence: Sequence) -> list[Replica]:
+        """Some workers that know the beginning of a request; first those that know most of it."""
         if not sequence.block_hashes or not self.index.first:
             return []
         found: dict[Replica, None] = {}
@@ -170,4 +180,4 @@ class Placement:
                 found[self.replicas[cache]] = None
             if len(found) >= FEW:
                 break
-        return [replica for replica in found if replica.can_start(sequence)]
+        return list(found)

@@ -74,6 +74,11 @@ class Sequence:
     def num_prompt(self) -> int:
         return self.request.num_prompt
 
+    @property
+    def has_victim(self) -> bool:
+        """Whether the row that makes room for it has not ended."""
+        return self.victim is not None and self.victim.sequence.row is self.victim
+
     def commit(self, records: bytes) -> None:
         """Set what is committed."""
         self.records = records

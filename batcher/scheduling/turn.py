@@ -1,7 +1,8 @@
 """Turn: where requests start in one turn of the scheduler, in which they come in order."""
 
+from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from batcher.scheduling.placement import FEW
 from batcher.scheduling.preemption import has_progressed, importance
@@ -18,51 +19,61 @@ class Turn:
     Attributes:
         is_open: whether requests may stand by: nobody may behind one that waits for a place and may not
             stand by, or every place that a row leaves would be taken before it comes to that one.
+        promised: places of rows that were preempted for requests which still wait for them.
     """
 
     def __init__(self, workers: WorkerSet) -> None:
         self.workers = workers
         self.placement = workers.placement
         self.is_open = True
+        self.promised: Counter[Replica] = Counter()
 
     def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
         """Return where a request starts, as `Placement.choose`; where it has no place at once, where batch
         rows leave it one, or else where it stands by.
         """
-        replica, row = self.placement.choose(sequence)
+        knowing = self.placement.knowing(sequence)
+        replica, row = self.placement.choose(sequence, knowing)
         if replica is None:
-            replica = self.make_room(sequence)
+            replica = self.make_room(sequence, knowing)
         if replica is None:
             self.is_open = self.is_open and may_stand_by(sequence)
-            replica = next(self.able_to_hold(sequence), None)
+            replica = next(self.able_to_hold(sequence, knowing), None)
+        if replica is None and sequence.victim and sequence.has_victim:
+            self.promised[self.workers.replicas[sequence.victim.worker]] += 1
         return replica, row
 
-    def able_to_hold(self, sequence: Sequence) -> Iterator[Replica]:
-        """Full workers where a request may stand by, first those where the fewest do."""
+    def able_to_hold(self, sequence: Sequence, knowing: list[Replica]) -> Iterator[Replica]:
+        """Full workers where a request may stand by: first those that know its beginning, then those where
+        the fewest do.
+        """
         num_places = self.placement.limits.max_batch_size
-        for level in sorted(level for level in self.placement.levels if level >= num_places and self.is_open):
-            for replica in islice(self.placement.levels[level], FEW):
-                may_hold = replica.capacity.standby and level - num_places < max_standby(
-                    num_places, replica.pace.ends_per_trip
-                )
-                if may_hold and replica.has_blocks(sequence):
-                    yield replica
+        full = sorted(level for level in self.placement.levels if level >= num_places) if self.is_open else []
+        fewest = (replica for level in full for replica in islice(self.placement.levels[level], FEW))
+        for replica in chain(knowing if full else (), fewest):
+            num_standby = replica.num_due - num_places
+            may_hold = replica.capacity.standby and 0 <= num_standby < max_standby(
+                num_places, replica.pace.ends_per_trip
+            )
+            if may_hold and replica.has_blocks(sequence):
+                yield replica
 
-    def make_room(self, sequence: Sequence) -> Replica | None:
-        """Have batch rows make room for a more urgent request. Return the worker where it takes the place of
-        one at the same step boundary; None where it must wait until they have released their blocks, or where
-        none can go.
+    def make_room(self, sequence: Sequence, knowing: list[Replica]) -> Replica | None:
+        """Have batch rows make room for a more urgent request, rather where its beginning is known. Return
+        the worker where it takes the place of one at the same step boundary; None where it must wait until
+        they have released their blocks, or where none can go.
         """
         if sequence.rank == LEAST_URGENT or sequence.crash_count:
             return None
-        victim = sequence.victim
-        has_victim = victim is not None and victim.sequence.row is victim
-        for replica in list(islice(self.placement.with_batch, FEW)):
+        has_victim = sequence.has_victim
+        with_batch = self.placement.with_batch
+        known = (replica for replica in knowing if replica in with_batch)
+        for replica in dict.fromkeys((*known, *islice(with_batch, FEW))):
             takes_place = may_stand_by(sequence) and replica.capacity.standby and replica.has_blocks(sequence)
             may_wait = not has_victim and not any(row.stopping for row in replica.running)
             if not (takes_place or may_wait) or sequence.max_kv > replica.capacity.max_total_tokens:
                 continue  # before all rows are looked at: several requests of each turn come here
-            count, victims = rows_in_the_way(replica)
+            count, victims = rows_in_the_way(replica, self.promised[replica])
             if count > len(victims):
                 continue
             if takes_place:
@@ -80,12 +91,13 @@ class Turn:
         self.workers.note_change(replica)
 
 
-def rows_in_the_way(replica: Replica) -> tuple[int, list[PlacedRow]]:
-    """Return how many rows must stop before one more has a place, and the batch rows that may: first those
-    that stand by, then, the youngest request first, those that have filled a block since they started.
+def rows_in_the_way(replica: Replica, num_promised: int = 0) -> tuple[int, list[PlacedRow]]:
+    """Return how many rows must stop before one more has a place, beside those that are promised, and the
+    batch rows that may: first those that stand by, then, the youngest request first, those that have filled a
+    block since they started.
     """
-    num_stopping = sum(bool(row.stopping) for row in replica.running)
-    count = max(0, replica.num_due - num_stopping + 1 - replica.limits.max_batch_size)
+    num_staying = replica.num_due - sum(bool(row.stopping) for row in replica.running)
+    count = max(0, num_staying + num_promised + 1 - replica.limits.max_batch_size)
     able = [row for row in replica.batch_rows if not (row.stopping or row.sequence.stays)]
     waiting = set(standby_rows(replica))
     standing_by = [row for row in able if row in waiting]

@@ -126,7 +126,9 @@ def in_turn() -> object:
     """Return a placement that gives each worker a request in turn."""
     numbers = itertools.count()
 
-    def choose(placement: Placement, sequence: Sequence) -> tuple[Replica | None, None]:
+    def choose(
+        placement: Placement, sequence: Sequence, knowing: list[Replica]
+    ) -> tuple[Replica | None, None]:
         able = [replica for replica in placement.rows if replica.can_start(sequence)]
         return (able[next(numbers) % len(able)] if able else None), None
 

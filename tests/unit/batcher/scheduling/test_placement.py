@@ -92,6 +92,18 @@ def test_a_worker_that_joins_gets_what_waits_then_what_comes() -> None:
     assert len(pool.finished) == 8
 
 
+def test_what_fits_is_not_refused_for_one_that_needs_more_at_a_long_horizon() -> None:
+    """Where 128 steps are granted ahead, the other needs 198 tokens; at the shortest horizon 102."""
+    pool = Pool(1, num_blocks=200, seed=1, eos_chance=0)
+    [replica] = pool.scheduler.replicas.values()
+    replica.pace.late_trip_steps = 62
+    replica.pool.allocate(190)
+    other, fits = request("other", 70, 1000, 0), request("fits", 100, 10, 1)
+    pool.add(other, fits)
+    pool.decide()
+    assert other.waiting and not fits.waiting
+
+
 class Calls:
     """Counts how often workers are asked for a plan, and whether they can start a request."""
 

@@ -136,6 +136,23 @@ def test_nobody_stands_by_where_another_worker_has_room() -> None:
     pool.check_blocks_returned()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_request_stands_by_where_its_beginning_is_known(first: int) -> None:
+    pool = Pool(2, 2000, seed=1, limits=LIMITS, eos_chance=0)
+    chats = [[1000 * i + j for j in range(200)] for i in range(2)]
+    pool.add(*(sharing_request(f"c{i}", chat, 20, i) for i, chat in enumerate(chats)))
+    for _ in range(50):
+        pool.turn()
+    pool.add(*(request(f"r{i}", 8, 200, 10 + i) for i in range(2 * ROWS)))
+    pool.turn()
+    again = [sharing_request(f"again{i}", [*chat, 7], 20, 100 + i) for i, chat in enumerate(chats)]
+    pool.add(again[first])
+    pool.decide()
+    pool.add(again[1 - first])
+    pool.decide()
+    assert [one.row and one.row.num_cached for one in again] == [192, 192]
+
+
 def test_a_row_that_stands_by_gives_its_blocks_to_one_that_lacks_them() -> None:
     """Else they would wait for each other, where nothing else runs."""
     replica = Replica(make_replica(num_blocks=6).capacity, WorkerLimits(max_batch_size=1))

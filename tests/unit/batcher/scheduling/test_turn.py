@@ -89,6 +89,45 @@ def test_an_urgent_request_stays_where_it_takes_a_place_though_another_worker_ge
     assert pool.scheduler.replicas[other].num_running < PLACES and not urgent.row.stopping
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_urgent_take_places_where_their_beginning_is_known(first: int) -> None:
+    pool = Pool(2, 2000, seed=1, limits=LIMITS, eos_chance=0)
+    chats = [[1000 * i + j for j in range(200)] for i in range(2)]
+    pool.add(*(urgent_sharing(f"c{i}", chat, i) for i, chat in enumerate(chats)))
+    for _ in range(50):
+        pool.turn()
+    pool.add(*(ranked(f"b{i}", 2, entry=10 + i) for i in range(3 * PLACES)))
+    for _ in range(8):
+        pool.turn()
+    again = [urgent_sharing(f"again{i}", [*chat, 7], 100 + i) for i, chat in enumerate(chats)]
+    pool.add(again[first])
+    pool.decide()
+    pool.add(again[1 - first])
+    pool.decide()
+    assert [one.row and one.row.num_cached for one in again] == [192, 192]
+
+
+def urgent_sharing(name: str, prompt: list[int], entry: int, num_choices: int = 1) -> Sequence:
+    sequence = sharing_request(name, prompt, 20, entry, num_choices=num_choices)
+    sequence.rank = 0
+    return sequence
+
+
+def test_a_place_that_is_made_for_a_request_is_not_taken_by_those_behind_it() -> None:
+    """Choices of one answer may not stand by, so that it waits until the place is free."""
+    pool = batch_pool()
+    choice = urgent_sharing("c", [*range(40)], 100, num_choices=2)
+    pool.add(choice)
+    for i in range(3):
+        later = ranked(f"u{i}", 0, entry=200 + i)
+        pool.add(later)
+        pool.turn()
+        assert later.row or later.attempt, "whoever may stand by takes another place meanwhile"
+    assert not choice.waiting
+    pool.run()
+    pool.check_blocks_returned()
+
+
 def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     """Not more of them than it needs, though it waits for their release."""
     pool = batch_pool(num_blocks=PLACES * 8)
