@@ -42,7 +42,8 @@ class Admission:
     """Admits the requests of one gateway to one pool.
 
     Attributes:
-        permits: limit the commands that are with the broker at once.
+        admissions: limit those that are with the broker at once: clients wait for them.
+        permits: limit the other commands, of which jobs and cleanups may have hundreds.
         cleanups: tasks that cancel and delete requests whose streams were released.
         waits: tasks that hold streams whose clients have left and may come back.
     """
@@ -69,6 +70,7 @@ class Admission:
         self.admit_call = AdmitCall(redis, keys, settings)
         self.cancel_script = script(redis, "cancel")
         self.forget_script = script(redis, "readers/forget")
+        self.admissions = asyncio.Semaphore(MAX_COMMANDS)
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
         self.waits: set[asyncio.Task[None]] = set()
@@ -139,7 +141,7 @@ class Admission:
 
     async def send_admit(self, request: Generate, answer: bytes) -> list[Any]:
         """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
-        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.permits:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.admissions:
             try:
                 return await self.admit_call(request, answer)
             except NOT_EXECUTED:

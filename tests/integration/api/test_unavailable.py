@@ -24,7 +24,9 @@ TOKENIZER = model_tokenizer().backend
 BODY = {"inputs": "a"}
 
 
-@pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
+@pytest.mark.parametrize(
+    "limits", [{"max_concurrent_requests": 1}, {"max_queued_tokens": 1}, {"max_queued_bytes": 250}]
+)
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_full_queue_is_429_before_any_frame(
     broker: Broker, limits: dict[str, Any], path: str
