@@ -50,6 +50,7 @@ class Player:
     steps: list[StepResult] = field(default_factory=list)
     until: int = 0
     kept: set[int] = field(default_factory=set)
+    tables: dict[int, list[int]] = field(default_factory=dict)
 
     def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> StartRow:
         """A row that owns blocks for its first chunk only; `run` grants the others. `params` as in
@@ -64,9 +65,24 @@ class Player:
         blocks = [*cached, *self.take(1)]
         params["num_cached"] = len(cached) * self.engine.block_size
         self.rows[number] = Played(len(ids), blocks)
+        self.tables[number] = blocks
         self.ids[number] = []
         self.starts[number] = start_row(number, ids, end, base, blocks, **params)
         return self.starts[number]
+
+    def start_resumed(self, numbers: Sequence[int], end: int, base: int, by: int) -> list[StartRow]:
+        """Rows, `by` higher in number, that go on behind the first `base` tokens of others: in blocks that
+        these, which have ended, have filled and kept.
+        """
+        starts = []
+        for number in numbers:
+            first, ids = self.starts[number], self.ids[number][:base]
+            known = [*unpacked(first.ids), *ids]
+            blocks = self.tables[number][: (len(known) - 1) // self.engine.block_size]
+            params = {"sampling": first.sampling, "ignore_eos": first.stopping.ignore_eos}
+            starts.append(self.start_behind(blocks, by + number, known, end, base, **params))
+        assert any(start.num_cached for start in starts)
+        return starts
 
     def take(self, count: int) -> list[int]:
         self.free.sort()

@@ -14,6 +14,7 @@ from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import Engine
+from gpu_worker.protocol import StartRow
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids
@@ -42,28 +43,39 @@ def engine() -> Iterator[Engine]:
     yield Engine(Settings(**SETTINGS))
 
 
+def player(engine: Engine, prefill_tokens: int = 1000) -> Player:
+    return Player(engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step)
+
+
+def start(played: Player, rows: Sequence[int], shown: dict[int, list[int]] | None = None) -> list[StartRow]:
+    prompts, shown = prompt_ids([PROMPTS[place] for place in FEW]), shown or {}
+    return [
+        played.start(
+            row,
+            prompts[row] + shown.get(row, []),
+            NEW_TOKENS,
+            len(shown.get(row, [])),
+            ignore_eos=True,
+            sampling=SAMPLINGS[row % len(SAMPLINGS)],
+        )
+        for row in rows
+    ]
+
+
+def tell(played: Player, starts: Sequence[StartRow]) -> dict[int, Told]:
+    num_before, bits = len(played.steps), {one.row: b"" for one in starts}
+    ids = played.run(starts)
+    for step in played.steps[num_before:]:
+        for row, _, _, logprob in step.sampled:
+            bits[row] += np.float32(logprob).tobytes()
+    return {row: (ids[row], bits[row]) for row in bits}
+
+
 def play(
     engine: Engine, rows: Sequence[int], prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None
 ) -> dict[int, Told]:
-    shown, prompts = shown or {}, prompt_ids([PROMPTS[place] for place in FEW])
-    played = Player(
-        engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step
-    )
-    starts = []
-    for row in rows:
-        before = shown.get(row, [])
-        sampling = SAMPLINGS[row % len(SAMPLINGS)]
-        starts.append(
-            played.start(
-                row, prompts[row] + before, NEW_TOKENS, len(before), ignore_eos=True, sampling=sampling
-            )
-        )
-    ids = played.run(starts)
-    bits: dict[int, bytes] = dict.fromkeys(rows, b"")
-    for step in played.steps:
-        for row, _, _, logprob in step.sampled:
-            bits[row] += np.float32(logprob).tobytes()
-    return {row: (ids[row], bits[row]) for row in rows}
+    played = player(engine, prefill_tokens)
+    return tell(played, start(played, rows, shown))
 
 
 def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
@@ -75,6 +87,18 @@ def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
     assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, (
         "resumed"
     )
+
+
+def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
+    """Others did: of prompts in chunks, of answers one token a step."""
+    rows, played = range(len(FEW)), player(engine, prefill_tokens=7)
+    played.kept = set(played.free)
+    firsts = tell(played, start(played, rows))
+    behind = played.start_resumed(rows, NEW_TOKENS, base=9, by=100)
+    assert any(one.num_cached > len(one.ids) // 4 - 9 for one in behind), "blocks with answers, too"
+    assert tell(played, behind) == {
+        100 + row: (ids[9:], bits[4 * 9 :]) for row, (ids, bits) in firsts.items()
+    }
 
 
 @pytest.mark.slow

@@ -92,19 +92,27 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
 
 
+def player(engine: Any, prefill_tokens: int = 1000) -> Player:
+    free = list(range(1, engine.ready.num_blocks + 1))
+    return Player(engine, free, prefill_tokens, until=engine.rows.step)
+
+
 def play(
-    engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **options: Any
+    engine: Any, rows: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **options: Any
 ) -> dict[int, list[int]]:
     """All ids of rows that start with `base` tokens generated, beyond them."""
-    played = Player(
-        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
-    )
-    return played.run(
-        [
-            played.start(row, ids, NEW_TOKENS, base, ignore_eos=True, **options)
-            for row, ids in prefixes.items()
-        ]
-    )
+    played = player(engine, prefill_tokens)
+    options |= {"ignore_eos": True}
+    return played.run([played.start(row, ids, NEW_TOKENS, base, **options) for row, ids in rows.items()])
+
+
+def play_behind(engine: Any, fresh: dict[int, list[int]]) -> dict[int, list[int]]:
+    """All ids of rows behind nine tokens, in blocks that others have filled with prompts and tokens."""
+    played = player(engine)
+    played.kept = set(played.free)
+    played.run([played.start(row, ids, 9, ignore_eos=True) for row, ids in fresh.items()])
+    ids = played.run(played.start_resumed(list(fresh), NEW_TOKENS, base=9, by=100))
+    return {row: ids[100 + row] for row in fresh}
 
 
 def check(ranks: Communicator, family: str, folder: Path) -> None:
@@ -118,6 +126,8 @@ def check(ranks: Communicator, family: str, folder: Path) -> None:
         assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
         resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
         assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
+        if engine.ready.prefix_caching:
+            assert play_behind(engine, fresh) == resumed, "behind blocks of others"
 
 
 @pytest.mark.slow
@@ -186,7 +196,7 @@ def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_pat
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
     def logprobs_of(engine: Any) -> dict[int, list[float]]:
-        played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 7, until=engine.rows.step)
+        played = player(engine, 7)
         numbered = enumerate(prompts(VOCAB))
         played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in numbered])
         return played.prompt_logprobs
