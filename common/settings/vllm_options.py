@@ -12,6 +12,7 @@ from common.settings.tgi_options import (
 BY_LLGUIDANCE = "structured output is by llguidance, with bounded white space"
 NO_CONTENT = "the content of requests is never logged"
 NO_IMAGES = "models take text only"
+EDIT_CONFIG = "edit the config.json in the model's directory"
 CAPTURES = "graphs are captured for up to MAX_BATCH_SIZE rows; ENFORCE_EAGER turns them off"
 PROXY_TLS = "TLS is for a proxy in front"
 OTHER_MACHINES = "workers of other machines are started there: `tokenfleet worker` with REDIS_URL"
@@ -31,7 +32,8 @@ VLLM = (
     Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
     *options("tokenizer_mode renderer_num_workers", ("auto",), OWN_TOKENIZER),
     *options("tokenizer_revision code_revision", NONE, "REVISION holds for all files of a model"),
-    *options("hf_overrides hf_config_path", NONE, "edit the config.json in the model's directory"),
+    Option("hf_overrides", ("{}",), EDIT_CONFIG),
+    Option("hf_config_path", NONE, EDIT_CONFIG),
     Option("config_format", ("auto", "hf"), "config.json is Hugging Face's"),
     Option("model_impl", ("auto", "transformers"), "models are those of transformers"),
     *options("task runner convert", ("auto", "generate", "none"), "models generate text"),
@@ -97,7 +99,7 @@ VLLM = (
     Option("enable_prompt_embeds", OFF, "prompts are texts or token ids", bool),
     Option("tokens_only", OFF, "every route is served", bool),
     Option("logprobs_mode", ("raw_logprobs",), "log-probabilities of /v1 are the model's own"),
-    Option("rope_theta", NONE, "edit the config.json in the model's directory", float),
+    Option("rope_theta", NONE, EDIT_CONFIG, float),
     Option("scheduler_cls", NONE, IN_PYTHON),
     *options(
         "model_loader_extra_config ignore_patterns safetensors_load_strategy pt_load_map_location",

@@ -7,6 +7,8 @@ from api.tool_calls.forcing.offer import Offer
 from api.tool_calls.formats import harmony
 
 END = harmony.ENDS[0]
+MAX_ANALYSES = 3
+"""Messages of analysis before a final answer of a given form: without a bound no ending would be found."""
 
 
 def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
@@ -25,7 +27,7 @@ def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
 
 def harmony_final(lark: Lark, content: str) -> str:
     """Analysis, then the final answer, with this content."""
-    return f"({aside(lark, ['analysis'])})* {final_message(lark, content)}"
+    return f"({aside(lark, ['analysis'])}){{0,{MAX_ANALYSES}}} {final_message(lark, content)}"
 
 
 def aside(lark: Lark, channels: Sequence[str]) -> str:

@@ -30,12 +30,16 @@ test("a chat with a JSON schema", async () => {
   assert.equal(typeof JSON.parse(answer.choices[0].message.content).age, "number");
 });
 
-
-test("a tool is called", async () => {
+test("a tool is called and its result is answered", async () => {
   const parameters = { type: "object", properties: { place: { type: "string", maxLength: 12 } }, required: ["place"] };
   const tools = [{ type: "function", function: { name: "get_weather", parameters } }];
-  const body = { messages: [{ role: "user", content: "How warm is it in Rome?" }], tools, tool_choice: "required" };
-  const { message } = (await client.chatCompletion({ ...body, temperature: 0, max_tokens: 80 })).choices[0];
+  const asked = [{ role: "user", content: "How warm is it in Rome?" }];
+  const body = { tools, temperature: 0, max_tokens: 80 };
+  const { message } = (await client.chatCompletion({ ...body, messages: asked, tool_choice: "required" })).choices[0];
   assert.equal(message.tool_calls[0].function.name, "get_weather");
   assert.ok(JSON.parse(message.tool_calls[0].function.arguments).place !== undefined);
+  const results = message.tool_calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: "31 degrees" }));
+  const after = [...asked, message, ...results];
+  const answer = await client.chatCompletion({ ...body, messages: after, tool_choice: "none" });
+  assert.notEqual(answer.choices[0].message.content, "");
 });

@@ -229,3 +229,22 @@ async def test_a_route_that_is_not_there_names_what_is(client: httpx.AsyncClient
         assert path in words
     for path in ("/chat/completions", "/openai/chat/completions"):
         assert "ends with /v1" in (await client.post(path, json=CHAT)).json()["error"]
+
+
+async def test_too_long_a_prompt_has_the_code_and_the_sentence_that_clients_look_for(
+    client: httpx.AsyncClient,
+) -> None:
+    """litellm and LangChain trim the chat, or fall back to another model, by them."""
+    long = "a " * 2000
+    for path, body in (
+        ("/v1/chat/completions", user(long)),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 1024}),
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/completions", PROMPT | {"max_tokens": 1024}),
+        ("/v1/responses", {"input": long}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1024}),
+    ):
+        answer = await client.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), (path, error)
+        assert "This model's maximum context length is 1024 tokens" in error["message"]

@@ -1,9 +1,10 @@
 """Shapes that text-generation-inference's own integration tests compare: paths of answers, with types.
 
 Of its 203 snapshots those of text models have 30 shapes, many of which differ only in what its Python client
-adds as null. Ours may have more paths. Four differ on purpose: an id of an answer is not empty, functions
-that are called have no `description`, a delta has no null `tool_calls`, and a streamed completion says its
-usage only where that is wished.
+adds as null. Ours may have more paths. Five differ on purpose: an id of an answer is not empty, functions
+that are called have no `description`, a delta has no null `tool_calls`, the first and the last chunk of a
+stream with tools have neither text nor a call, and a streamed completion says its usage only where that is
+wished.
 """
 
 from collections.abc import Iterator

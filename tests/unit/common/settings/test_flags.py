@@ -39,7 +39,7 @@ SERVED = """
 --model-loader-extra-config {} --safetensors-load-strategy prefetch --use-tqdm-on-load
 --kv-offloading-backend native --prefix-caching-hash-algo sha256 --shutdown-timeout 30
 --h11-max-header-count 256 --disable-access-log-for-endpoints /health --enable-offline-docs
---quantization awq_marlin --dtype half
+--quantization awq_marlin --dtype half --hf-overrides {}
 --enable-flashinfer-autotune --scheduler-reserve-full-isl --disable-async-output-proc
 -cc.pass_config.fuse_rope_kvcache true -O.mode 3 -ac.backend=TRITON_ATTN -ep -asc 2 -dph -dcp 1
 --linear-backend flashinfer_cutlass --mamba-backend flashinfer --load-format fastsafetensors
@@ -48,7 +48,7 @@ SERVED = """
 """.strip().splitlines()
 
 REFUSED = {
-    "--hf-overrides {}": "HF_OVERRIDES: {} is not served: edit the config.json",
+    '--hf-overrides {"rope_theta":1}': 'HF_OVERRIDES: {"rope_theta":1} is not served: edit the config',
     "--kv-cache-dtype int8": "KV_CACHE_DTYPE: 'int8' is not one of auto, fp8_e4m3, fp8_e5m2",
     "--omni --port 80": "OMNI: true is not served: models take and give text only",
     "-sc.method mtp": "SPECULATIVE_CONFIG: mtp is not served: no other model proposes",

@@ -1,14 +1,15 @@
-"""Forced calls: a tiny model with random weights writes calls that are valid, in every format."""
+"""Forced calls and answers: a tiny model with random weights writes valid ones, in every format."""
 
 import asyncio
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jsonschema
 import pytest
 
-from api.tool_calls.forcing.grammar import CallChoice, call_grammar
+from api.structured_output.grammar import Grammar, source_of
+from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
 from api.tool_calls.formats.table import CALL_FORMATS
 from common import model_files
 from common.messages.request import SamplingParams
@@ -43,8 +44,13 @@ def special_ids(name: str) -> Mapping[str, int]:
     return {mark: FIRST_SPECIAL + i for i, mark in enumerate(marks)}
 
 
+def text_of(engine: Engine, tokens: Sequence[int], special_ids: Mapping[str, int]) -> str:
+    marks = {token: mark.encode() for mark, token in special_ids.items()}
+    decode = engine.matchers.vocabulary.decode_bytes
+    return b"".join(marks.get(token) or decode([token]) for token in tokens).decode(errors="replace")
+
+
 def test_a_model_without_sense_writes_valid_calls(engine: Engine) -> None:
-    vocabulary = engine.matchers.vocabulary
     player = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
     names = [name for name in CALL_FORMATS for _ in range(2)]
     starts = []
@@ -56,10 +62,22 @@ def test_a_model_without_sense_writes_valid_calls(engine: Engine) -> None:
     ids = player.run(starts)
     assert {row: why for row, (why, _) in player.ended.items()} == dict.fromkeys(ids, "eos_token")
     for row, name in enumerate(names):
-        marks = {token: mark.encode() for mark, token in special_ids(name).items()}
-        pieces = [marks.get(token) or vocabulary.decode_bytes([token]) for token in ids[row][:-1]]
-        text = b"".join(pieces).decode(errors="replace")
+        text = text_of(engine, ids[row][:-1], special_ids(name))
         answer = Reading(CALL_FORMATS[name], tools=TOOLS).read(text)
         assert len(answer.calls) == 1 and not answer.content, (name, text)
         [(function, arguments)] = answer.calls
         jsonschema.validate(json.loads(arguments), SCHEMAS[function])
+
+
+def test_a_model_without_sense_ends_harmonys_analysis_in_time_for_its_answer(engine: Engine) -> None:
+    player = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    form, ids_of = CALL_FORMATS["openai"], special_ids("openai")
+    schema = {**SCHEMAS["weather"], "required": ["city", "days"]}
+    source = after_thinking(source_of(Grammar("json", json.dumps(schema), "f")), None, "", ids_of, form)
+    params = [SamplingParams(grammar=source, temperature=1.5 * (row % 2), seed=row) for row in range(4)]
+    starts = [
+        player.start(row, [5 + row, 7], MAX_TOKENS, sampling=sampling) for row, sampling in enumerate(params)
+    ]
+    for ids in player.run(starts).values():
+        answer = Reading(form).read(text_of(engine, ids[:-1], ids_of))
+        jsonschema.validate(json.loads(answer.content), schema)
