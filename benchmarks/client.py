@@ -59,13 +59,13 @@ class EventReader:
 
     Attributes:
         place: path at which the answer goes on; empty until the server has named it.
-        last_id: of the last frame that was read.
+        num_seen: frames that were read, `[DONE]` too.
     """
 
     def __init__(self, base_url: str) -> None:
         self.url = urlsplit(base_url)
         self.place = ""
-        self.last_id = ""
+        self.num_seen = 0
 
     def post(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
@@ -84,8 +84,8 @@ class EventReader:
 
     def go_on(self) -> AsyncIterator[dict[str, Any]]:
         """Yields the objects behind the last one. Raises HttpStatusError or StreamBroken."""
-        last_id = [f"Last-Event-ID: {self.last_id}"] if self.last_id else []
-        return self.read([f"GET {self.place} HTTP/1.1", *last_id], b"")
+        num_seen = [f"Last-Event-ID: {self.num_seen}"] if self.num_seen else []
+        return self.read([f"GET {self.place} HTTP/1.1", *num_seen], b"")
 
     async def read(self, head: list[str], content: bytes) -> AsyncIterator[dict[str, Any]]:
         reader, writer = await asyncio.open_connection(
@@ -121,12 +121,12 @@ class EventReader:
         while data := await reader.read(LIMIT_BYTES):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                if line.startswith(b"id:"):
-                    self.last_id = line[3:].strip().decode()
-                elif line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                    yield orjson.loads(line[5:])
-                elif line == b"0\r":
+                if line == b"0\r":
                     return
+                if line.startswith(b"data:"):
+                    self.num_seen += 1
+                    if line[5:].strip() != b"[DONE]":
+                        yield orjson.loads(line[5:])
         raise StreamBroken(f"{self.url.geturl()}: the stream broke off")
 
 

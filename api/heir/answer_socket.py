@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 CYCLE = "tokenfleet.cycle"
 """Extension of a scope: the server's own object for a request and its response."""
 STATE_KEY = "answer_socket"
-FORMAT = "2"
+FORMAT = "3"
 """Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway
 of another format cannot go on in the middle of an answer.
 """
@@ -60,6 +60,7 @@ class AnswerSocket:
         request_id: str,
         connection: int = 0,
         num_seen: int = 0,
+        comment: bytes = b"",
         extra: Mapping[str, str] | None = None,
         requests: KeptRequests | None = None,
     ) -> None:
@@ -79,9 +80,8 @@ class AnswerSocket:
             warn_once(f"streams end with this gateway: {error}")
             return
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
-        self.answer = KeptAnswer(
-            request_id, base, FORMAT, connection, num_seen, headers=headers, requests=requests
-        )
+        place = (request_id, base, FORMAT, connection, num_seen)
+        self.answer = KeptAnswer(*place, comment=comment, headers=headers, requests=requests)
         if extra is not None:
             await self.tell(replace(self.answer, extra=list(extra.items())))
 

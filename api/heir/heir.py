@@ -62,7 +62,7 @@ class Heir:
             self.channel.post(KeeperMessage(drop=answer.name))
             return
         log.debug("request %s goes on here at byte %d of its answer", answer.request_id, num_written)
-        rest = RestOfAnswer(transport, num_written, answer.comments)
+        rest = RestOfAnswer(transport, num_written, answer.comment, answer.comments)
         cycle = self.begin(answer, protocol, rest)
         try:
             await self.app(cycle.scope, cycle.receive, cycle.send)

@@ -8,12 +8,6 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-COMMENT = b": \n"
-"""A keep-alive comment between two frames of a stream: a line, without an empty one behind it, at which the
-`openai` package would read an event without data.
-"""
-COMMENT_CHUNK = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
-
 
 class RestOfAnswer:
     """Leaves out the first `num_written` bytes, and puts back the comments that the predecessor sent.
@@ -23,9 +17,10 @@ class RestOfAnswer:
         comments: offsets of comments that have not been put back yet.
     """
 
-    def __init__(self, transport: Any, num_written: int, comments: Sequence[int]) -> None:
+    def __init__(self, transport: Any, num_written: int, comment: bytes, comments: Sequence[int]) -> None:
         self.transport = transport
         self.num_written = num_written
+        self.comment_chunk = b"%x\r\n%b\r\n" % (len(comment), comment)
         self.comments = [*comments]
         self.position = 0
 
@@ -46,7 +41,7 @@ class RestOfAnswer:
         while self.comments and self.comments[0] <= self.position:
             if self.comments.pop(0) < self.position:
                 self.give_up("a comment is in the middle of a chunk")
-            self.put(COMMENT_CHUNK)
+            self.put(self.comment_chunk)
 
     def put(self, data: bytes) -> None:
         num_skipped = min(max(0, self.num_written - self.position), len(data))

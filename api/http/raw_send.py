@@ -12,7 +12,6 @@ from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.heir.answer_socket import CYCLE, socket_of
-from api.heir.rest_of_answer import COMMENT
 from api.streams.feed import MAX_ITEMS, Feed
 
 STATE_KEY = "raw_send"
@@ -34,11 +33,14 @@ class RawSendMiddleware:
 
 
 class RawEventSourceResponse(EventSourceResponse):
-    """Server-sent events whose frames are bytes already, and are sent without the middlewares."""
+    """Server-sent events whose frames are bytes already, and are sent without the middlewares; `comment`
+    keeps the connection alive.
+    """
 
-    def __init__(self, frames: Feed[bytes], *args: Any, **options: Any) -> None:
-        super().__init__(frames, *args, **options)
+    def __init__(self, frames: Feed[bytes], comment: bytes, **options: Any) -> None:
+        super().__init__(frames, **options)
         self.frames = frames
+        self.comment = comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As the library does it, but without a task group: its cancelled tasks keep the whole response in a
@@ -107,4 +109,6 @@ class RawEventSourceResponse(EventSourceResponse):
             await asyncio.sleep(self._ping_interval)
             async with self._send_lock:
                 if self.active and (self.answer_socket is None or self.answer_socket.may_comment()):
-                    await self.raw_send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                    await self.raw_send(
+                        {"type": "http.response.body", "body": self.comment, "more_body": True}
+                    )

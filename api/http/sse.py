@@ -22,6 +22,14 @@ from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 KEEP_ALIVE_S = 15
+COMMENT = b": \n\n"
+"""A keep-alive comment between two frames of a stream: an event of its own, for clients that cut a stream at
+its empty lines.
+"""
+COMMENT_AMONG_IDS = b": \n"
+"""The same where frames have ids: behind the first of these the `openai` package reads an event without data
+at every empty line.
+"""
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 # A server that is told to stop finishes its streams: the library would cut them.
@@ -50,6 +58,7 @@ class TokenStream(RawEventSourceResponse):
         place = {"content-location": f"/requests/{answer.request_id}/stream"}
         super().__init__(
             frames,
+            COMMENT_AMONG_IDS if answer.numbered else COMMENT,
             headers=HEADERS | place | dict(headers),
             sep="\n",
             ping=KEEP_ALIVE_S,
@@ -68,7 +77,7 @@ class TokenStream(RawEventSourceResponse):
                 packed, admitted = self.streams[0].answer, [stream.request for stream in self.streams]
                 requests = keep_requests(packed, admitted, self.answer.terms.keep_s)
                 await answer_socket.keep(
-                    self.answer.request_id, self.reader, self.num_seen, requests=requests
+                    self.answer.request_id, self.reader, self.num_seen, self.comment, requests=requests
                 )
             await super().__call__(scope, receive, send)
             await flush_socket(scope)
@@ -77,11 +86,9 @@ class TokenStream(RawEventSourceResponse):
             release_all(scope, self.streams, self.release, self.reader, self.answer.terms.keep_s)
 
 
-def frame(ordinal: int, body: bytes) -> bytes:
-    return b"id: %d\ndata: %b\n\n" % (ordinal, body)
-
-
-def number_frames(bodies: Feed[bytes]) -> Feed[bytes]:
-    """The frames of an answer; the id of each is its ordinal, counted from 1."""
+def sse_frames(answer: HttpAnswer, bodies: Feed[bytes]) -> Feed[bytes]:
+    """The frames of an answer; an id is a frame's ordinal, counted from 1."""
+    if not answer.numbered:
+        return MappedFeed(bodies, lambda body: b"data: %b\n\n" % body)
     ordinals = count(1)
-    return MappedFeed(bodies, lambda body: frame(next(ordinals), body))
+    return MappedFeed(bodies, lambda body: b"id: %d\ndata: %b\n\n" % (next(ordinals), body))

@@ -11,7 +11,7 @@ from api.errors import invalid
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
 from api.http.resume_terms import read_terms
-from api.http.sse import TokenStream, number_frames
+from api.http.sse import TokenStream, sse_frames
 from api.http.whole import Whole, respond_with_whole
 from api.inference.pool import Pool
 from api.openai.render import ResponseRenderer
@@ -63,7 +63,7 @@ async def respond(
     streams = await admission.submit_all(answer)
     headers = prompt_headers(settings, num_chars)
     if streamed:
-        frames = number_frames(stream_bodies(RENDERERS[route](answer, streams)))
+        frames = sse_frames(answer, stream_bodies(RENDERERS[route](answer, streams)))
         return TokenStream(answer, frames, streams, headers, admission.release)
     render = partial(render_whole, answer, streams, arrived_s)
     return await respond_with_whole(request, own_id, streams, headers, render, admission.release)

@@ -10,11 +10,11 @@ const PAUSE_MS = 250;
 export async function* answerEvents(path, options) {
   let response = await ask(path, options);
   const place = response.headers.get("content-location");
-  let last = "";
+  let numSeen = 0;
   while (response.status !== 204) {
     try {
-      for await (const [id, data] of events(response)) {
-        last = id;
+      for await (const data of events(response)) {
+        numSeen += 1;
         yield data;
         if (data === "[DONE]") return;
       }
@@ -22,16 +22,16 @@ export async function* answerEvents(path, options) {
       if (error.name === "AbortError" || !place) throw error;
     }
     if (!place) return;
-    response = await comeBack(place, last, options.signal);
+    response = await comeBack(place, numSeen, options.signal);
   }
 }
 
-async function comeBack(place, last, signal) {
+async function comeBack(place, numSeen, signal) {
   const until_ms = performance.now() + RETURN_MS;
   for (;;) {
     signal.throwIfAborted();
     try {
-      return await ask(place, { headers: last ? { "last-event-id": last } : {}, signal });
+      return await ask(place, { headers: numSeen ? { "last-event-id": numSeen } : {}, signal });
     } catch (error) {
       const mayComeBack = error.status === 0 || error.status === 503;
       if (!mayComeBack || performance.now() > until_ms) throw error;
@@ -40,9 +40,8 @@ async function comeBack(place, last, signal) {
   }
 }
 
-/** Yields the id and the data of each event. Ends with the response, however that ends. */
+/** Yields the data of each event. Ends with the response, however that ends. */
 async function* events(response) {
-  let id = "";
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -51,8 +50,7 @@ async function* events(response) {
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (line.startsWith("id:")) id = line.slice(3).trim();
-      if (line.startsWith("data:")) yield [id, line.slice(5).trim()];
+      if (line.startsWith("data:")) yield line.slice(5).trim();
     }
   }
 }

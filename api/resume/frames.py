@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from api.errors import family_of, openai
-from api.http.sse import number_frames
+from api.http.sse import sse_frames
 from api.http.whole import Whole
 from api.openai import respond
 from api.openai.stream import stream_bodies as openai_bodies
@@ -40,6 +40,6 @@ def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     if answer.response is not None:
         return ResponseFrames(answer, streams)
     if family_of(answer.route) is openai:
-        return number_frames(openai_bodies(respond.RENDERERS[answer.route](answer, streams)))
+        return sse_frames(answer, openai_bodies(respond.RENDERERS[answer.route](answer, streams)))
     [stream] = streams
-    return number_frames(StreamBodies(stream, answer.prefix(0), answer.rendering.details))
+    return sse_frames(answer, StreamBodies(stream, answer.prefix(0), answer.rendering.details))

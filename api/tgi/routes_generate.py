@@ -15,7 +15,7 @@ from api.http.headers import prompt_headers
 from api.http.openapi import TGI, event_stream, generation_body
 from api.http.request_id import request_id
 from api.http.resume_terms import read_terms
-from api.http.sse import TokenStream, number_frames
+from api.http.sse import TokenStream, sse_frames
 from api.http.state import own_pool
 from api.inference.pool import Pool
 from api.inference.validate import validate
@@ -137,7 +137,7 @@ async def respond_with_stream(call: AcceptedRequest) -> Response:
     admission = call.pool.admission
     [stream] = await admission.submit_all(call.answer)
     headers = prompt_headers(call.pool.settings, call.num_chars)
-    frames = number_frames(StreamBodies(stream, *call.rendering))
+    frames = sse_frames(call.answer, StreamBodies(stream, *call.rendering))
     return TokenStream(call.answer, frames, [stream], headers, admission.release)
 
 

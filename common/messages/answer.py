@@ -139,6 +139,14 @@ class HttpAnswer:
     response: ResponseParts | None = wire_field("rp", default=None)
 
     @property
+    def numbered(self) -> bool:
+        """Whether each frame has its ordinal as id: its client asked to come back, or reads the events of the
+        Responses API. Elsewhere frames are those of OpenAI and TGI, many of whose clients know no line but
+        `data:`.
+        """
+        return self.response is not None or self.terms.detached or self.terms.resume_ms is not None
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts)) // 4

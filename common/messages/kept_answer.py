@@ -52,7 +52,8 @@ class KeptAnswer:
         num_seen: frames that the client had before, which are not in this answer.
         base: bytes written on the connection before this answer (api/heir/tcp_info.py).
         head: its status line and headers as they were written; empty while none are known.
-        comments: offsets in the answer at which a keep-alive comment stands.
+        comment: what keeps the connection of a stream alive.
+        comments: offsets in the answer at which it stands.
         headers: of the HTTP request those that the head of the response depends on.
         extra: headers of a whole answer that only the first gateway knows.
         format: which bytes the gateway renders; one with another `format` cannot go on.
@@ -65,6 +66,7 @@ class KeptAnswer:
     connection: int = wire_field("cn", default=0)
     num_seen: int = wire_field("ns", default=0)
     head: bytes = wire_field("h", default=b"")
+    comment: bytes = wire_field("ct", default=b"")
     comments: list[int] = wire_field("c", default_factory=list)
     headers: list[tuple[bytes, bytes]] = wire_field("hd", default_factory=list)
     extra: list[tuple[str, str]] = wire_field("x", default_factory=list)

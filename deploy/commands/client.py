@@ -141,7 +141,7 @@ class SseDecoder:
     not one.
 
     Attributes:
-        last_id: the id of the last event.
+        num_events: events that came, over all responses.
         ended: whether `[DONE]` came.
 
     Lines end with a line feed only: a JSON text may hold the other characters at which `str.splitlines` would
@@ -150,21 +150,18 @@ class SseDecoder:
 
     def __init__(self) -> None:
         self.begin()
-        self.last_id = ""
+        self.num_events = 0
         self.ended = False
 
     def begin(self) -> None:
         """Begin another response: what is left of the last one is no whole frame."""
         self.rest = b""
-        self.next_id = ""
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
         *lines, self.rest = (self.rest + chunk).split(b"\n")
         for line in lines:
-            if line.startswith(b"id:"):
-                self.next_id = line[3:].strip().decode(errors="replace")
             data = line[5:].strip() if line.startswith(b"data:") else b""
-            self.last_id = self.next_id if data else self.last_id
+            self.num_events += bool(data)
             self.ended = self.ended or data == b"[DONE]"
             if not data or data == b"[DONE]":
                 continue

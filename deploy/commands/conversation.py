@@ -120,7 +120,7 @@ class Conversation:
         while not decoder.ended:
             decoder.begin()
             try:
-                with self.request(place, decoder.last_id) as response:
+                with self.request(place, decoder.num_events) as response:
                     if response.status_code != 200 and not (place and response.status_code == 503):
                         check_status(response.status_code, response.read())
                     place = response.headers.get("content-location", place)
@@ -138,10 +138,12 @@ class Conversation:
             if not decoder.ended:
                 time.sleep(RETURN_PAUSE_S)
 
-    def request(self, place: str, last_id: str) -> contextlib.AbstractContextManager[httpx.Response]:
+    def request(self, place: str, num_seen: int) -> contextlib.AbstractContextManager[httpx.Response]:
         """Ask for an answer, or for the rest of one at the place that the server named."""
         if place:
-            return self.client.stream("GET", place, headers={"last-event-id": last_id} if last_id else {})
+            return self.client.stream(
+                "GET", place, headers={"last-event-id": str(num_seen)} if num_seen else {}
+            )
         headers = {"content-type": "application/json"}
         return self.client.stream("POST", "/v1/chat/completions", content=self.body(), headers=headers)
 

@@ -92,10 +92,10 @@ def shape(value: Any) -> Any:
 
 
 def shapes(printed: str) -> list[Any]:
-    """Of each line that says something; lines in a row that have the same one are one. A stream may have any
-    number of frames: the lines with their ids are left out.
+    """Of each line that says something; lines in a row that have the same one are one, since a stream may
+    have any number of frames.
     """
-    lines = [line for line in printed.splitlines() if line.strip() and not line.startswith("id: ")]
+    lines = [line for line in printed.splitlines() if line.strip()]
     return [one for one, _ in groupby(map(line_shape, lines))]
 
 

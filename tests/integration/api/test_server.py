@@ -142,6 +142,6 @@ async def test_a_silent_stream_gets_keep_alive_comments(
             seen = b""
             async for chunk in response.aiter_raw():
                 seen += chunk
-                if len(seen) >= 6:
+                if len(seen) >= 8:
                     break
-    assert seen.startswith(b": \n: \n")
+    assert seen.startswith(b": \n\n: \n\n")

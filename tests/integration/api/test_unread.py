@@ -104,7 +104,7 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(broker: Broker) -> None
             assert new, "cut off"
             content += new
             await asyncio.sleep(0.25 * is_slow)
-        assert content.count(b"\nid: ") + 1 >= NUM_TOKENS
+        assert content.count(b"\ndata: ") + 1 >= NUM_TOKENS
 
 
 async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(broker: Broker) -> None:

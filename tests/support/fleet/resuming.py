@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.sse import numbered
+from tests.support.sse import frames_of
 
 UNREACHABLE = (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
 
@@ -27,7 +27,7 @@ class ResumingClient:
 
     @property
     def num_frames(self) -> int:
-        return self.content.count(b"\n\n")
+        return len(frames_of(self.content))
 
     async def read(self, path: str, body: dict[str, Any]) -> bytes:
         """The frames of the whole stream."""
@@ -42,7 +42,7 @@ class ResumingClient:
 
     async def follow(self, http: httpx.AsyncClient, method: str, url: str, **options: Any) -> bool:
         """Read one response; returns whether it came to its end."""
-        headers = self.headers | ({"last-event-id": str(self.last_id)} if self.content else {})
+        headers = self.headers | ({"last-event-id": str(self.num_frames)} if self.content else {})
         rest = b""
         try:
             async with http.stream(method, url, headers=headers, **options) as response:
@@ -57,7 +57,3 @@ class ResumingClient:
         except UNREACHABLE:
             assert self.place, "the gateway died before it answered"
             return False
-
-    @property
-    def last_id(self) -> int:
-        return numbered(self.content)[-1][0]

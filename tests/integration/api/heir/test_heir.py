@@ -17,7 +17,6 @@ from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from api.heir.rest_of_answer import COMMENT_CHUNK
 from api.http.sse import TokenStream
 from deploy.serve.embedded_broker import Broker
 from deploy.serve.socket_keeper import SocketKeeper
@@ -31,6 +30,7 @@ from tests.support.sse import data_of
 from tests.support.talk import DIFFERS, Talk
 from tests.support.waiting import wait_until
 
+COMMENT_CHUNK = b"4\r\n: \n\n\r\n"
 ANSWER = Answer(ids(" one two é🙂 three four five" * 6))
 
 

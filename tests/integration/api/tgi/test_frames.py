@@ -57,8 +57,7 @@ async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     ]
     bodies[-1] |= {"generated_text": " é🙂", "details": details}  # type: ignore[dict-item]
     expected = "".join(
-        f"id: {i}\ndata: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-        for i, body in enumerate(bodies, 1)
+        f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies
     )
     assert content == expected.encode()
 

@@ -84,7 +84,7 @@ def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
         on_response=lambda: None,
     )
     scope |= {"state": {STATE_KEY: cycle.send}, "extensions": {CYCLE: cycle}}
-    return asyncio.create_task(RawEventSourceResponse(frames)(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
+    return asyncio.create_task(RawEventSourceResponse(frames, b": \n\n")(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
 
 
 async def turns(number: int) -> None:
