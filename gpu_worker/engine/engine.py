@@ -20,6 +20,7 @@ from gpu_worker.engine.cuda.deterministic import FIXED_TOKENS, FixedShapeGraph
 from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, graph_sizes, make_capture
 from gpu_worker.engine.failing_rows import forward_without_failing
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, sample_requests
+from gpu_worker.engine.launch_pace import LaunchPace
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.model.model import LoadedModel
@@ -32,7 +33,6 @@ from gpu_worker.engine.split_step import forward_in_parts
 from gpu_worker.protocol import Grant, Ready, StepResult
 
 log = logging.getLogger(__name__)
-
 NAN = float("nan")
 
 
@@ -45,7 +45,7 @@ class Engine:
     Attributes:
         runs_ahead: the next step is launched before the last one is read; not on CPU.
         in_flight: the step that is launched and not read.
-        collected_step, collected_s: the last step read, and the monotonic time of that.
+        collected_step: the last step read.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         self.runs_ahead = loaded.device.type != "cpu"
         self.in_flight: InFlightStep | None = None
         self.collected_step = 0
-        self.collected_s = 0.0
+        self.pace = LaunchPace()
         if loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
         progress("measuring its speed")
@@ -142,10 +142,13 @@ class Engine:
         )
 
     def apply(self, grant: Grant) -> None:
-        """Apply a grant. Granted blocks start as zeros: values that an earlier row left in masked slots
-        must not reach the matrix products.
-        """
+        """Apply a grant. Granted blocks start as zeros: no earlier row's values may reach the products."""
         self.fill(self.rows.apply(grant), 0.0)
+
+    def slack_s(self) -> float:
+        """How long the next launch may wait for grants; of several ranks all launch at once."""
+        waits = self.in_flight and self.communicator.world_size == 1
+        return self.pace.slack_s(time.monotonic()) if waits else 0.0
 
     def step(self) -> StepResult | None:
         """Run and read one step → its result; None where no step could run and no row ended.
@@ -170,7 +173,9 @@ class Engine:
         slices = self.rows.launch(self.runs_ahead)
         if not slices:
             return None
-        if before is None and not self.communicator.rank:
+        if before:
+            self.pace.launch(before.is_done)
+        elif not self.communicator.rank:
             self.matchers.begin(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
@@ -192,17 +197,13 @@ class Engine:
         return InFlightStep(launched, requests, output, score_prompts(logits, slices))
 
     def collect(self, in_flight: InFlightStep) -> float:
-        """Read a step → its duration in ms; where it overlaps with the step before, the
-        time that it adds.
-        """
+        """Read a step → its duration in ms."""
         samples = in_flight.read()
         self.rows.collect(
             in_flight.slices, samples.ids, samples.logprobs, samples.top_logprobs, samples.prompt_logprobs
         )
-        started_s = max(in_flight.started_s, self.collected_s)
-        self.collected_s = time.monotonic()
         self.collected_step = in_flight.number
-        return (self.collected_s - started_s) * 1e3
+        return self.pace.read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
 
     def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward` without the rows for which it raises: these fail, and leave `slices`. `previous` int64
@@ -244,6 +245,5 @@ class Engine:
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:
-        numbers = np.concatenate((NO_BLOCKS, *blocks)).tolist()
-        if numbers:
+        if numbers := np.concatenate((NO_BLOCKS, *blocks)).tolist():
             self.loaded.cache.fill(numbers, value)

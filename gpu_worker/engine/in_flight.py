@@ -78,6 +78,11 @@ class InFlightStep:
         if self.copied:
             self.copied.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has computed it; not known on CPU."""
+        return bool(self.copied and self.copied.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> StepSamples:
         """Wait for the step → what it sampled. Nowhere else in a step does the host wait for the device."""
         if self.copied:

@@ -11,14 +11,17 @@ COMPILE_WAIT_S = 0.002
 
 
 def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
-    """Run steps until the agent closes the socket (raises PeerClosed). While rows wait for blocks or steps,
-    an empty step every five seconds tells the agent that the engine lives. An engine that has been idle for
-    so long prepares for grammars.
+    """Run steps until the agent closes the socket (raises PeerClosed). The launch of a step waits for grants
+    while the one before it runs. While rows wait for blocks or steps, an empty step every five seconds tells
+    the agent that the engine lives. An engine that has been idle for so long prepares for grammars.
     """
     wait_s = 0.0
     while True:
         for grant in communicator.broadcast(link.grants(wait_s)):
             engine.apply(grant)
+        if (slack_s := engine.slack_s()) > 0:
+            wait_s = slack_s
+            continue
         step = engine.step()
         if step is not None:
             link.send(step)

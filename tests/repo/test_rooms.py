@@ -67,7 +67,7 @@ FLOORS = {
         "engine.model.config protocol rank",
         "engine.cuda.compile engine.cuda.fused_linear engine.errors",
         "engine.cuda.block_linear engine.cuda.fp8_linear",
-        "engine.cuda.kernels engine.blocks",
+        "engine.cuda.kernels engine.blocks engine.launch_pace",
     ],
     "common": [
         "process",

@@ -38,7 +38,7 @@ FIRST_ID, NUM_IDS = 1_000, 40_000
 
 
 class ScriptedEngine:
-    """What the real engine is to its loop: `apply` and `step`.
+    """What the real engine is to its loop.
 
     Attributes:
         chains: checksum of seed, choice and ids of each row.
@@ -76,6 +76,10 @@ class ScriptedEngine:
             ids = self.ids[one.row.number] + pack_ids(one.proposed)
             for place in range(one.begin // BLOCK_SIZE, one.kv_len // BLOCK_SIZE):
                 self.contents[int(one.row.blocks[place])] = checksum(ids, place)
+
+    def slack_s(self) -> float:
+        """A step is launched when the one before it is read."""
+        return 0.0
 
     def step(self) -> StepResult | None:
         slices = self.rows.launch()

@@ -16,6 +16,8 @@ class SteppedEngine(Protocol):
 
     def apply(self, grant: Grant) -> None: ...
 
+    def slack_s(self) -> float: ...
+
     def step(self) -> StepResult | None: ...
 
 
@@ -25,6 +27,9 @@ def run(engine: SteppedEngine, link: AgentLink) -> None:
     while True:
         for grant in link.grants(wait_s):
             engine.apply(grant)
+        if (slack_s := engine.slack_s()) > 0:
+            wait_s = slack_s
+            continue
         step = engine.step()
         if step is not None:
             link.send(step)

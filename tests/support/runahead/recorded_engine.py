@@ -21,6 +21,7 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
+from gpu_worker.engine.launch_pace import LaunchPace
 from gpu_worker.protocol import Frame, Grant, Ready, StepResult
 from tests.support.chaos.engine_loop import run
 
@@ -63,6 +64,7 @@ class TimedEngine:
 
     Attributes:
         free_s: when the device has done what was launched.
+        pace: the real engine's.
     """
 
     def __init__(self, step_s: float) -> None:
@@ -70,6 +72,7 @@ class TimedEngine:
         self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True)
         self.in_flight: TimedStep | None = None
         self.free_s = 0.0
+        self.pace = LaunchPace()
 
     def launch(self) -> TimedStep | None:
         slices = self.rows.launch()
@@ -82,11 +85,17 @@ class TimedEngine:
     def apply(self, grant: Grant) -> None:
         self.rows.apply(grant)
 
+    def slack_s(self) -> float:
+        return self.pace.slack_s(time.monotonic()) if self.in_flight else 0.0
+
     def step(self) -> StepResult | None:
         read = self.in_flight or self.launch()
+        if read:
+            self.pace.launch(time.monotonic() >= self.free_s)
         self.in_flight = self.launch() if read else None
         if read:
             time.sleep(max(0.0, read.end_s - time.monotonic()))
+            self.pace.read(read.begin_s, time.monotonic(), prefill_tokens=0)
             sampling = [one for one in read.slices if one.samples]
             ids = [FIRST_ID + one.kv_len * 31 % NUM_IDS for one in sampling]
             self.rows.collect(read.slices, ids, [-0.5] * len(ids))
