@@ -1,20 +1,27 @@
 """Actions: what the batcher has decided and not done yet.
 
-They are done in order, one at a time, but scripts that follow each other are sent at once: on one connection
-the broker runs them in order, too. What a reply decides comes before everything that was decided before it.
+They are done in order. Scripts are sent as soon as they are decided, whatever the replies to those before
+will be: on one connection the broker runs them in order, too, and writes no plan that does not follow the one
+before. Other actions wait until all before them are done, and all behind wait for them. What a reply decides
+comes before everything that is not sent.
 """
 
+import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.broker.fast_client import ScriptCall, SerialClient
+from redis.asyncio import Redis
+
+from common.broker.client import ERRORS, load_script
+from common.broker.fast_client import FastConnection, ScriptCall
 
 MAX_CALLS = 64
-"""Scripts that are sent at once: the lease is looked at in between."""
+"""Scripts that are on their way at once."""
 MAX_BYTES = 2**22
-"""No further script is sent with those that carry so much, as plans with long prompts do."""
+"""No further script is sent behind those that carry so much, as plans with long prompts do."""
+SCRIPTS = ("publish_plan", "dequeue")
 
 Action = Callable[[], Awaitable[object]]
 """Something that takes any number of round trips."""
@@ -22,73 +29,116 @@ Action = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScriptAction:
-    """Something that one script does.
+    """Something that one of SCRIPTS does.
 
     Attributes:
         call: returns the call, when its turn has come.
         settle: takes the reply, and returns what is to be done next.
-        worker: whose plan it writes. Of each worker one plan is sent at once: its reply may change it, and so
-            must come before the next one.
     """
 
     call: Callable[[], ScriptCall]
     settle: Callable[[Any], "Iterable[Action | ScriptAction]"]
-    worker: str = ""
 
 
 class ActionQueue:
-    """Each action can be repeated: one that fails, and those that were sent with it, are done again."""
+    """Each action can be repeated: one that fails is done again, and scripts that were sent behind it, too.
 
-    def __init__(self, client: SerialClient) -> None:
-        self.client = client
+    Attributes:
+        sent: scripts on their way, `num_bytes` long; to the first of them there are `replies`.
+        all_replied: done once there is a reply to each, or will be none.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.connection: FastConnection | None = None
         self.queue: deque[Action | ScriptAction] = deque()
+        self.sent: deque[ScriptAction] = deque()
+        self.num_bytes = 0
+        self.replies: deque[Any] = deque()
+        self.all_replied: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        return len(self.queue)
+        return len(self.queue) + len(self.sent)
 
     def add(self, *actions: Action | ScriptAction) -> None:
         self.queue.extend(actions)
 
+    @property
+    def can_run(self) -> bool:
+        """Whether the first action that is not sent waits for no reply."""
+        if not self.sent or not self.queue:
+            return bool(self.queue)
+        has_room = len(self.sent) < MAX_CALLS and self.num_bytes <= MAX_BYTES
+        return has_room and isinstance(self.queue[0], ScriptAction)
+
     async def run_next(self) -> None:
-        """Do the first action, or all scripts that come before the next other one."""
-        first = self.queue[0]
-        if isinstance(first, ScriptAction):
-            await self.run_scripts()
+        """Do the first action, or send all scripts that come before the next other one."""
+        if isinstance(first := self.queue[0], ScriptAction):
+            await self.send()
         else:
             await first()
             self.queue.popleft()
 
-    def first_scripts(self) -> Iterator[ScriptAction]:
-        """The scripts at the head of the queue that may be sent at once, however many and long they are."""
-        workers: set[str] = set()
-        for action in self.queue:
-            if not isinstance(action, ScriptAction) or action.worker in workers:
-                return
-            if action.worker:
-                workers.add(action.worker)
-            yield action
+    async def send(self) -> None:
+        connection = self.connection or await self.connect()
+        commands = []
+        while self.can_run and isinstance(action := self.queue[0], ScriptAction):
+            call = action.call()
+            commands.append(call.command)
+            self.num_bytes += sum(len(arg) for arg in call.args if isinstance(arg, bytes))
+            self.sent.append(action)
+            self.queue.popleft()
+        if self.all_replied is None or self.all_replied.done():
+            self.all_replied = asyncio.get_running_loop().create_future()
+        connection.send_all(commands)
 
-    def first_calls(self) -> dict[ScriptAction, ScriptCall]:
-        """The scripts that are sent next, with their calls."""
-        calls: dict[ScriptAction, ScriptCall] = {}
-        num_bytes = 0
-        for action in self.first_scripts():
-            call = calls[action] = action.call()
-            num_bytes += sum(len(arg) for arg in call.args if isinstance(arg, bytes))
-            if len(calls) == MAX_CALLS or num_bytes > MAX_BYTES:
-                break
-        return calls
+    async def connect(self) -> FastConnection:
+        for name in SCRIPTS:
+            await self.redis.script_load(load_script(name))
+        self.connection = await FastConnection.connect(self.redis, self.on_reply)
+        self.connection.closed.add_done_callback(lambda _: self.notify())
+        return self.connection
 
-    async def run_scripts(self) -> None:
-        """Run the first scripts of the queue. Those behind one that the broker refused stay in it."""
-        calls = self.first_calls()
-        replies = await self.client.run_scripts(list(calls.values()))
+    def on_reply(self, reply: Any) -> None:
+        self.replies.append(reply)
+        if len(self.replies) == len(self.sent):
+            self.notify()
+
+    def notify(self) -> None:
+        if self.all_replied is not None and not self.all_replied.done():
+            self.all_replied.set_result(None)
+
+    def settle(self) -> None:
+        """Take the replies that have come. Where the broker refused a script, or the connection is lost, this
+        raises the error, and all that is not settled is sent again.
+        """
         follow: list[Action | ScriptAction] = []
         try:
-            for action, reply in zip(calls, replies, strict=True):
-                if isinstance(reply, Exception):
+            while self.replies:
+                if isinstance(reply := self.replies.popleft(), Exception):
                     raise reply
-                self.queue.popleft()
-                follow += action.settle(reply)
+                follow += self.sent.popleft().settle(reply)
+            if self.connection is not None and self.connection.closed.done():
+                self.connection.closed.result()
+        except ERRORS:
+            self.close()
+            raise
         finally:
             self.queue.extendleft(reversed(follow))
+        if not self.sent:
+            self.num_bytes = 0
+
+    @property
+    def due(self) -> list[asyncio.Future[None]]:
+        """What is done when the scripts on their way can be settled."""
+        return [self.all_replied] if self.sent and self.all_replied else []
+
+    def close(self) -> None:
+        """Close the connection: what was sent on it and not settled is sent again on the next one."""
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = self.all_replied = None
+        self.queue.extendleft(reversed(self.sent))
+        self.sent.clear()
+        self.replies.clear()
+        self.num_bytes = 0

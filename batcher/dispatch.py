@@ -27,7 +27,8 @@ class Dispatch:
     def publish(self, pending: PendingPlan) -> ScriptCall:
         """The call that publishes a plan; `read_answer` reads its reply."""
         replica = pending.replica
-        return self.publish_plan(replica.capacity.incarnation, pending.plan, pending.rows, replica.plan_seen)
+        oldest = min(replica.plan_seen, replica.plan_written)  # whether the next one is written is looked up
+        return self.publish_plan(replica.capacity.incarnation, pending.plan, pending.rows, oldest)
 
     def publish_plan(self, incarnation: str, plan: Plan, rows: list[PlacedRow], oldest: int) -> ScriptCall:
         row_args = [arg for row in rows for arg in (row.sequence.attempt, row.sequence.base, row.num_cached)]

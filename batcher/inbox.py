@@ -1,17 +1,27 @@
 """Inbox: reads requests, control messages and the reports of every worker with one XREAD.
 
-The next entries are asked for before what came last is acted upon: they come while plans are written.
+The next entries are asked for before what came last is acted upon: they come while plans are written. What
+comes while a reply or the next question travels would wait for that; so more questions, for whatever comes
+next in one stream, wait at the broker (`watch`). They may miss an entry, the XREAD misses none.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from redis.asyncio import Redis
 
+from common.broker.client import ERRORS
+from common.broker.fast_client import FastConnection
+from common.broker.stream_ids import parse_stream_id
+
+NUM_QUESTIONS = 8
+"""So many wait at the broker for the next entries of the stream that is watched."""
+RETRY_S = 0.2
 MAX_ENTRIES = 256
 """Entries of each stream in one read."""
 LATE_S = 2.0
@@ -47,6 +57,8 @@ class Inbox:
     Attributes:
         unhandled: entries that were read and not taken.
         reading: the read that was asked for, until its entries are `unhandled`.
+        early: ids of entries that were not read yet, but came by `watch`.
+        arrived: done when one has come.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -54,6 +66,8 @@ class Inbox:
         self.last_ids: dict[str, str] = {}
         self.unhandled: deque[StreamEntry] = deque()
         self.reading: asyncio.Task[Answer] | None = None
+        self.early: set[str] = set()
+        self.arrived: asyncio.Future[None] | None = None
 
     def follow(self, stream: str, after: str = "0") -> None:
         """Read `stream` from the entry behind `after` on; no change if it is followed already."""
@@ -75,15 +89,15 @@ class Inbox:
         if self.reading is None and not self.unhandled:
             self.reading = asyncio.create_task(self.read(wait_ms))
 
-    async def fill(self, waits: bool, beside: Collection[asyncio.Task[Any]] = ()) -> None:
-        """Take over what was asked for. With `waits`, wait until it has come, or one of the tasks `beside` is
-        done.
-        """
-        if (reading := self.reading) is None:
-            return
-        if waits:
-            await asyncio.wait([reading, *beside], return_when=asyncio.FIRST_COMPLETED)
-        if reading.done() and reading is self.reading:
+    async def fill(self, waits: bool, beside: Collection[asyncio.Future[Any]] = ()) -> None:
+        """Take over what was asked for. With `waits`, wait until it has come, or one of `beside` is done."""
+        if waits and self.reading is not None and not self.unhandled:
+            self.arrived = asyncio.get_running_loop().create_future()
+            comes: list[asyncio.Future[Any]] = [self.reading, self.arrived, *beside]
+            await asyncio.wait(comes, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(0)  # other tasks, and replies, have their turn
+        if (reading := self.reading) is not None and reading.done():
             self.reading = None
             self.unhandled.extend(self.entries(reading.result()))
 
@@ -114,4 +128,43 @@ class Inbox:
                 continue
             for entry_id, fields in items:
                 self.last_ids[name] = entry_id.decode()
-                yield StreamEntry(name, entry_id.decode(), fields)
+                if entry_id.decode() not in self.early:
+                    yield StreamEntry(name, entry_id.decode(), fields)
+
+    async def watch(self, stream: str) -> NoReturn:
+        """Take entries of a stream that is followed, with ids of the broker's clock, as soon as they come."""
+        while True:
+            with contextlib.suppress(*ERRORS):
+                await self.ask(stream)
+            await asyncio.sleep(RETRY_S)
+
+    async def ask(self, stream: str) -> None:
+        """Have questions wait at the broker for as long as the connection lives."""
+        question = "XREAD", "COUNT", MAX_ENTRIES, "BLOCK", 0, "STREAMS", stream, "$"
+
+        def on_reply(reply: Any) -> None:
+            if isinstance(reply, Exception):
+                connection.fail(reply)
+                return
+            connection.send(*question)
+            for entry_id, fields in reply[0][1] if reply else ():
+                named = dict(zip(fields[::2], fields[1::2], strict=True))
+                self.take_early(StreamEntry(stream, entry_id.decode(), named))
+
+        connection = await FastConnection.connect(self.redis, on_reply)
+        try:
+            connection.send_all([question] * NUM_QUESTIONS)
+            await connection.closed
+        finally:
+            connection.close()
+
+    def take_early(self, entry: StreamEntry) -> None:
+        if (last_id := self.last_ids.get(entry.stream)) is None:
+            return
+        last = parse_stream_id(last_id)
+        self.early = {one for one in self.early if parse_stream_id(one) > last}
+        if parse_stream_id(entry.id) > last and entry.id not in self.early:
+            self.early.add(entry.id)
+            self.unhandled.append(entry)
+            if self.arrived is not None and not self.arrived.done():
+                self.arrived.set_result(None)

@@ -14,7 +14,7 @@ from batcher.dispatch import Dispatch, read_answer
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
-from batcher.lease import Lease, LeaseLost
+from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.recovery import Recovery
 from batcher.scheduling.pending_plan import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
@@ -23,7 +23,6 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
 from common.broker.client import ERRORS, describe_error
-from common.broker.fast_client import SerialClient
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
@@ -66,7 +65,7 @@ class Batcher:
         )
         state = self.scheduler, self.workers, self.detector, self.channels, self.timeline
         self.housekeeping = Housekeeping(settings, redis, keys, lease.holder, *state)
-        self.pending = ActionQueue(SerialClient(redis))
+        self.pending = ActionQueue(redis)
         self.undecodable = 0
 
     async def run(self) -> NoReturn:
@@ -100,17 +99,16 @@ class Batcher:
         log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:
-        """Do what is pending while new entries are read, then decide."""
+        """Do what is pending as far as it waits for no reply, and decide on what has come."""
         await self.lease.confirm()
         self.inbox.read_ahead(self.wait_ms)
         await self.run_pending()
-        self.pending.add(
-            *(partial(self.recovery.seal, one, "no heartbeat") for one in self.housekeeping.take_dead())
-        )
+        dead = self.housekeeping.take_dead()
+        self.pending.add(*(partial(self.recovery.seal, one, "no heartbeat") for one in dead))
         self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
-        has_work = bool(self.pending or self.recovery.actions)  # what an action resumes is to be placed
-        await self.recovery.run_next()
-        await self.inbox.fill(not has_work, beside=self.housekeeping.tasks)
+        waits = not (self.pending.can_run or self.recovery.actions)  # what an action resumes is to be placed
+        await self.recover()
+        await self.inbox.fill(waits, beside=[*self.housekeeping.tasks, *self.pending.due])
         for entry in self.inbox.take(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
@@ -123,17 +121,23 @@ class Batcher:
         return self.scheduler.left_ms(now_ms, self.housekeeping.wait_ms)
 
     def close(self) -> None:
-        self.pending.client.close()
+        self.pending.close()
         self.inbox.close()
         self.housekeeping.close()
 
     async def run_pending(self) -> None:
-        """Run pending actions, and those that follow, until none is left."""
-        while self.pending:
+        """Take the replies that have come, and do all that waits for none."""
+        self.pending.settle()
+        while self.pending.can_run:
             await self.lease.confirm()
             await self.pending.run_next()
-            if not self.pending:
-                self.decide()
+
+    async def recover(self) -> None:
+        """Do one action of the recovery, which reads what plans write, once all decided before is done."""
+        while self.recovery.actions and self.pending:
+            await asyncio.gather(*self.pending.due)
+            await self.run_pending()
+        await self.recovery.run_next()
 
     def on_entry(self, entry: StreamEntry) -> None:
         """Handle one entry. One that cannot be read is counted and skipped."""
@@ -223,25 +227,28 @@ class Batcher:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
     def publication(self, plan: PendingPlan) -> ScriptAction:
-        worker = plan.replica.capacity.incarnation
-        return ScriptAction(partial(self.dispatch.publish, plan), partial(self.on_published, plan), worker)
+        return ScriptAction(partial(self.dispatch.publish, plan), partial(self.on_published, plan))
 
     def on_published(self, plan: PendingPlan, reply: list[bytes]) -> list[ScriptAction]:
         """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn from it; then
-        it is published again, before the next one.
+        it is published again, and so are those behind it, which are not written without it.
         """
-        incarnation = plan.replica.capacity.incarnation
-        answer, refused = read_answer(reply)
-        match answer:
-            case "OK":
+        replica, incarnation = plan.replica, plan.replica.capacity.incarnation
+        match read_answer(reply):
+            case "OK", _:
+                replica.plan_written = plan.plan.number
                 self.timeline.record_plan(plan)
-            case "refused":
-                for row in self.scheduler.withdraw(plan, refused):
+            case "GAP", _:
+                if replica.plan_written >= plan.plan.number - 1:
+                    raise WritesLost(f"the broker lost plans of worker {incarnation}")
+                return [self.publication(plan)]
+            case "refused", positions if self.scheduler.replicas.get(incarnation) is replica:
+                for row in self.scheduler.withdraw(plan, positions):
                     why = row.sequence.stop_reason or "client"
                     self.pending.add(partial(self.terminals.finish, row.sequence, why))
                 return [self.publication(plan)]
-            case "FENCED":
+            case "FENCED", _:
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
-            case "MISSING":
+            case "MISSING", _:
                 self.pending.add(partial(self.recovery.seal, incarnation, "its logs are gone"))
         return []

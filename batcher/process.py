@@ -52,7 +52,10 @@ async def run_batcher(
             batcher = Batcher(settings, redis, keys, lease, epoch)
             try:
                 await run_until_one_ends(
-                    lease.keep(), batcher.run(), close(batcher.scheduler, departure.told)
+                    lease.keep(),
+                    batcher.inbox.watch(keys.requests),
+                    batcher.run(),
+                    close(batcher.scheduler, departure.told),
                 )
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)

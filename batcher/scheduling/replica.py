@@ -45,7 +45,7 @@ class Replica:
         num_followers: requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
         until, report_at: the last step granted, and the one at which the next grant is due.
-        plan, plan_seen: numbers of the last plan made and of the last one that the worker reported.
+        plan, plan_written, plan_seen: numbers of the last plan made, written, and reported by the worker.
         acknowledged: sequence of the last report applied.
         leaving: by number, blocks of rows from before this epoch that do not go on, until their release.
         disowned: those of them that must be stopped.
@@ -69,6 +69,7 @@ class Replica:
     until: int = 0
     report_at: int = 0
     plan: int = 1
+    plan_written: int = 1
     plan_seen: int = 1
     acknowledged: int = 0
     leaving: dict[int, list[int]] = field(default_factory=dict)

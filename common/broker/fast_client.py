@@ -110,60 +110,36 @@ def script_digest(name: str) -> str:
 
 
 class SerialClient:
-    """SerialClient: sends commands when the replies to those before have come, and reconnects after a lost
+    """SerialClient: sends a command when the reply to the one before has come, and reconnects after a lost
     connection.
 
     Attributes:
-        replies: to the commands sent last; `all_replied` is done once there are `num_due` of them.
+        reply: to the command sent last, once it has come.
     """
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.connection: FastConnection | None = None
-        self.replies: list[Any] = []
-        self.num_due = 0
-        self.all_replied: asyncio.Future[None] | None = None
+        self.reply: asyncio.Future[Any] | None = None
 
     async def execute(self, *command: Argument) -> Any:
         """Return the broker's reply.
 
         Raises the broker's error, or that of a lost connection; then the command may have run all the same.
         """
-        [reply] = await self.execute_all([command])
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
-    async def execute_all(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Send commands at once, at least one. Return the replies in order; the broker's errors are among
-        them.
-
-        Raises the error of a lost connection; then each of the commands may have run all the same.
-        """
         connection = self.connection or await self.connect()
-        self.replies, self.num_due = [], len(commands)
-        self.all_replied = asyncio.get_running_loop().create_future()
-        connection.send_all(commands)
+        self.reply = asyncio.get_running_loop().create_future()
+        connection.send(*command)
         try:
-            await self.all_replied
+            reply = await self.reply
         except asyncio.CancelledError:
             self.close()  # a reply still to come must not be taken for that of the next command
             raise
-        if any(isinstance(reply, ReadOnlyError) for reply in self.replies):
+        if isinstance(reply, ReadOnlyError):
             self.close()  # what was the primary is a replica: the next connection leads to the new one
-        return self.replies
-
-    async def run_scripts(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Run scripts, sent at once, which may be repeated: where the broker does not know one of them, all
-        run again. Return the replies as `execute_all` does.
-        """
-        commands = [call.command for call in calls]
-        replies = await self.execute_all(commands)
-        if any(isinstance(reply, NoScriptError) for reply in replies):
-            names = dict.fromkeys(call.name for call in calls)
-            await self.execute_all([("SCRIPT", "LOAD", load_script(name)) for name in names])
-            replies = await self.execute_all(commands)
-        return replies
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     async def connect(self) -> FastConnection:
         self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)
@@ -171,16 +147,14 @@ class SerialClient:
         return connection
 
     def on_reply(self, reply: Any) -> None:
-        if self.all_replied is not None and not self.all_replied.done():
-            self.replies.append(reply)
-            if len(self.replies) == self.num_due:
-                self.all_replied.set_result(None)
+        if self.reply is not None and not self.reply.done():
+            self.reply.set_result(reply)
 
     def on_lost(self, connection: FastConnection) -> None:
         if connection is self.connection:
             self.connection = None
-            if self.all_replied is not None and not self.all_replied.done():
-                self.all_replied.set_exception(connection.closed.exception() or ConnectionError())
+            if self.reply is not None and not self.reply.done():
+                self.reply.set_exception(connection.closed.exception() or ConnectionError())
 
     def close(self) -> None:
         if self.connection is not None:

@@ -2,6 +2,7 @@
 
 import random
 
+from batcher.scheduling.pending_plan import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -87,9 +88,7 @@ class Pool:
 
     def decide(self) -> None:
         for pending in self.scheduler.plans():
-            self.workers[pending.replica.capacity.incarnation].apply_plan(pending.plan)
-            for start in pending.plan.starts:
-                self.attempts[start.request.request_id] = start.attempt
+            self.publish(pending)
         outcomes = self.scheduler.pop_outcomes()
         for sequence in outcomes.finished:
             self.finished.append(sequence.request_id)
@@ -103,6 +102,11 @@ class Pool:
             worker.most_rows <= self.scheduler.limits.max_batch_size for worker in self.workers.values()
         )
 
+    def publish(self, pending: PendingPlan) -> None:
+        self.workers[pending.replica.capacity.incarnation].apply_plan(pending.plan)
+        for start in pending.plan.starts:
+            self.attempts[start.request.request_id] = start.attempt
+
     def resume(self, sequence: Sequence) -> None:
         num_tokens = self.committed.get(sequence.request_id, 0)
         sequence.commit(b"".join(RECORD.pack(generated_id(i), 0.0) for i in range(num_tokens)))
@@ -114,7 +118,8 @@ class Pool:
             for _ in range(self.random.randint(1, 12)):
                 worker.run()
             worker.release()
-            self.committed |= worker.committed
+            grown = {one: n for one, n in worker.committed.items() if n > self.committed.get(one, 0)}
+            self.committed |= grown
             self.scheduler.apply_report(name, worker.take_report())
 
     def kill(self, name: str) -> None:

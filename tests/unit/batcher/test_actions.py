@@ -1,60 +1,74 @@
-"""ActionQueue: scripts that follow each other are sent at once, and nothing is done out of order."""
+"""ActionQueue: scripts are sent at once, whatever replies are due, and nothing is done out of order."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
-from common.broker.fast_client import ScriptCall, SerialClient
+from common.broker.fast_client import FastConnection, ScriptCall
 
 Settle = Callable[[Any], Iterable[Action | ScriptAction]]
 
 
-class RecordingClient(SerialClient):
-    """A client whose broker replies with the first argument, unless `replies` has another reply to it."""
+class RecordedQueue(ActionQueue):
+    """A queue whose broker replies with the first argument, unless `replies_to` has another reply to it.
+
+    Attributes:
+        names: of the scripts of each sending.
+    """
 
     def __init__(self, redis: Redis) -> None:
         super().__init__(redis)
-        self.sent: list[list[Any]] = []
+        self.names: list[list[str]] = []
         self.replies_to: dict[str, Any] = {}
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run_scripts(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        self.sent.append([call.args[0] for call in calls])
-        found = [self.replies_to.pop(str(call.args[0]), call.args[0]) for call in calls]
-        if any(isinstance(one, ConnectionError) for one in found):
-            raise ConnectionError("cut")
-        return found
+    async def connect(self) -> FastConnection:
+        self.closed = asyncio.get_running_loop().create_future()
+        self.connection = cast(FastConnection, self)
+        return self.connection
+
+    def close(self) -> None:
+        self.connection = None
+        super().close()
+
+    def send_all(self, commands: Sequence[Sequence[Any]]) -> None:
+        self.names.append([str(command[3]) for command in commands])
+        for name in self.names[-1]:
+            reply = self.replies_to.pop(name, name)
+            if isinstance(reply, ConnectionError):
+                self.closed.set_exception(reply)
+                self.notify()
+                return
+            self.on_reply(reply)
 
 
 @pytest.fixture
-def client(redis: Redis) -> RecordingClient:
-    return RecordingClient(redis)
+async def actions(redis: Redis) -> RecordedQueue:
+    return RecordedQueue(redis)
 
 
-@pytest.fixture
-def actions(client: RecordingClient) -> ActionQueue:
-    return ActionQueue(client)
-
-
-def script(name: str, settled: list[Any], worker: str = "") -> ScriptAction:
-    def settle(reply: Any) -> list[Action]:
+def script(name: str, settled: list[Any], *follow: Action | ScriptAction) -> ScriptAction:
+    def settle(reply: Any) -> Iterable[Action | ScriptAction]:
         settled.append(reply)
-        return []
+        return follow
 
-    return ScriptAction(lambda: ScriptCall("dequeue", [], [name]), settle, worker)
+    return ScriptAction(lambda: ScriptCall("dequeue", [], [name]), settle)
 
 
 async def run_all(actions: ActionQueue) -> None:
     while actions:
-        await actions.run_next()
+        while actions.can_run:
+            await actions.run_next()
+        await asyncio.gather(*actions.due)
+        actions.settle()
 
 
-async def test_scripts_between_other_actions_are_sent_at_once(
-    client: RecordingClient, actions: ActionQueue
-) -> None:
+async def test_scripts_between_other_actions_are_sent_at_once(actions: RecordedQueue) -> None:
     done: list[Any] = []
 
     async def note() -> None:
@@ -62,49 +76,76 @@ async def test_scripts_between_other_actions_are_sent_at_once(
 
     actions.add(script("a", done), script("b", done), note, script("c", done))
     await run_all(actions)
-    assert (client.sent, done) == ([["a", "b"], ["c"]], ["a", "b", "other", "c"])
+    assert (actions.names, done) == ([["a", "b"], ["c"]], ["a", "b", "other", "c"])
 
 
-async def test_what_is_sent_at_once_is_bounded(client: RecordingClient, actions: ActionQueue) -> None:
+async def test_what_is_on_its_way_is_bounded(actions: RecordedQueue) -> None:
     long = ScriptAction(lambda: ScriptCall("dequeue", [], ["long", bytes(MAX_BYTES + 1)]), lambda _: [])
     actions.add(script("a", []), long, *(script("b", []) for _ in range(MAX_CALLS + 1)))
     await run_all(actions)
-    assert [len(names) for names in client.sent] == [2, MAX_CALLS, 1]
+    assert [len(names) for names in actions.names] == [2, MAX_CALLS, 1]
 
 
-async def test_the_next_plan_of_a_worker_waits_for_what_the_reply_to_the_one_before_decides(
-    client: RecordingClient, actions: ActionQueue
-) -> None:
+async def test_a_script_is_sent_before_the_replies_to_others_are_settled(actions: RecordedQueue) -> None:
     done: list[Any] = []
-    again = script("again", done, "w1")
-    refused = ScriptAction(lambda: ScriptCall("publish_plan", [], ["first"]), lambda _: [again], "w1")
-    actions.add(refused, script("other", done, "w2"), script("second", done, "w1"), script("end", done))
+    for name in ("first", "second"):
+        actions.add(script(name, done))
+        assert actions.can_run
+        await actions.run_next()
+    assert (actions.names, done) == ([["first"], ["second"]], [])
     await run_all(actions)
-    assert client.sent == [["first", "other"], ["again"], ["second", "end"]]
-    assert done == ["other", "again", "second", "end"]
+    assert done == ["first", "second"]
+
+
+async def test_what_a_reply_decides_comes_before_all_that_is_not_sent(actions: RecordedQueue) -> None:
+    done: list[Any] = []
+
+    async def note() -> None:
+        done.append("other")
+
+    refused = script("refused", done, script("again", done), script("behind", done))
+    actions.add(refused, script("sent", done, script("sent again", done)), note, script("end", done))
+    await run_all(actions)
+    assert actions.names == [["refused", "sent"], ["again", "behind", "sent again"], ["end"]]
+    assert done == ["refused", "sent", "again", "behind", "sent again", "other", "end"]
 
 
 async def test_what_the_broker_refuses_and_what_was_sent_behind_it_is_done_again(
-    client: RecordingClient, actions: ActionQueue
+    actions: RecordedQueue,
 ) -> None:
     done: list[Any] = []
-    client.replies_to["b"] = ResponseError("OOM")
+    actions.replies_to["b"] = ResponseError("OOM")
     actions.add(*(script(name, done) for name in "abc"))
     with pytest.raises(ResponseError):
-        await actions.run_next()
+        await run_all(actions)
     assert done == ["a"]
     await run_all(actions)
-    assert (client.sent, done) == ([["a", "b", "c"], ["b", "c"]], ["a", "b", "c"])
+    assert (actions.names, done) == ([["a", "b", "c"], ["b", "c"]], ["a", "b", "c"])
 
 
-async def test_all_that_was_sent_before_the_connection_was_lost_is_done_again(
-    client: RecordingClient, actions: ActionQueue
-) -> None:
+async def test_what_has_no_reply_when_the_connection_is_lost_is_done_again(actions: RecordedQueue) -> None:
     done: list[Any] = []
-    client.replies_to["b"] = ConnectionError("cut")
-    actions.add(*(script(name, done) for name in "ab"))
+    actions.replies_to["b"] = ConnectionError("cut")
+    actions.add(*(script(name, done) for name in "abc"))
     with pytest.raises(ConnectionError):
-        await actions.run_next()
-    assert not done
+        await run_all(actions)
+    assert done == ["a"]
     await run_all(actions)
-    assert (client.sent, done) == ([["a", "b"], ["a", "b"]], ["a", "b"])
+    assert (actions.names, done) == ([["a", "b", "c"], ["b", "c"]], ["a", "b", "c"])
+
+
+async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: Redis) -> None:
+    """Here the broker is a real one."""
+    done: list[Any] = []
+    queue = ActionQueue(redis)
+    call = ScriptCall("dequeue", ["requests", "places", "tokens", "request"], ["1-0"])
+    one = ScriptAction(lambda: call, script("", done).settle)
+    queue.add(one)
+    await run_all(queue)
+    await redis.script_flush()
+    queue.add(one)
+    with pytest.raises(ResponseError, match="No matching script"):
+        await run_all(queue)
+    await run_all(queue)
+    queue.close()
+    assert done == [1, 1]

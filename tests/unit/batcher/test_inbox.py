@@ -1,9 +1,13 @@
 """Inbox: entries in order, handled in slices, and how far a stream is done."""
 
+import asyncio
+from functools import partial
+
 from redis.asyncio import Redis
 
 from batcher.inbox import Inbox
 from common.broker.stream_ids import parse_stream_id
+from tests.support.waiting import wait_until
 
 
 async def read(inbox: Inbox) -> None:
@@ -26,3 +30,26 @@ async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_b
     await read(inbox)
     assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
     assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])
+
+
+async def test_entries_of_a_watched_stream_come_once_though_no_read_waits(redis: Redis) -> None:
+    inbox = Inbox(redis)
+    inbox.follow("s")
+    watching = asyncio.create_task(inbox.watch("s"))
+    await wait_until(lambda: is_waiting(redis))
+    for number in range(3):
+        await redis.xadd("s", {"kind": str(number)})
+        await wait_until(partial(has_entries, inbox, number + 1))
+    watching.cancel()
+    assert [entry.data for entry in inbox.take(60.0)] == [b"0", b"1", b"2"]
+    await redis.xadd("s", {"kind": "later"})
+    await read(inbox)
+    assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
+
+
+async def is_waiting(redis: Redis) -> bool:
+    return bool((await redis.info("clients"))["blocked_clients"])
+
+
+def has_entries(inbox: Inbox, count: int) -> bool:
+    return len(inbox.unhandled) == count

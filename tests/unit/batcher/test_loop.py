@@ -1,7 +1,8 @@
 """The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,10 +11,9 @@ from redis.exceptions import ConnectionError
 
 from api.admin import timeline
 from batcher.housekeeping import Housekeeping
-from batcher.lease import Lease
+from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher
 from common.broker import client as brokers
-from common.broker.fast_client import ScriptCall
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
 from common.messages.request import Cancel
@@ -33,9 +33,11 @@ async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     batcher.close()
 
 
-async def turns(batcher: Batcher, count: int = 6) -> None:
+async def turns(batcher: Batcher, most: int = 6) -> None:
     """Turns, and the housekeeping that each starts."""
-    for _ in range(count):
+    for turn in count():
+        if turn >= most and not batcher.pending.sent:
+            break
         await batcher.retry(batcher.turn)
         if batcher.housekeeping.tasks:
             await asyncio.wait(batcher.housekeeping.tasks)
@@ -57,20 +59,33 @@ async def plans(redis: Redis, name: str = "w1") -> list[Plan]:
 
 
 def lose_reply(batcher: Batcher, number: int) -> None:
-    """Lose the connection after call `number` of publish_plan ran and before its reply came."""
-    client, num_calls = batcher.pending.client, 0
-    real = client.run_scripts
+    """Lose the connection when the reply to plan `number` comes."""
+    pending, replies = batcher.pending, count(1)
+    real = pending.on_reply
 
-    async def flaky(calls: Sequence[ScriptCall]) -> list[Any]:
-        nonlocal num_calls
-        replies = await real(calls)
-        num_calls += any(call.name == "publish_plan" for call in calls)
-        if num_calls == number:
-            num_calls += 1
-            raise ConnectionError("cut")
-        return replies
+    def flaky(reply: Any) -> None:
+        if isinstance(reply, list) and next(replies) == number and pending.connection is not None:
+            pending.connection.fail(ConnectionError("cut"))
+        else:
+            real(reply)
 
-    client.run_scripts = flaky  # type: ignore[method-assign]
+    pending.on_reply = flaky  # type: ignore[method-assign]
+
+
+def hold_replies(batcher: Batcher) -> Callable[[], None]:
+    """Hold what the broker replies to plans. Return what lets it come."""
+    pending, held = batcher.pending, list[Any]()
+    real = pending.on_reply
+    pending.on_reply = held.append  # type: ignore[method-assign]
+
+    def release() -> None:
+        pending.on_reply = real  # type: ignore[method-assign]
+        assert pending.connection is not None
+        pending.connection.on_reply = real  # type: ignore[method-assign, assignment]
+        for reply in held:
+            real(reply)
+
+    return release
 
 
 async def test_a_request_queued_before_this_epoch_is_recorded_as_queued_once(
@@ -250,23 +265,52 @@ async def test_a_request_waits_for_no_housekeeping(
     assert not any(task.done() for task in batcher.housekeeping.tasks)
 
 
-async def test_entries_are_read_while_plans_are_written(
-    batcher: Batcher, redis: Redis, monkeypatch: pytest.MonkeyPatch
+async def test_plans_are_written_while_replies_to_others_are_due(batcher: Batcher, redis: Redis) -> None:
+    await batcher.start_epoch()
+    await join(batcher, redis)
+    hold_replies(batcher)
+    for number, name in enumerate(("r1", "r2", "r3"), 2):
+        await admit(redis, make_request(name))
+        async with asyncio.timeout(30):
+            while len(await plans(redis)) < number:
+                await batcher.turn()
+    assert len(batcher.pending.sent) == 3
+
+
+async def test_plans_behind_one_with_a_cancelled_row_are_written_behind_the_rest_of_it(
+    batcher: Batcher, redis: Redis
 ) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
+    release = hold_replies(batcher)
+    for name in ("gone", "keep"):
+        await admit(redis, make_request(name))
+    await redis.hset(KEYS.request("gone"), "cancel", "1")  # type: ignore[misc]
+    async with asyncio.timeout(30):
+        while not batcher.pending.sent:
+            await batcher.turn()
+        await admit(redis, make_request("next"))
+        while len(batcher.pending.sent) < 2:
+            await batcher.turn()
+        await asyncio.sleep(0)
+    release()
+    await turns(batcher)
+    started = [[start.request.request_id for start in plan.starts] for plan in await plans(redis)]
+    assert started == [[], ["keep"], ["next"]]
+    assert sorted(batcher.scheduler.sequences) == ["keep", "next"]
+    assert await redis.hget(KEYS.request("gone"), "terminal") == b"cancelled"  # type: ignore[misc]
+
+
+async def test_a_broker_that_has_lost_plans_it_had_taken_ends_the_epoch(
+    batcher: Batcher, redis: Redis
+) -> None:
+    """Else the worker would miss what they granted."""
+    await batcher.start_epoch()
+    await join(batcher, redis)
     await admit(redis, make_request("r1"))
-    while not batcher.pending:
-        await batcher.turn()
-    monkeypatch.setattr(Housekeeping, "wait_ms", 60_000)
-    client, real = batcher.pending.client, batcher.pending.client.run_scripts
-
-    async def late(calls: Sequence[ScriptCall]) -> list[Any]:
-        await admit(redis, make_request("r2"))
-        async with asyncio.timeout(30):
-            await asyncio.wait([one for one in [batcher.inbox.reading] if one])
-        return await real(calls)
-
-    client.run_scripts = late  # type: ignore[method-assign]
-    await batcher.turn()
-    assert "r2" in batcher.scheduler.sequences
+    await turns(batcher)
+    [_, (last, _)] = await redis.xrange(KEYS.plans("w1"))
+    await redis.xdel(KEYS.plans("w1"), last)
+    await admit(redis, make_request("r2"))
+    with pytest.raises(WritesLost, match="lost plans of worker w1"):
+        await turns(batcher)

@@ -8,7 +8,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker.client import ERRORS, connect
-from common.broker.fast_client import FastConnection, ScriptCall, SerialClient
+from common.broker.fast_client import FastConnection, SerialClient
 from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 
@@ -123,21 +123,6 @@ async def test_scripts_survive_a_broker_that_forgot_them(
     assert await answer(keys=["a"], args=[20]) == [b"a", 40]
     await redis.script_flush()
     assert await answer(keys=["a"], args=[4]) == [b"a", 8]
-
-
-async def test_scripts_sent_at_once_run_in_order_and_an_error_is_one_of_the_replies(
-    client: SerialClient, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "append.lua").write_text("return redis.call('RPUSH', KEYS[1], ARGV[1])\n")
-    monkeypatch.setattr("common.broker.client.SCRIPTS", tmp_path)
-    calls = [ScriptCall("append", [key], [number]) for number, key in enumerate(["in", "no", "in"])]
-    await redis.set("no", "list")
-    first, wrong, last = await client.run_scripts(calls)
-    assert (first, last) == (1, 2) and isinstance(wrong, ResponseError)
-    await redis.script_flush()
-    assert (await client.run_scripts(calls))[::2] == [3, 4]
-    assert await redis.lrange("in", 0, -1) == [b"0", b"2"] * 2  # type: ignore[misc]
-    await redis.delete("in", "no")
 
 
 async def test_a_connection_receives_messages_without_a_command(redis: Redis) -> None:

@@ -125,3 +125,14 @@ async def test_a_foreign_entry_is_not_taken_for_the_plan(redis: Redis) -> None:
     await redis.xadd(KEYS.plans("w1"), {"a": "foreign"}, id="5-2")
     assert (await publish_plan(redis, "5-2"))[0] == b"FENCED"
     assert await publish_plan(redis, "6-1") == [b"OK"]
+
+
+async def test_a_plan_is_written_behind_the_one_before_it_only(redis: Redis) -> None:
+    await create_logs(redis)
+    assert await publish_plan(redis, "5-1") == [b"OK"]
+    assert await publish_plan(redis, "5-3") == [b"GAP"]
+    assert await publish_plan(redis, "6-2") == [b"GAP"], "nothing of its epoch is written"
+    assert await redis.xlen(KEYS.plans("w1")) == 1
+    for number in (2, 3, 2):
+        assert await publish_plan(redis, f"5-{number}") == [b"OK"], "a repeated write is harmless"
+    assert [entry_id for entry_id, _ in await redis.xrange(KEYS.plans("w1"))] == [b"5-1", b"5-2", b"5-3"]
