@@ -1,7 +1,10 @@
-"""Prints what granting ahead is worth beside lock-step: `python -m benchmarks.batcher.runahead [--real]`.
+"""Prints what granting ahead is worth beside lock-step:
+`python -m benchmarks.batcher.runahead [--real] [--slower 10]`.
 
 One worker of 16 rows behind a broker that answers 0, 1 and 5 ms late; its engine's steps take 2 ms by the
-clock, or with `--real` are those of the default model. HORIZON=1 is lock-step: a plan for each step. Printed:
+clock, or with `--real` are those of the default model. HORIZON=1 is lock-step: a plan for each step.
+With `--slower` steps, delays and the pauses of callers last so many times as long: figures in steps are the
+same, but for what a busy machine adds. Printed:
 
 - round trip: from the admission of a request by an idle pool until its first step;
 - start: the same while other rows run and there is room, p50 and p99, and p99 as round trip + steps;
@@ -51,11 +54,13 @@ class Load:
     """Requests of one run.
 
     Attributes:
+        slower: by this the pauses of callers are multiplied.
         admitted_s, cancelled_s: when, by number of the request.
     """
 
-    def __init__(self, redis: Redis, seed: int) -> None:
+    def __init__(self, redis: Redis, seed: int, slower: float) -> None:
         self.redis = redis
+        self.slower = slower
         self.random = random.Random(seed)
         self.numbers = itertools.count()
         self.admitted_s: dict[int, float] = {}
@@ -76,6 +81,9 @@ class Load:
         if await self.cancel_script(keys=keys, args=[encode(Cancel(f"r{number}", "client"))]):
             self.cancelled_s[number] = time.monotonic()
 
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(self.slower * seconds)
+
     async def is_empty(self) -> bool:
         return not await self.redis.xlen(KEYS.requests)
 
@@ -85,7 +93,7 @@ class Load:
         for _ in range(count):
             numbers.append(await self.admit(2))
             await wait_until(self.is_empty)
-            await asyncio.sleep(self.random.uniform(0.0, 0.02))
+            await self.pause(self.random.uniform(0.0, 0.02))
         return numbers
 
     async def arrive(self, count: int) -> list[int]:
@@ -94,10 +102,10 @@ class Load:
 
         async def ask() -> int:
             async with places:
-                await asyncio.sleep(self.random.expovariate(20.0))
+                await self.pause(self.random.expovariate(20.0))
                 number = await self.admit(MEAN_TOKENS)
                 if number % 3 == 0:
-                    await asyncio.sleep(self.random.uniform(0.05, 0.15))
+                    await self.pause(self.random.uniform(0.05, 0.15))
                     await self.cancel(number)
                 await wait_until(lambda: self.has_ended(number))
                 return number
@@ -113,7 +121,7 @@ class Load:
         while time.monotonic() < begin_s + seconds:
             for _ in range(2 * ROWS - await self.redis.xlen(KEYS.requests)):
                 await self.admit(1 + min(8 * MEAN_TOKENS, int(self.random.expovariate(1 / MEAN_TOKENS))))
-            await asyncio.sleep(0.005)
+            await self.pause(0.005)
         return begin_s + 0.5, time.monotonic()
 
 
@@ -128,7 +136,7 @@ def child(module: str, *args: str, **environ: str) -> Iterator[subprocess.Popen[
         process.wait()
 
 
-async def measure(delay_ms: float, horizon: int, real: bool, seconds: float) -> str:
+async def measure(delay_ms: float, horizon: int, real: bool, seconds: float, slower: float) -> str:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         broker, record = stack.enter_context(brokers.running()), Path(directory, "record")
@@ -136,23 +144,25 @@ async def measure(delay_ms: float, horizon: int, real: bool, seconds: float) -> 
         if delay_ms:
             port = free_port()
             stack.enter_context(
-                child("tests.support.runahead.slow_proxy", str(port), str(broker.port), str(delay_ms))
+                child(
+                    "tests.support.runahead.slow_proxy", str(port), str(broker.port), str(slower * delay_ms)
+                )
             )
         url = f"redis://127.0.0.1:{port}/0"
         settings = {"HORIZON": str(horizon), "MAX_BATCH_SIZE": str(ROWS), "LOG_LEVEL": "warning"}
         settings |= {"REDIS_URL": url, "MODEL_ID": str(model_files.resolve("smollm2"))}
-        engine = {RECORD: str(record)} | ({} if real else {STEP_MS: str(STEP)})
-        stack.enter_context(batcher(url, WORKER_TTL_S="10", **settings))
+        engine = {RECORD: str(record)} | ({} if real else {STEP_MS: str(slower * STEP)})
+        stack.enter_context(batcher(url, WORKER_TTL_S="10", HEARTBEAT_S="0.5", **settings))
         stack.enter_context(child("tests.support.runahead.recorded_worker", **settings, **engine))
         async with connect(broker.url) as redis:
             await wait_until(lambda: redis.hget(KEYS.state, "workers"))
-            load = Load(redis, seed=1)
+            load = Load(redis, 1, slower)
             await load.ask_idle_pool(3)
             idle = await load.ask_idle_pool(20)
             begin_s = time.monotonic()
             arriving = await load.arrive(int((3 if real else 16) * seconds))
             arrived = begin_s + 0.5, time.monotonic() - 0.5
-            filled = await load.fill(seconds)
+            filled = await load.fill(slower * seconds)
         return describe(Record.read(record, FIRST_IDS), load, idle, arriving, arrived, filled)
 
 
@@ -195,10 +205,10 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(len(values) * share)]
 
 
-async def main(real: bool, seconds: float, delays_ms: list[float]) -> None:
+async def main(real: bool, seconds: float, slower: float, delays_ms: list[float]) -> None:
     for delay_ms in delays_ms:
         for name, horizon in (("lock-step", 1), ("granted ahead", 256)):
-            figures = await measure(delay_ms, horizon, real, seconds)
+            figures = await measure(delay_ms, horizon, real, seconds, slower)
             print(f"broker {delay_ms:.0f} ms late, {name:13}: {figures}", flush=True)
 
 
@@ -209,5 +219,6 @@ if __name__ == "__main__":
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of two loads")
     parser.add_argument("--delay", type=float, action="append", help="ms; again for another")
+    parser.add_argument("--slower", type=float, default=1.0)
     args = parser.parse_args()
-    asyncio.run(main(args.real, args.seconds, args.delay or list(DELAYS_MS)))
+    asyncio.run(main(args.real, args.seconds, args.slower, args.delay or list(DELAYS_MS)))

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
+from zlib import crc32
 
 from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
@@ -18,6 +19,11 @@ from gpu_worker.engine.batch.prefill import PATIENCE
 def generated_id(index: int) -> int:
     """The token that every request generates at this index."""
     return 1_000_000 + index
+
+
+def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
+    """Whether the token that a request generates at this place ends it, wherever and whenever it runs."""
+    return crc32(f"{request_id} {num_tokens}".encode()) < chance * 2**32
 
 
 @dataclass(eq=False)
@@ -65,7 +71,7 @@ class SimulatedRow:
 
 @dataclass
 class SimulatedWorker:
-    """Ends rows at random (`draw`) or at their limit; releases each a few reports after its end."""
+    """Ends rows at their last token (`ends_at`) or their limit; releases each some reports later (`draw`)."""
 
     block_size: int
     draw: random.Random
@@ -206,7 +212,7 @@ class SimulatedWorker:
         self.committed[request.request_id] = row.num_tokens
         if row.num_tokens == request.stopping.max_new_tokens:
             self.end(number, "length")
-        elif self.draw.random() < self.eos_chance:
+        elif ends_at(request.request_id, row.num_tokens, self.eos_chance):
             self.end(number, "eos_token")
 
     def release(self) -> None:

@@ -80,6 +80,26 @@ def test_each_class_keeps_its_turn_under_a_flood_of_the_others() -> None:
         assert max(since.values()) <= PATIENCE + len(SERVICE_CLASSES)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    trace=st.lists(
+        st.sampled_from([(0,), (0, 0), (1,), (0, 1), (1, 2), (2, 2), (0, 2), ()]), min_size=30, max_size=150
+    )
+)
+def test_no_class_that_waits_is_passed_for_long(trace: list[tuple[int, ...]]) -> None:
+    """`trace`: of each turn, in which one request starts, the classes of those that come."""
+    queue, numbers, waiting, passed = RequestQueue({}), count(), Counter[int](), Counter[int]()
+    for coming in trace:
+        for rank in coming:
+            queue.add(new(f"{rank}.{next(numbers)}", next(numbers), SERVICE_CLASSES[rank]))
+            waiting[rank] += 1
+        for started in start_all(queue, 1):
+            rank = int(started[0])
+            waiting[rank] -= 1
+            passed = Counter({other: passed[other] + 1 for other in +waiting if other != rank})
+        assert all(most <= PATIENCE + len(SERVICE_CLASSES) for most in passed.values())
+
+
 def test_resumed_requests_start_first_in_their_class_the_shortest_first() -> None:
     long, short, lowly = new("long", 5, prompt=90), new("short", 6), new("lowly", 7, "batch")
     for sequence in (long, short, lowly):

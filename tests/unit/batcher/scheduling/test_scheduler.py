@@ -9,6 +9,7 @@ from batcher.scheduling.scheduler import Scheduler
 from common.messages.packing import pack_ids
 from common.messages.plan import HeldRow, Report
 from tests.support.fleet.simulated_pool import Pool, request
+from tests.support.scheduling.one_at_a_time import completions
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1, max_size=40)
 
@@ -53,6 +54,34 @@ def test_every_request_ends_once_and_every_block_comes_back(
     )
     assert {why for _, why in pool.to_finish} <= {"client"}
     pool.check_blocks_returned()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=sizes,
+    num_workers=st.integers(1, 3),
+    num_blocks=st.integers(20, 60),
+    seed=st.integers(0, 10**6),
+    actions=st.lists(st.sampled_from(["kill", "drain", "succeed"]), max_size=6),
+    num_speculated=st.sampled_from([0, 1, 5]),
+)
+def test_an_obvious_scheduler_gives_the_same_completions(
+    sizes: list[tuple[int, int]],
+    num_workers: int,
+    num_blocks: int,
+    seed: int,
+    actions: list[str],
+    num_speculated: int,
+) -> None:
+    pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8), num_speculated=num_speculated)
+    requests = [request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)]
+    pool.add(*requests)
+    for action in actions:
+        for _ in range(pool.random.randint(1, 30)):
+            pool.turn()
+        pool.disturb(action, len(sizes))
+    pool.run()
+    assert pool.committed == completions([one.request for one in requests], pool.eos_chance)
 
 
 def test_scarce_blocks_preempt_the_youngest_request_and_every_one_ends() -> None:
