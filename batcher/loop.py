@@ -101,7 +101,7 @@ class Batcher:
     async def turn(self) -> None:
         """Do what is pending as far as it waits for no reply, and decide on what has come."""
         await self.lease.confirm()
-        self.inbox.read_ahead(self.wait_ms)
+        self.inbox.read_ahead(self.scheduler.left_ms(self.lease.clock.now_ms(), self.housekeeping.wait_ms))
         await self.run_pending()
         dead = self.housekeeping.take_dead()
         self.pending.add(*(partial(self.recovery.seal, one, "no heartbeat") for one in dead))
@@ -113,12 +113,6 @@ class Batcher:
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
-
-    @property
-    def wait_ms(self) -> int:
-        """How long this turn may wait for entries: until something else is due."""
-        now_ms = self.lease.clock.now_ms()
-        return self.scheduler.left_ms(now_ms, self.housekeeping.wait_ms)
 
     def close(self) -> None:
         self.pending.close()
