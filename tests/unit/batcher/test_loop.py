@@ -76,12 +76,12 @@ def hold_replies(batcher: Batcher) -> Callable[[], None]:
     """Hold what the broker replies to plans. Return what lets it come."""
     pending, held = batcher.pending, list[Any]()
     real = pending.on_reply
-    pending.on_reply = held.append  # type: ignore[method-assign]
+    pending.on_reply = held.append  # type: ignore[method-assign, assignment]
 
     def release() -> None:
         pending.on_reply = real  # type: ignore[method-assign]
         assert pending.connection is not None
-        pending.connection.on_reply = real  # type: ignore[method-assign, assignment]
+        pending.connection.on_reply = real
         for reply in held:
             real(reply)
 
