@@ -21,6 +21,7 @@ from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until
 
 TOKENIZER = model_tokenizer().backend
@@ -36,7 +37,7 @@ def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.
         "WORKER_GRACE_S": "3600",  # a scripted worker shows itself once
     }
     environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
-    return subprocess.Popen([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
+    return ForkedProcess([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
 
 
 @dataclass

@@ -5,30 +5,40 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from deploy.serve.embedded_broker import free_port
 from tests.support import brokers
+from tests.support.forks import client as forks
+from tests.support.forks.command import tokenfleet
 from tests.support.waiting import wait_until_sync
 
-
-def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {
-        name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")
-    }
-    command = [str(Path(sys.executable).parent / "tokenfleet"), *argv]
-    return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=90)
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
+COMMAND = str(Path(sys.executable).parent / "tokenfleet")
+Run = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
-def refusal(*argv: str, **variables: str) -> str:
+def installed(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """As a person starts it; the other tests save the imports."""
+    return subprocess.run([COMMAND, *argv], env=environ, capture_output=True, timeout=90)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Its own start is no part of what is timed."""
+    forks.server()
+
+
+def refusal(*argv: str, run: Run = tokenfleet, **variables: str) -> str:
     begun_s = time.monotonic()
-    done = tokenfleet(*argv, **variables)
+    done = run(*argv, environ=ENVIRON | variables)
     assert time.monotonic() - begun_s < 10
     assert done.returncode == os.EX_CONFIG
-    assert done.stdout == ""
-    [line] = done.stderr.splitlines()
+    assert done.stdout == b""
+    [line] = done.stderr.decode().splitlines()
     return line
 
 
@@ -36,7 +46,7 @@ def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("0.0.0.0", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
         assert (
-            refusal("serve", "--port", str(port))
+            refusal("serve", "--port", str(port), run=installed)
             == f"tokenfleet: PORT: 0.0.0.0:{port} is taken by another process"
         )
 
@@ -70,8 +80,8 @@ def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:
     """As in images without torch, before a worker has converted it."""
     environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
     with brokers.running() as broker:
-        words = [Path(sys.executable).parent / "tokenfleet", command]
-        process = subprocess.Popen(words, env=environ | {"REDIS_URL": broker.url}, stderr=subprocess.DEVNULL)  # type: ignore[arg-type]
+        words = [COMMAND, command]
+        process = subprocess.Popen(words, env=environ | {"REDIS_URL": broker.url}, stderr=subprocess.DEVNULL)
         try:
             wait_until_sync(lambda: process.poll() is not None or shows(int(environ["METRICS_PORT"])))
             assert process.poll() is None
@@ -133,16 +143,19 @@ def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> No
     assert words in refusal(*argv)
 
 
+def says(*argv: str, run: Run = tokenfleet, **variables: str) -> str:
+    return run(*argv, environ=ENVIRON | variables).stdout.decode()
+
+
 def test_help_lists_commands_and_settings() -> None:
-    assert "serve [MODEL]" in tokenfleet("--help").stdout
-    assert "KIND is api, batcher, worker, jobs" in tokenfleet("supervise", "--help").stdout
-    text = tokenfleet("serve", "--help").stdout
+    assert "serve [MODEL]" in says("--help")
+    assert "KIND is api, batcher, worker, jobs" in says("supervise", "--help")
+    text = says("serve", "--help")
     assert text.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n")
     assert "\nBatching:\n" in text and "--max-batch-prefill-tokens" in text
     assert "--tokenizer-name" not in text
-    everything = tokenfleet("serve", "--help-all").stdout
+    everything = says("serve", "--help-all")
     assert " ".join(everything.split()).count("only what --model-id says") == 2
-    assert tokenfleet("serve", "--help", PYTHONIOENCODING="ascii").stdout.startswith(
-        "usage: tokenfleet serve [MODEL] [--setting X ?]"
-    )
-    assert tokenfleet("--version").stdout.startswith("tokenfleet ")
+    in_ascii = says("serve", "--help", run=installed, PYTHONIOENCODING="ascii")
+    assert in_ascii.startswith("usage: tokenfleet serve [MODEL] [--setting X ?]")
+    assert says("--version").startswith("tokenfleet ")

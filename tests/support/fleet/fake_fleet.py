@@ -5,7 +5,6 @@ Fakes note what happens to them in DIRECTORY/notes. A file DIRECTORY/{name}.fail
 its start with the exit code that it holds; DIRECTORY/hold makes gateways drain for as long as it is there.
 """
 
-import asyncio
 import http.server
 import os
 import signal
@@ -14,17 +13,21 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common.process import logs
 from common.process.parent_death import die_with_parent
-from common.settings.settings import Settings
-from deploy.serve.embedded_broker import embedded
-from deploy.serve.fleet import LocalFleet, supervised_broker
-from deploy.serve.launcher import run
-from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until_sync
 
 
 def launch(directory: Path, port: int) -> int:
+    # here, because a fake that starts need not wait for them
+    import asyncio
+
+    from common.process import logs
+    from common.settings.settings import Settings
+    from deploy.serve.embedded_broker import embedded
+    from deploy.serve.fleet import LocalFleet, supervised_broker
+    from deploy.serve.launcher import run
+    from deploy.serve.supervised_process import SupervisedProcess
+
     os.environ.setdefault("PARENT_PID", "0")
     die_with_parent()
     logs.set_up("serve", "info")

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import uvicorn
@@ -22,6 +23,7 @@ from deploy.serve.fleet import command
 from deploy.serve.socket_keeper import SocketKeeper
 from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.fleet.gateways import SETTINGS, model_tokenizer, ready
+from tests.support.forks.client import create_subprocess_exec
 from tests.support.waiting import wait_until
 
 
@@ -75,16 +77,17 @@ class KeptGateways:
 @contextlib.asynccontextmanager
 async def kept_gateways(redis_url: str, count: int, **variables: Any) -> AsyncIterator[KeptGateways]:
     gateways = KeptGateways(redis_url, count, **variables)
-    tasks = [asyncio.create_task(gateways.supervise(process)) for process in gateways.processes]
-    try:
-        await gateways.all_ready()
-        yield gateways
-    finally:
-        gateways.keeper.close()
-        for process in gateways.processes:
-            process.should_run = False
-            process.kill()
-        await asyncio.gather(*tasks)
+    with patch.object(asyncio, "create_subprocess_exec", create_subprocess_exec):
+        tasks = [asyncio.create_task(gateways.supervise(process)) for process in gateways.processes]
+        try:
+            await gateways.all_ready()
+            yield gateways
+        finally:
+            gateways.keeper.close()
+            for process in gateways.processes:
+                process.should_run = False
+                process.kill()
+            await asyncio.gather(*tasks)
 
 
 @contextlib.asynccontextmanager

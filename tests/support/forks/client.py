@@ -28,6 +28,8 @@ AT_IMPORT = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "OMP_", "GOMP_", "M
 MODULES = {
     *("api", "api.arq.process", "batcher", "deploy.cli", "gpu_worker", "gpu_worker.engine"),
     *("tests.support.chaos.launcher", "tests.support.chaos.worker", "tests.support.chaos.engine"),
+    *("tests.support.fleet.fake_fleet", "tests.support.forks.command"),
+    "tests.support.engine.multi_rank_engine",
 }
 ORIGINAL = asyncio.create_subprocess_exec
 

@@ -31,7 +31,13 @@ HIGH_FD = 200
 FLEET = ("deploy.cli", "api.server", "batcher.process", "api.arq.process", "gpu_worker.process")
 ENGINE = ("gpu_worker.engine.process", "gpu_worker.engine.loop", "transformers.models.llama.modeling_llama")
 CHAOS = ("tests.support.chaos.launcher", "tests.support.chaos.engine")
-IMPORTS = {"gpu_worker.engine": ENGINE, "deploy.cli": ENGINE, "tests.support.chaos.launcher": CHAOS}
+IMPORTS = {
+    "gpu_worker.engine": ENGINE,
+    "deploy.cli": ENGINE,
+    "tests.support.engine.multi_rank_engine": ENGINE,
+    "tests.support.forks.command": ("deploy.commands.chat",),
+    "tests.support.chaos.launcher": CHAOS,
+}
 """What is imported, beside FLEET, before a module's first copy is made: what it imports, and those that it
 starts.
 """
@@ -83,6 +89,7 @@ def become(start: Start, sock: socket.socket, files: Sequence[int]) -> NoReturn:
     sock.send(b"%d" % os.getpid())
     sock.detach()
     place_files(files, start.numbers)
+    open_streams()
     os.environ.clear()
     os.environ.update(start.environ)
     sys.argv[1:] = start.arguments
@@ -98,6 +105,13 @@ def place_files(files: Sequence[int], numbers: Sequence[int]) -> None:
     for file, number in zip(high, numbers, strict=True):
         os.dup2(file, number, inheritable=True)
     os.closerange(HIGH_FD, max(high) + 1)
+
+
+def open_streams() -> None:
+    """Anew: those of the server remember of their files whether they could be sought in."""
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
 
 
 def start_server() -> None:

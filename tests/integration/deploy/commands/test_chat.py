@@ -18,6 +18,7 @@ from deploy.commands.client import SseDecoder, base_url, error_message
 from deploy.commands.conversation import ChatAnswer
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer as Answered
+from tests.support.forks.command import tokenfleet
 from tests.support.openai_frames import answering, ids
 from tests.support.other_servers import WORDS, Server, running
 from tests.support.waiting import wait_until_sync
@@ -35,8 +36,7 @@ TEXT = " ".join(WORDS)
 
 
 def piped(server_url: str, text: bytes, *flags: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    command = [*COMMAND, "--url", server_url, *flags]
-    return subprocess.run(command, input=text, env=ENVIRON | variables, capture_output=True, timeout=90)
+    return tokenfleet("chat", "--url", server_url, *flags, environ=ENVIRON | variables, content=text)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from common.messages.codec import decode
 from common.messages.plan import WorkerDied
 from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
+from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
@@ -72,7 +73,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
     def start() -> Launched:
         command = [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(tmp_path), str(free_port())]
         with (tmp_path / "stderr").open("w") as error:
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error, text=True))
+            processes.append(ForkedProcess(command, stdout=subprocess.PIPE, stderr=error, text=True))
         return Launched(processes[-1], tmp_path)
 
     yield start
