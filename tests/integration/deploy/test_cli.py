@@ -13,17 +13,24 @@ import pytest
 from deploy.serve.embedded_broker import free_port
 from tests.support import brokers
 from tests.support.forks import client as forks
-from tests.support.forks.command import tokenfleet
+from tests.support.forks import command
 from tests.support.waiting import wait_until_sync
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
 COMMAND = str(Path(sys.executable).parent / "tokenfleet")
-Run = Callable[..., subprocess.CompletedProcess[bytes]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def installed(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
-    """As a person starts it; the other tests save the imports."""
-    return subprocess.run([COMMAND, *argv], env=environ, capture_output=True, timeout=90)
+def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As a person starts it."""
+    words = [COMMAND, *argv]
+    return subprocess.run(words, env=ENVIRON | variables, capture_output=True, text=True, timeout=90)
+
+
+def forked(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same, without the imports."""
+    done = command.tokenfleet(*argv, environ=ENVIRON | variables)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,13 +39,13 @@ def fork_server() -> None:
     forks.server()
 
 
-def refusal(*argv: str, run: Run = tokenfleet, **variables: str) -> str:
+def refusal(*argv: str, run: Run = forked, **variables: str) -> str:
     begun_s = time.monotonic()
-    done = run(*argv, environ=ENVIRON | variables)
+    done = run(*argv, **variables)
     assert time.monotonic() - begun_s < 10
     assert done.returncode == os.EX_CONFIG
-    assert done.stdout == b""
-    [line] = done.stderr.decode().splitlines()
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
     return line
 
 
@@ -46,7 +53,7 @@ def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("0.0.0.0", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
         assert (
-            refusal("serve", "--port", str(port), run=installed)
+            refusal("serve", "--port", str(port), run=tokenfleet)
             == f"tokenfleet: PORT: 0.0.0.0:{port} is taken by another process"
         )
 
@@ -143,8 +150,8 @@ def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> No
     assert words in refusal(*argv)
 
 
-def says(*argv: str, run: Run = tokenfleet, **variables: str) -> str:
-    return run(*argv, environ=ENVIRON | variables).stdout.decode()
+def says(*argv: str, run: Run = forked, **variables: str) -> str:
+    return run(*argv, **variables).stdout
 
 
 def test_help_lists_commands_and_settings() -> None:
@@ -156,6 +163,6 @@ def test_help_lists_commands_and_settings() -> None:
     assert "--tokenizer-name" not in text
     everything = says("serve", "--help-all")
     assert " ".join(everything.split()).count("only what --model-id says") == 2
-    in_ascii = says("serve", "--help", run=installed, PYTHONIOENCODING="ascii")
+    in_ascii = says("serve", "--help", run=tokenfleet, PYTHONIOENCODING="ascii")
     assert in_ascii.startswith("usage: tokenfleet serve [MODEL] [--setting X ?]")
     assert says("--version").startswith("tokenfleet ")

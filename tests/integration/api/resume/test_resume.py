@@ -61,20 +61,22 @@ async def read_frames(
         return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
 
 
-@pytest.mark.parametrize(("path", "body"), REQUESTS)
 async def test_another_gateway_goes_on_behind_the_last_frame(
-    broker: Broker, path: str, body: dict[str, Any]
+    broker: Broker, subtests: pytest.Subtests
 ) -> None:
-    body = body | {"stream": True, "resume_s": 600}
     async with two_gateways(broker.url) as (worker, _, client, other):
-        first, place = await read_frames(client, path, body, 5)
-        rest, same_place = await read_frames(other, place, None, last_id=5)
-        whole, _ = await read_frames(client, place, None)
-        done = await other.get(place, headers={"last-event-id": str(len(numbered(whole)))})
-        assert first + rest == whole and place == same_place
-        assert [ordinal for ordinal, _ in numbered(whole)] == [*range(1, len(numbered(whole)) + 1)]
-        assert done.status_code == 204
-        assert len(worker.seen) == num_choices(body)
+        for path, asked in REQUESTS:
+            with subtests.test(path=path, asked=asked):
+                body, num_seen = asked | {"stream": True, "resume_s": 600}, len(worker.seen)
+                first, place = await read_frames(client, path, body, 5)
+                rest, same_place = await read_frames(other, place, None, last_id=5)
+                whole, _ = await read_frames(client, place, None)
+                done = await other.get(place, headers={"last-event-id": str(len(numbered(whole)))})
+                assert first + rest == whole and place == same_place
+                ordinals = [ordinal for ordinal, _ in numbered(whole)]
+                assert ordinals == [*range(1, len(ordinals) + 1)]
+                assert done.status_code == 204
+                assert len(worker.seen) - num_seen == num_choices(body)
 
 
 async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Broker) -> None:
@@ -270,9 +272,8 @@ async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
         await nothing_left(gateway, worker)
 
 
-@pytest.mark.parametrize(
-    ("headers", "body", "name"),
-    [
+async def test_wrong_terms_are_refused_by_name(broker: Broker) -> None:
+    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"x-resume-seconds": "nan"}, {}, "x-resume-seconds"),
         ({"x-resume-seconds": "3601"}, {}, "x-resume-seconds"),
         ({"x-resume-seconds": "5"}, {"resume_s": 5}, "resume_s"),
@@ -280,13 +281,10 @@ async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
         ({}, {"resume_s": 5, "detached": True}, "detached"),
         ({}, {"detached": True, "stream": False}, "detached"),
         ({}, {"resume_s": 5, "stream": False}, "resume_s"),
-    ],
-)
-async def test_wrong_terms_are_refused_by_name(
-    broker: Broker, headers: dict[str, str], body: dict[str, Any], name: str
-) -> None:
+    ]
     async with two_gateways(broker.url) as (_, _, client, _):
-        refused = await client.post(
-            "/v1/completions", json={"prompt": "a", "stream": True} | body, headers=headers
-        )
-    assert refused.status_code == 400 and f"`{name}`" in refused.json()["error"]["message"]
+        for headers, terms, name in wrong:
+            body = {"prompt": "a", "stream": True} | terms
+            refused = await client.post("/v1/completions", json=body, headers=headers)
+            assert refused.status_code == 400, name
+            assert f"`{name}`" in refused.json()["error"]["message"]
