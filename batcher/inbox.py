@@ -87,7 +87,7 @@ class Inbox:
     def read_ahead(self, wait_ms: int) -> None:
         """Ask for new entries if all that were read are taken; the broker waits up to `wait_ms` for one."""
         if self.reading is None and not self.unhandled:
-            self.reading = asyncio.create_task(self.read(wait_ms))
+            self.reading = asyncio.create_task(self.read(max(1, wait_ms)))
 
     async def fill(self, waits: bool, beside: Collection[asyncio.Future[Any]] = ()) -> None:
         """Take over what was asked for. With `waits`, wait until it has come, or one of `beside` is done."""
@@ -116,7 +116,7 @@ class Inbox:
         streams: Any = dict(self.last_ids)
         try:
             async with asyncio.timeout(wait_ms / 1000 + LATE_S):
-                answer: Answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=max(1, wait_ms))
+                answer: Answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=wait_ms)
         except TimeoutError:
             return []
         return answer

@@ -53,3 +53,13 @@ async def is_waiting(redis: Redis) -> bool:
 
 def has_entries(inbox: Inbox, count: int) -> bool:
     return len(inbox.unhandled) == count
+
+
+async def test_what_is_due_long_since_is_no_time_to_read_in(redis: Redis) -> None:
+    """A housekeeping that hangs is due all the time; its batcher reads on."""
+    inbox = Inbox(redis)
+    inbox.follow("due")
+    await redis.xadd("due", {"kind": "1"})
+    inbox.read_ahead(-60_000)
+    await inbox.fill(waits=True)
+    assert [entry.data for entry in inbox.take(60.0)] == [b"1"]
