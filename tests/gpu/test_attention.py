@@ -56,10 +56,8 @@ class Pair:
         assert not isinstance(self.flash, SdpaBackend)
         self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(self.flash.geometry, BLOCKS, self.device)]
         self.modules = [SimpleNamespace() for _ in self.caches]
-        for module, geometry, cache, backend in zip(
-            self.modules, (exact, given), self.caches, (self.exact, self.flash), strict=True
-        ):
-            attach([module], geometry, cache, backend)
+        for module, cache, backend in zip(self.modules, self.caches, (self.exact, self.flash), strict=True):
+            attach([module], backend.geometry, cache, backend)
 
     def tokens(self, count: int) -> list[torch.Tensor]:
         """Query, key and value, with strides as model code leaves them."""

@@ -80,7 +80,9 @@ def test_bfloat16_ids_are_near_those_of_float32(
     needs_flash(device)
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES[family])
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
-    assert engine.graphs and engine.loaded.backend.plan_free == (family != "Gemma2"), "a softcap needs plans"
+    assert engine.graphs and engine.loaded.backend.plan_free == (family not in ("Gemma2", "DeepSeek-V3")), (
+        "a softcap needs plans, and so do latents"
+    )
     check_in_every_way(engine, model, dict(enumerate(prompts())))
 
 

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
+from gpu_worker.engine.attention.latents import over_latents
 from gpu_worker.engine.batch.inputs import Inputs
 
 NAME = "tokenfleet"
@@ -55,11 +56,13 @@ class AttentionBackend(Protocol):
 
         All of one dtype, float32, float16 or bfloat16: query [1, heads, tokens, key_dim], key [1, kv_heads,
         tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their
-        share of each softmax and add nothing, as in gpt-oss → [1, tokens, heads, value_dim]. `module`
+        share of each softmax and add nothing, as in gpt-oss → [1, tokens, heads, value_dim]. Of latents
+        (AttentionSpec.latent) query is [1, heads, tokens, value_dim + key_dim]. `module`
         carries `keys`, `values`, `spec`, `key_scale` and `value_scale` of its layer.
         """
 
 
+@over_latents
 def attend(
     module: Any,
     query: torch.Tensor,
@@ -86,7 +89,8 @@ def attach(modules: Iterable[Any], geometry: Geometry, cache: KVCache, backend: 
         module.spec = layer.spec
         module.key_scale = layer.key_scale
         module.value_scale = layer.value_scale
-        module.spec_number = geometry.specs.index(layer.spec)
+        module.view_number = geometry.views.index(layer.view)
+        module.kept_dim = layer.value_dim
     backend.take_pages()
 
 

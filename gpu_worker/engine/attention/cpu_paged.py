@@ -13,8 +13,11 @@ from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 
 
 def supports(geometry: Geometry) -> bool:
-    """K dimensions are multiplied in pairs; scores have no biases."""
-    return all(layer.key_dim % 2 == 0 and not layer.spec.alibi_slopes for layer in geometry.layers)
+    """K dimensions are multiplied in pairs; scores have no biases, and K and V are no latents."""
+    return all(
+        layer.key_dim % 2 == 0 and not layer.spec.alibi_slopes and not layer.spec.latent
+        for layer in geometry.layers
+    )
 
 
 class CpuPagedBackend:

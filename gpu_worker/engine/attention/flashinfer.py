@@ -36,7 +36,6 @@ PLAN_FREE_BYTES = 16 * 2**20
 """8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads
 of 256 numbers at most.
 """
-LOG2_E = 1.4426950408889634
 
 
 class FlashInferBackend:
@@ -65,9 +64,8 @@ class FlashInferBackend:
         self.geometry = geometry = with_padded_heads(geometry)
         self.block_size = geometry.block_size
         self.device = device
-        self.dim = geometry.layers[0].key_dim
-        self.specs = geometry.specs
-        reasons = [plans_needed_because(geometry, spec, generation) for spec in self.specs]
+        self.views = geometry.views
+        reasons = [plans_needed_because(geometry, view.spec, generation) for view in self.views]
         self.planned = [bool(why) for why in reasons]
         self.plan_free = not any(reasons)
         for why in dict.fromkeys(filter(None, reasons)):
@@ -78,7 +76,7 @@ class FlashInferBackend:
         scratch = make_workspace(geometry, device, max_rows)
         self.plans = StepPlans(geometry, self.planned, scratch)
         self.decode_plans = DecodePlans(geometry, self.planned, scratch, max_rows, max_blocks)
-        self.decoders: list[Any] = [None] * len(self.specs)
+        self.decoders: list[Any] = [None] * len(self.views)
         self.modules: list[Any] = []
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -100,7 +98,7 @@ class FlashInferBackend:
             to_device(table, self.device),
             to_device(lengths, self.device),
         )
-        self.decoders = [None] * len(self.specs)
+        self.decoders = [None] * len(self.views)
         self.plans.plan(inputs.spans, first)
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
@@ -114,7 +112,7 @@ class FlashInferBackend:
         """
         self.step = self.rows_that_decode(positions, table)
         wrappers = self.decode_plans.wrappers.get(len(positions), {})
-        self.decoders = [wrappers.get(spec) for spec in self.specs]
+        self.decoders = [wrappers.get(view) for view in self.views]
 
     def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> FlashInferStep:
         blocks = table.gather(1, (positions // self.block_size).long()[:, None])[:, 0]
@@ -131,22 +129,23 @@ class FlashInferBackend:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         dim = value.shape[3]
-        if dim < self.dim:  # here, where a compiler fuses it with what made these
-            query, key, value = (pad(tensor, (0, self.dim - dim)) for tensor in (query, key, value))
+        if dim < module.kept_dim:  # here, where a compiler fuses it with what made these
+            query, key, value = (pad(tensor, (0, module.kept_dim - dim)) for tensor in (query, key, value))
         output: torch.Tensor = attend(query, key, value, sinks, module.layer, self.number)
         return output[..., :dim]
 
     def run(self, module: Any, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """query [tokens, heads, dim] → the same shape"""
-        output, number = torch.empty_like(query), module.spec_number
+        """query [tokens, heads, dim] → [tokens, heads, value_dim], both of the model's dtype"""
+        number = module.view_number
+        output = query.new_empty(*query.shape[:2], module.values.shape[3])
         if decoder := self.decoders[number]:
-            self.run_plan(decoder, module, query, sinks, output)
+            decoder.run(module, query, sinks, output)
             return output
         rows = 0 if self.planned[number] else len(self.step.lengths)
         if rows:
             self.decode(module, query[:rows], sinks, output[:rows])
         if rows < len(query):
-            self.run_plan(self.plans.wrappers[number], module, query[rows:], sinks, output[rows:])
+            self.plans.wrappers[number].run(module, query[rows:], sinks, output[rows:])
         return output
 
     def decode(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
@@ -164,20 +163,6 @@ class FlashInferBackend:
             sinks=sinks,
             kv_layout="HND",
         )
-
-    def run_plan(
-        self, wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor
-    ) -> None:
-        """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log
-        sum - sink)`.
-        """
-        cache = (module.keys, module.values)
-        scales = {"k_scale": module.key_scale, "v_scale": module.value_scale}
-        if sinks is None:
-            wrapper.run(query, cache, out=output, **scales)
-        else:
-            _, log2_sum = wrapper.run(query, cache, out=output, return_lse=True, **scales)
-            output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
 # --- what a compiled layer calls ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.batch.inputs import Span, offsets_of
+from gpu_worker.engine.batch.to_device import pinned, to_device
 
 Int32 = npt.NDArray[np.int32]
 
@@ -29,8 +30,9 @@ class FlashInferStep:
     lengths: torch.Tensor
 
 
-class PlanArrays(NamedTuple):
-    """What a plan needs of its rows, on the host.
+class PlanInputs(NamedTuple):
+    """What a plan needs of its rows: int32 tensors, pinned on the host, where FlashInfer would copy others,
+    and wait for them; `blocks` on the device.
 
     Attributes:
         query_ends: where each row's tokens begin, and the last one's end.
@@ -41,43 +43,62 @@ class PlanArrays(NamedTuple):
         longest: the most tokens of a row in this step.
     """
 
-    query_ends: Int32
-    block_ends: Int32
-    last_lengths: Int32
-    lengths: Int32
-    blocks: Int32
+    query_ends: torch.Tensor
+    block_ends: torch.Tensor
+    last_lengths: torch.Tensor
+    lengths: torch.Tensor
+    blocks: torch.Tensor
     longest: int
 
 
-def plan_arrays(spans: Sequence[Span], block_size: int) -> PlanArrays:
+def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) -> PlanInputs:
     """What a plan for the rows of these spans needs."""
     counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
     lengths = np.concatenate([span.lengths for span in spans])
     held = -(-lengths // block_size)
     lines = (line for span in spans for line in span.blocks)
     blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
-    return arrays_of(counts, lengths, held, blocks, block_size)
+    return inputs_of(counts, lengths, held, blocks, block_size, device)
 
 
-def decode_arrays(positions: Int32, table: Int32, block_size: int) -> PlanArrays:
+def decode_inputs(positions: Int32, table: Int32, block_size: int, device: torch.device) -> PlanInputs:
     """The same for rows that decode: positions int32 [rows], table of blocks int32 [rows, blocks]."""
     lengths = positions + 1
     held = -(-lengths // block_size)
     blocks = table[np.arange(table.shape[1]) < held[:, None]]
-    return arrays_of(np.ones_like(lengths), lengths, held, blocks, block_size)
+    return inputs_of(np.ones_like(lengths), lengths, held, blocks, block_size, device)
 
 
-def arrays_of(counts: Any, lengths: Any, held: Any, blocks: Any, block_size: int) -> PlanArrays:
+def inputs_of(
+    counts: Any, lengths: Any, held: Any, blocks: Any, block_size: int, device: torch.device
+) -> PlanInputs:
     """Of rows: their tokens in this step and in the cache, how many blocks they hold, and which, all int
     [rows] but the last.
     """
-    return PlanArrays(
-        query_ends=offsets_of(counts).astype(np.int32),
-        block_ends=offsets_of(held).astype(np.int32),
-        last_lengths=(lengths - (held - 1) * block_size).astype(np.int32),
-        lengths=lengths.astype(np.int32),
-        blocks=blocks.astype(np.int32),
-        longest=int(counts.max()),
+    query_ends, block_ends, last_lengths, lengths = (
+        pinned(values, device, torch.int32)
+        for values in (offsets_of(counts), offsets_of(held), lengths - (held - 1) * block_size, lengths)
+    )
+    blocks = to_device(blocks, device, torch.int32)
+    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, int(counts.max()))
+
+
+def empty_inputs(rows: int, num_blocks: int, device: torch.device) -> PlanInputs:
+    """Room on the device for the inputs of so many rows that decode, which have so many blocks together."""
+    query_ends, block_ends, last_lengths, lengths, blocks = (
+        torch.zeros(size, dtype=torch.int32, device=device)
+        for size in (rows + 1, rows + 1, rows, rows, num_blocks)
+    )
+    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, 1)
+
+
+def first_rows(inputs: PlanInputs, rows: int) -> PlanInputs:
+    """Views of them, of fewer rows."""
+    return inputs._replace(
+        query_ends=inputs.query_ends[: rows + 1],
+        block_ends=inputs.block_ends[: rows + 1],
+        last_lengths=inputs.last_lengths[:rows],
+        lengths=inputs.lengths[:rows],
     )
 
 

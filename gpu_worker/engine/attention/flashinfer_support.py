@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128, 256)
@@ -16,6 +16,8 @@ PADDED_DIMS = (64, 128)
 """What smaller heads are padded to. Larger ones are not padded to 256, which would make caches up to twice as
 large.
 """
+LATENT_DIMS = (64, 512)
+"""Of the rotary part and the latent: DeepSeek's, Kimi's, GLM's, LongCat's."""
 PLAN_FREE_BLOCKS = (16, 32, 64, 128)
 PLAN_FREE_GENERATIONS = (9, 10, 12)
 """Major compute capabilities that XQA is compiled for."""
@@ -30,22 +32,32 @@ ALIGNMENT = 64
 
 def unsupported_because(geometry: Geometry) -> str:
     """Why FlashInfer has no attention for a model, also with padded heads; empty where it has."""
-    dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
     if geometry.dtype not in DTYPES:
         return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
     if any(spec.alibi_slopes for spec in geometry.specs):
         return "its kernels here have no ALiBi position biases"
-    return (
-        ""
-        if len(dims) == 1 and padded_dim(dims[0]) in DIMS
-        else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
-    )
+    return next(filter(None, (view_unsupported_because(geometry, view) for view in geometry.views)), "")
+
+
+def view_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
+    dims = sorted({view.key_dim, view.value_dim})
+    if view.spec.latent and geometry.kv_dtype != geometry.dtype:
+        return "its kernels for latents do not read 8-bit floats (KV_CACHE_DTYPE)"
+    if view.spec.latent:
+        kernels, served = f"rotary parts and latents of {listed(LATENT_DIMS)}", tuple(dims) == LATENT_DIMS
+    else:
+        kernels, served = f"heads of {listed(DIMS)}", len(dims) == 1 and padded_dim(dims[0]) in DIMS
+    return "" if served else f"it has kernels for {kernels} numbers, these have {listed(dims)}"
 
 
 def with_padded_heads(geometry: Geometry) -> Geometry:
-    """What the cache keeps of a token for FlashInfer: heads of a size that it has kernels for."""
+    """What the cache keeps of a token for FlashInfer: heads of a size that it has kernels for, and latents as
+    they are.
+    """
     layers = [
-        replace(layer, key_dim=padded_dim(layer.key_dim), value_dim=padded_dim(layer.value_dim))
+        layer
+        if layer.spec.latent
+        else replace(layer, key_dim=padded_dim(layer.key_dim), value_dim=padded_dim(layer.value_dim))
         for layer in geometry.layers
     ]
     return replace(geometry, layers=layers)
@@ -57,6 +69,8 @@ def padded_dim(dim: int) -> int:
 
 def plans_needed_because(geometry: Geometry, spec: AttentionSpec, generation: int) -> str:
     """Why rows that decode need plans of the host in these layers; empty where XQA serves them."""
+    if spec.latent:
+        return "layers keep latents, which XQA does not read"
     if spec.softcap is not None:
         return "scores are soft-capped"
     if spec.group > PLAN_FREE_GROUP:
@@ -74,10 +88,11 @@ def plans_needed_because(geometry: Geometry, spec: AttentionSpec, generation: in
 
 def workspace_bytes(geometry: Geometry, processors: int, max_rows: int) -> int:
     """What programs that share a row hand to each other: for each tile of queries its outputs and the sum of
-    its softmax, in float32. FlashInfer lays out two programs for each multiprocessor, or those of all rows.
+    its softmax, in float32. FlashInfer lays out two programs for each multiprocessor, or those of all rows;
+    over latents only the former, for which the least is enough.
     """
     sizes = [WORKSPACE_BYTES]
-    for layer in geometry.layers:
+    for layer in (layer for layer in geometry.layers if not layer.spec.latent):
         spec, dim = layer.spec, layer.value_dim
         programs, tile = 2 * processors // spec.kv_heads, tile_of(spec.group, dim)
         tiles = -(-max_rows * spec.group // tile) + max_rows - 1

@@ -25,6 +25,8 @@ class AttentionSpec:
         scaling: what scores are multiplied with.
         softcap: bounds scores as in Gemma 2 (arXiv:2408.00118).
         alibi_slopes: how much scores fall for each token between key and query, by head (arXiv:2108.12409).
+        latent: the cache has latents for V, and the rotary part of K for K: a K head is both, one behind the
+            other.
     """
 
     kv_heads: int
@@ -33,11 +35,13 @@ class AttentionSpec:
     scaling: float
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What the attention of one layer keeps of each token.
+    """What the attention of one layer keeps of each token. Without scales it is a view: what its kernels must
+    know, and layers may share.
 
     Attributes:
         key_scale, value_scale: what 8-bit floats are multiplied with to give K and V.
@@ -48,6 +52,10 @@ class LayerSpec:
     value_dim: int
     key_scale: float = 1.0
     value_scale: float = 1.0
+
+    @property
+    def view(self) -> "LayerSpec":
+        return replace(self, key_scale=1.0, value_scale=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,12 @@ class Geometry:
     @property
     def unrounded(self) -> "Geometry":
         """With a cache of the model's dtype."""
-        layers = [replace(layer, key_scale=1.0, value_scale=1.0) for layer in self.layers]
-        return replace(self, layers=layers, kv_dtype=self.dtype)
+        return replace(self, layers=[layer.view for layer in self.layers], kv_dtype=self.dtype)
+
+    @property
+    def views(self) -> list[LayerSpec]:
+        """Each once, in the order of their first layers."""
+        return list(dict.fromkeys(layer.view for layer in self.layers))
 
     @property
     def specs(self) -> list[AttentionSpec]:

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from gpu_worker.engine.attention.backend import NAME, register
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
+from gpu_worker.engine.attention.latents import keeps_latents, over_latents
 from gpu_worker.engine.errors import UnservableModel
 
 PROBE_TOKENS = 8
@@ -95,7 +96,8 @@ class AttentionRecorder:
             raise UnservableModel(f"its attention has a window of {sliding_window} and a mask of {window}")
         kv_heads = key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        spec = AttentionSpec(kv_heads, query.shape[1] // kv_heads, window, scaling, softcap, alibi_slopes)
+        group, latent = query.shape[1] // kv_heads, keeps_latents(module)
+        spec = AttentionSpec(kv_heads, group, window, scaling, softcap, alibi_slopes, latent)
         self.layers[module] = LayerSpec(spec, key.shape[-1], value.shape[-1])
         return attend_to_nothing(query, key, value), None
 
@@ -109,7 +111,7 @@ def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any
             other by other ways, too.
     """
     recorder = AttentionRecorder()
-    AttentionInterface.register(NAME, recorder.attend)
+    AttentionInterface.register(NAME, over_latents(recorder.attend))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe_mask)
     poison = model.get_input_embeddings().register_forward_hook(poison_first_token)
     try:

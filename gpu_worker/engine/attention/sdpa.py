@@ -19,7 +19,8 @@ Int64 = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class QueryTile:
     """Queries `begin` to `end` on the line, the gathered keys `first` to `last`, and the bias that hides all
-    but what each query sees: [rows * kv_heads or 1, queries, keys].
+    but what each query sees: [rows * kv_heads or 1, queries, keys], the same for all heads of a group; with
+    ALiBi one after the other.
 
     `first` and `last` are whole numbers of blocks: a product over part of a gathered page would copy all of
     them first.
@@ -125,18 +126,18 @@ class SdpaBackend:
                     span.begin + end,
                     first,
                     last,
-                    self.bias(np.tile(hidden, (spec.group, 1))[None], spec, (queries - positions)[None]),
+                    self.bias(hidden[None], spec, (queries - positions)[None]),
                 )
             )
         return tiles
 
     def bias(self, hidden: Any, spec: AttentionSpec, distances: Int64) -> torch.Tensor:
-        """hidden bool [rows * kv_heads or 1, group * queries or 1, keys], distances [rows, queries, keys]
-        from key to query → what is added to scores, of the model's dtype; with ALiBi of each head.
+        """hidden bool [rows * kv_heads or 1, queries, keys], distances [rows, queries, keys] from key to
+        query → what is added to scores, of the model's dtype; with ALiBi of each head.
         """
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
         if spec.alibi_slopes:
-            bias = bias - falls_of(spec, distances)
+            bias = np.tile(bias, (1, spec.group, 1)) - falls_of(spec, distances)
         return self.tensor(bias).to(self.dtype)
 
     def tensor(self, array: Any) -> torch.Tensor:
@@ -161,9 +162,11 @@ class SdpaBackend:
         for span in prepared.spans:
             keys = self.pages(module.keys, span, spec.kv_heads, module.key_scale)
             values = self.pages(module.values, span, spec.kv_heads, module.value_scale)
+            keys = torch.cat((values, keys), -1) if spec.latent else keys
             for tile in span.tiles:
                 queries = queries_of(query, tile, span.rows, spec.kv_heads)
-                scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, spec)
+                bias = of_heads(tile.bias, queries.shape[1])
+                scores = self.scores(queries, keys[:, tile.first : tile.last], bias, spec)
                 weights = (
                     torch.softmax(scores, -1)
                     if sinks is None
@@ -194,6 +197,14 @@ class SdpaBackend:
             .mul_(spec.softcap)
             .add_(bias)
         )
+
+
+def of_heads(bias: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """bias [any, queries, keys] of any dtype → the same for all heads of a group, whose queries stand one
+    behind the other: [any, num_queries, keys], or any one that is added alike. Made for one layer at a time:
+    of a long prompt, and many heads for one of K, all biases of a step would take gigabytes.
+    """
+    return bias if bias.shape[1] in (1, num_queries) else bias.repeat(1, num_queries // bias.shape[1], 1)
 
 
 def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:

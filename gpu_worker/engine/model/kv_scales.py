@@ -25,8 +25,8 @@ VALUE_SCALES = tuple(name.replace("k_", "v_") for name in KEY_SCALES)
 
 
 def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dict[Any, LayerSpec]:
-    """What each attention module keeps of a token, with the checkpoint's scales; 1 where it has none. Raises
-    UnservableModel.
+    """What each attention module keeps of a token, with the checkpoint's scales; 1 where it has none. Latents
+    and their rotary parts have one together. Raises UnservableModel.
     """
     names = {module: name for name, module in model.named_modules()}
     scales = {text_name(name): tensor for name, tensor in file_slices(path) if name.endswith("_scale")}
@@ -34,12 +34,13 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
         module: replace(
             layer,
             key_scale=find_scale(scales, names[module], KEY_SCALES),
-            value_scale=find_scale(scales, names[module], VALUE_SCALES),
+            value_scale=find_scale(scales, names[module], KEY_SCALES if layer.spec.latent else VALUE_SCALES),
         )
         for module, layer in layers.items()
     }
-    if scaled != layers and any(hasattr(module, "kv_lora_rank") for module in layers):
-        raise UnservableModel("its KV scales are those of latents, and the cache keeps K and V")
+    for module, layer in layers.items():
+        if hasattr(module, "kv_lora_rank") and not layer.spec.latent and scaled[module] != layer:
+            raise UnservableModel("its KV scales are those of latents, and its cache keeps K and V")
     return scaled
 
 

@@ -15,6 +15,7 @@ from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 from gpu_worker.engine.attention.kv_numbers import FLOATS8
+from gpu_worker.engine.attention.latents import keep_latents
 from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row_slice import RowSlice
@@ -37,6 +38,7 @@ from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import connect_shards
+from gpu_worker.engine.parallel.tp_plan import TpPlan
 from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
@@ -67,14 +69,13 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     try:
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)
-            blocks = read_blocks(path, config, model, device, settings)
-            use_fp8(model, path, config, device, settings, plan.shards, communicator.rank)
-            optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.rank))
-            connect_shards(model, plan, communicator)
         else:
-            model = read_weights(path, config, dtype, device, settings)
-            use_fp8(model, path, config, device, settings, {}, 0)
-            optimize_linears(model, device, read_blocks(path, config, model, device, settings))
+            model, plan = read_weights(path, config, dtype, device, settings), TpPlan({}, {})
+        blocks = read_blocks(path, config, model, device, settings)
+        keep_latents(model)
+        use_fp8(model, path, config, device, settings, plan.shards, communicator.rank)
+        optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.rank))
+        connect_shards(model, plan, communicator)
         page_attention(model)
         layers = probe_attention(model, lambda: probe_forward(model, device))
         if settings.kv_cache_dtype in FLOATS8 and not settings.makes_weights:

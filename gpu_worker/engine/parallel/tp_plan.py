@@ -28,6 +28,8 @@ SUMMED = ("all_reduce", "moe_tp_experts", *ROWS)
 WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
 """Styles about gradients only: every rank holds the whole parameter."""
 KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
+LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+"""Of latent attention, which some plans leave whole (DeepSeek-V3's): a rank has all latents and its heads."""
 
 Interval = tuple[int, int]
 
@@ -132,6 +134,9 @@ def tp_styles(model: Any) -> dict[str, str]:
             f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served"
         )
     names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
+        if hasattr(module, "expand_kv"):
+            plan = {f"{pattern_of(name)}.{leaf}": style for leaf, style in LATENT_STYLES.items()} | plan
     embedding, head = names[model.get_input_embeddings()], names.get(model.get_output_embeddings())
     plan[embedding] = EMBEDDING
     if model.config.tie_word_embeddings and head not in plan:

@@ -224,17 +224,81 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return (out, sums) if return_lse else out
 
 
+class BatchMLAPagedAttentionWrapper:
+    """In a captured step `run` reads the buffers as they are when it is replayed: here, too."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool, **buffers: torch.Tensor
+    ) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) >= 2**27
+        names = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"}
+        assert set(buffers) == (names if use_cuda_graph else set())
+        assert all(buffer.dtype == torch.int32 and buffer.is_contiguous() for buffer in buffers.values())
+        self.buffers, self.captured = buffers, use_cuda_graph
+
+    def plan(
+        self, *, num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool,
+        sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype, **given: torch.Tensor,
+    ) -> None:  # fmt: skip
+        ends, blocks = given["qo_indptr"], given["kv_indptr"]
+        on_host = (ends, blocks, given["kv_len_arr"])
+        assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"
+        assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in given.values())
+        assert len(ends) == len(blocks) == len(given["kv_len_arr"]) + 1 and ends[0] == blocks[0] == 0
+        assert torch.equal(-(-given["kv_len_arr"] // page_size), blocks.diff()) and (ends.diff() > 0).all()
+        assert len(given["kv_indices"]) == blocks[-1] and causal and type(sm_scale) is float
+        if self.captured:
+            for name, buffer in self.buffers.items():
+                new = given[name]
+                assert len(new) == len(buffer) or (name == "kv_indices" and len(new) <= len(buffer))
+                buffer[: len(new)].copy_(new)
+        else:
+            self.buffers = given
+        dims = (num_heads, head_dim_ckv, head_dim_kpe)
+        fixed = (dims, page_size, sm_scale, q_data_type, kv_data_type)
+        assert not self.captured or getattr(self, "fixed", fixed) == fixed, "a graph keeps what it has"
+        self.fixed = fixed
+
+    def run(
+        self, *, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        (heads, rank, rotary_dim), page_size, scale, dtype, kv_dtype = self.fixed
+        tokens = int(self.buffers["qo_indptr"][-1])
+        assert q_nope.shape == out.shape == (tokens, heads, rank) and q_pe.shape == (
+            tokens,
+            heads,
+            rotary_dim,
+        )
+        assert ckv_cache.shape[1:] == (page_size, rank) and kpe_cache.shape[1:] == (page_size, rotary_dim)
+        assert all(tensor.is_contiguous() for tensor in (q_nope, q_pe, ckv_cache, kpe_cache, out))
+        assert (
+            q_nope.dtype == q_pe.dtype == out.dtype == dtype
+            and ckv_cache.dtype == kpe_cache.dtype == kv_dtype
+        )
+        query, ends = torch.cat((q_nope, q_pe), -1), self.buffers["qo_indptr"].tolist()
+        begins = self.buffers["kv_indptr"].tolist()
+        for row, length in enumerate(self.buffers["kv_len_arr"].tolist()):
+            held = self.buffers["kv_indices"][slice(*begins[row : row + 2])]
+            latents, rotary = (
+                gathered(pages[:, None], held, length, dtype) for pages in (ckv_cache, kpe_cache)
+            )
+            mine, keys = slice(*ends[row : row + 2]), torch.cat((latents, rotary), -1)
+            out[mine], _ = attention(query[mine], keys, latents, scale, -1, None, None)
+
+
 def install() -> bool:
     """Where the engine's code finds it, and nobody else. Not where the real one is installed, or a GPU on
     which to use it.
     """
     if torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is not None:
         return False
-    fake, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
+    fake, decode, mla = (ModuleType(f"flashinfer{name}") for name in ("", ".decode", ".mla"))
     fake.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     fake.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
-    found = {"flashinfer": fake, "flashinfer.decode": decode}
+    mla.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper  # type: ignore[attr-defined]
+    found = {"flashinfer": fake, "flashinfer.decode": decode, "flashinfer.mla": mla}
     sys.modules |= found
     importlib.import_module("gpu_worker.engine.attention.flashinfer")
     for name in found:

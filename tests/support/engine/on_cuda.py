@@ -47,6 +47,10 @@ FLASH_FAMILIES = {
     name: (FAMILIES[name][0], FAMILIES[name][1] | HEADS) for name in ("Qwen2", "gpt-oss", "Gemma2")
 }
 FLASH_FAMILIES["Llama"] = ("Llama", LLAMA | HEADS)
+FLASH_FAMILIES["DeepSeek-V3"] = (
+    "DeepseekV3",
+    FAMILIES["DeepSeek-V3"][1] | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3},
+)
 FLASH_FAMILIES["gpt-oss"][1]["num_local_experts"] = (
     2  # all of them: a choice between two that are nearly alike would hide other errors
 )

@@ -195,6 +195,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "max_position_embeddings": 32}
         | rope("dynamic", factor=4.0),
     ),
+    "DeepSeek-V2": (
+        "DeepseekV2",
+        LLAMA | MIXTURE | LATENT | {"n_routed_experts": 4, "first_k_dense_replace": 1, "q_lora_rank": None},
+    ),
+    "GLM4-MoE-Lite": ("Glm4MoeLite", LLAMA | MIXTURE | LATENT | {"n_routed_experts": 4}),
+    "LongCat": (
+        "LongcatFlash",
+        SIZES
+        | LATENT
+        | {"num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 64}
+        | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "head_dim": 8},
+    ),
+    "MiniCPM3": ("MiniCPM3", LLAMA | LATENT | {"scale_emb": 1, "scale_depth": None, "dim_model_base": None}),
+    "Youtu": ("Youtu", LLAMA | LATENT),
+    "AXK1": (
+        "AXK1",
+        LLAMA | MIXTURE | LATENT | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    ),
     "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {

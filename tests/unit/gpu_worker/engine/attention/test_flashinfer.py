@@ -61,7 +61,7 @@ def test_outputs_equal_those_of_torch(
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         modules = [SimpleNamespace() for _ in caches]
         for module, cache, backend in zip(modules, caches, backends, strict=True):
-            attention.attach([module], geometry, cache, backend)  # type: ignore[arg-type]
+            attention.attach([module], backend.geometry, cache, backend)  # type: ignore[attr-defined, arg-type]
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
             line = build_inputs(
@@ -113,10 +113,73 @@ def test_each_layer_of_a_captured_step_has_its_own_kernel(generation: int, kv_dt
         expected = flash.attend(module, query, key, value, own)
         flash.plan_decode(positions, table)
         flash.begin_decode(torch.from_numpy(positions), torch.from_numpy(table))
-        assert (flash.decoders[module.spec_number] is None) == xqa[module.spec_number]
+        assert (flash.decoders[module.view_number] is None) == xqa[module.view_number]
         query, key, value = (torch.cat((tensor, tensor[:, :, :2]), 2) for tensor in given)
         found = flash.attend(module, query, key, value, own)
         torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("generation", [8, HOPPER])
+def test_layers_have_heads_of_their_own_size(generation: int) -> None:
+    """Of 96, padded to 128, beside 64: in a step with prompts, and in a captured one."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(2, 3, None, 0.2)
+    geometry = Geometry([LayerSpec(spec, dim, dim) for dim in (64, 96)], 16, torch.float32, torch.float32)
+    flash, plain = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS), SdpaBackend(geometry, CPU)
+    assert [view.key_dim for view in flash.views] == [64, 128]
+    lines = rows(16, (70, 1, 33, 90))
+    outputs: list[list[torch.Tensor]] = []
+    for backend in (plain, flash):
+        torch.manual_seed(1)
+        modules = [SimpleNamespace() for _ in geometry.layers]
+        attention.attach(modules, backend.geometry, KVCache(backend.geometry, BLOCKS, CPU), backend)
+        found = []
+        for step in STEPS:
+            slices = arrange([chunk(lines[row], begin, count) for row, begin, count in step])
+            line = build_inputs(slices, 16, CPU)
+            backend.begin(line)
+            if backend is flash and all(row_slice.decodes for row_slice in slices):
+                positions, table = np.zeros(3, np.int32), np.zeros((3, BLOCKS), np.int32)
+                for place, row_slice in enumerate(slices):
+                    positions[place] = row_slice.begin
+                    table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
+                flash.plan_decode(positions, table)
+                flash.begin_decode(torch.from_numpy(positions), torch.from_numpy(table))
+            for module, dim in zip(modules, (64, 96), strict=True):
+                query, key, value = (torch.randn(1, heads, line.ids.shape[1], dim) for heads in (6, 2, 2))
+                found.append(backend.attend(module, query, key, value, None))
+        outputs.append(found)
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_outputs_over_latents_equal_those_of_torch(block_size: int) -> None:
+    """Prompts in chunks beside rows that decode, of three heads; slots that nobody wrote are NaN."""
+    torch.manual_seed(0)
+    rotary_dim, rank, heads = 8, 24, 3
+    layer = LayerSpec(AttentionSpec(1, heads, None, 0.2, latent=True), rotary_dim, rank)
+    geometry = Geometry([layer], block_size, torch.float32, torch.float32)
+    flash = FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS)
+    assert flash.planned == [True] and flash.geometry == geometry
+    backends, caches = [SdpaBackend(geometry, CPU), flash], [KVCache(geometry, BLOCKS, CPU) for _ in range(2)]
+    caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+    modules = [SimpleNamespace() for _ in caches]
+    for module, cache, backend in zip(modules, caches, backends, strict=True):
+        attention.attach([module], backend.geometry, cache, backend)  # type: ignore[attr-defined, arg-type]
+    lines = rows(block_size, (70, 1, 33, 90))
+    for step in STEPS:
+        line = build_inputs(
+            arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
+        )
+        tokens, outputs = line.ids.shape[1], []
+        query = torch.randn(1, tokens, heads, rank + rotary_dim).transpose(1, 2)
+        key, value = torch.randn(1, 1, tokens, rotary_dim), torch.randn(1, 1, tokens, rank)
+        for backend, module in zip(backends, modules, strict=True):
+            backend.begin(line)  # type: ignore[attr-defined]
+            outputs.append(backend.attend(module, query, key, value, None))  # type: ignore[attr-defined]
+        assert outputs[0].shape == (1, tokens, heads, rank)
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
 
 def test_padded_heads_take_room_in_the_cache(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:

@@ -58,6 +58,24 @@ def test_unsupported_models_use_torch(
 
 
 @pytest.mark.parametrize(
+    ("dims", "kv_dtype", "why"),
+    [
+        ((64, 512), torch.bfloat16, ""),
+        ((64, 512), torch.float8_e4m3fn, "8-bit floats (KV_CACHE_DTYPE)"),
+        ((32, 256), torch.bfloat16, "latents of 64, 512 numbers, these have 32, 256"),
+    ],
+)
+def test_latents_of_other_sizes_use_torch(dims: tuple[int, int], kv_dtype: torch.dtype, why: str) -> None:
+    """For those of DeepSeek's size a plan is needed on every card, and no more room than FlashInfer asks."""
+    layer = LayerSpec(AttentionSpec(1, 128, None, 1.0, latent=True), *dims)
+    geometry = Geometry([layer], 64, torch.bfloat16, kv_dtype)
+    found = unsupported_because(geometry)
+    assert why in found and bool(found) == bool(why)
+    assert "latents" in plans_needed_because(geometry, layer.spec, HOPPER)
+    assert workspace_bytes(geometry, 132, 256) == 2**28
+
+
+@pytest.mark.parametrize(
     ("group", "softcap", "block_size", "generation", "why"),
     [
         (32, None, 64, HOPPER, ""),

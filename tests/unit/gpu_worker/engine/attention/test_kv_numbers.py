@@ -152,10 +152,16 @@ def test_other_scales_are_refused(scale: torch.Tensor, line: str, tmp_path: Path
     engine_of(tmp_path, "auto")
 
 
-def test_scales_of_latents_are_refused(tmp_path: Path) -> None:
-    """DeepSeek's: the cache keeps what is made of a latent. Without scales the model is served."""
+def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:
+    """One for the latent and its rotary part, as vLLM has it; the scale of V is that of nothing."""
     tiny_models.save(tmp_path, *FAMILIES["DeepSeek-V3"])
-    assert engine_of(tmp_path, "fp8_e4m3").ready.num_blocks
-    rewrite(tmp_path, {1: (torch.tensor(0.5), torch.tensor(0.5))})
-    with pytest.raises(SettingError, match="its KV scales are those of latents"):
-        engine_of(tmp_path, "fp8_e4m3")
+    rewrite(tmp_path, {1: (torch.tensor(0.5), torch.tensor(7.0))})
+    rows = dict(enumerate(prompts()))
+    scales = {1: (0.5, 0.5)}
+    expected = {
+        row: quantized_ids(tmp_path, ids, NEW_TOKENS, FLOATS8["fp8_e4m3"], scales)[0]
+        for row, ids in rows.items()
+    }
+    engine = engine_of(tmp_path, "fp8_e4m3")
+    assert play(engine, rows) == expected
+    assert play(engine, rows, prefill_tokens=7) == expected

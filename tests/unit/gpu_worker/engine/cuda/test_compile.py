@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gpu_worker.engine.cuda import compile as compiling
 from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
@@ -29,11 +30,21 @@ def dynamo() -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Llama", {}), ("DeepSeek-V3", {"first_k_dense_replace": 3})],
+    ids=["Llama", "latents"],
+)
 def test_one_compilation_serves_all_layers(
-    tmp_path: Path, like_cuda: Callable[[Path], Engine], dynamo: Any
+    family: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    like_cuda: Callable[[Path], Engine],
+    dynamo: Any,
 ) -> None:
     """One for one token, one for any number; and the ids are the same."""
-    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    kind, options = FAMILIES[family]
+    model = tiny_models.save(tmp_path, kind, options | changes)
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine = like_cuda(tmp_path)
     engine.graphs = None
@@ -73,6 +84,28 @@ def test_one_compilation_serves_all_layers_of_a_rank(
 
     assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 6
     assert dynamo["stats"]["unique_graphs"] <= 3 and not dynamo["graph_break"]
+
+
+@pytest.mark.slow
+def test_more_compilations_than_allowed_leave_all_layers_as_they_are(
+    tmp_path: Path,
+    like_cuda: Callable[[Path], Engine],
+    dynamo: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch by itself would leave some uncompiled, and say nothing."""
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine = like_cuda(tmp_path)
+    engine.graphs = None
+    model, attentions = engine.loaded.model, engine.loaded.attentions
+    monkeypatch.setattr(compiling, "COMPILATIONS", 1)
+
+    def try_out() -> None:
+        warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)
+
+    assert compile_layers(model, attentions, try_out) == 0 and "its layers are not compiled" in caplog.text
+    assert all(layer._compiled_call_impl is None for layer in layers_of(model, attentions))
 
 
 def test_layers_that_cannot_be_compiled_run_as_they_are(

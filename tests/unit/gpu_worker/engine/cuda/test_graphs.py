@@ -19,7 +19,7 @@ from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.test_split_step import limit
 
 AMPERE, HOPPER = 8, 9
-QUICKLY = [("Qwen2", HOPPER), ("gpt-oss", AMPERE), ("Phi3-longrope", HOPPER)]
+QUICKLY = [("Qwen2", HOPPER), ("gpt-oss", AMPERE), ("Phi3-longrope", HOPPER), ("DeepSeek-V3", HOPPER)]
 SLOWLY = [
     (family, HOPPER)
     for family in (
@@ -31,6 +31,8 @@ SLOWLY = [
         "GPT2",
         "Llama-longrope",
         "Gemma3-longrope",
+        "DeepSeek-V2",
+        "MiniCPM3",
     )
 ] + [(family, AMPERE) for family in ("Qwen2", "Mistral", "Gemma2", "Phi3-longrope")]
 
