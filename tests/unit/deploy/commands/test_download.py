@@ -109,7 +109,9 @@ def test_a_download_writes_its_steps_and_the_directory_alone(cache: Path) -> Non
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
-        done = tokenfleet("download-weights", "organisation/model", **variables)
+        done = tokenfleet(
+            "download-weights", "organisation/model", **variables, HF_HUB_CACHE=str(cache / "hub")
+        )
         hub.shutdown()
     assert (done.returncode, done.stderr) == (0, "looking up organisation/model\n")
     folder = Path(done.stdout.strip())
