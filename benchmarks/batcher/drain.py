@@ -50,9 +50,10 @@ async def ask_on(url: str, answers: list[Stream]) -> None:
     """One stream after the other. Each has all its tokens."""
     body = {"inputs": "Tell me.", "parameters": {"max_new_tokens": NUM_TOKENS}}
     while True:
-        answers.append(Stream())
-        await stream(f"{url}/generate_stream", body, answers[-1])
-        assert len(answers[-1].frames) == NUM_TOKENS
+        answer = Stream()
+        answers.append(answer)
+        await stream(f"{url}/generate_stream", body, answer)
+        assert len(answer.frames) == NUM_TOKENS, answer.frames[-1]
 
 
 async def ready_workers(redis: Redis) -> set[str]:
