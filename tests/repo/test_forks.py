@@ -46,7 +46,7 @@ def test_it_dies_with_who_asked_for_it(broker: Broker) -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     parent.stdout.readline()
-    family = psutil.Process(parent.pid).children(recursive=True)
+    family = [process for process in psutil.Process(parent.pid).children(recursive=True) if is_alive(process)]
     assert len(family) == 2
     parent.kill()
     parent.communicate()
