@@ -128,11 +128,13 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
     """A row cancelled meanwhile is stopped where it is, rows of a dead worker go to the other."""
     async with modeless_worker(broker.url, "w0", max_batch_size=64) as one:
         with batcher(broker.url, "b0") as first:
-            async with modeless_worker(broker.url, "w1"):
+            async with modeless_worker(broker.url, "w1") as other:
+                await wait_until(lambda: has_both_workers(redis))
                 for number in range(NUM_REQUESTS):
                     await send(redis, number)
-                await wait_until(lambda: one.num_starts == NUM_REQUESTS // 2)
                 await wait_until(lambda: all_started(redis))
+                await wait_until(lambda: one.num_starts + other.num_starts == NUM_REQUESTS)
+                assert one.num_starts and other.num_starts
                 first.kill()
                 first.wait()
         held = [n for n in range(NUM_REQUESTS) if await holder(redis, n) == b"w0-1"]
@@ -152,6 +154,10 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
             await wait_until(lambda: no_blocks_in_use(redis))
         assert one.num_starts == NUM_REQUESTS, "those of the dead worker came, and none started twice"
         assert not one.owners
+
+
+async def has_both_workers(redis: Redis) -> bool:
+    return bool(await redis.hget(KEYS.state, "workers") == b"2")  # type: ignore[misc]
 
 
 async def holder(redis: Redis, number: int) -> bytes | None:
