@@ -36,11 +36,16 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
         print(f"{what}: longest pause {max(clients.pauses_s):.1f} s, the same tokens: {same}", flush=True)
         assert same, what
 
-    await disturb("worker process killed", lambda: stack.kill_process("cpu_worker", "tokenfleet worker"))
+    async def kill_worker(what: str, how: Callable[[], object], num_workers: int = 1) -> None:
+        await disturb(what, how, num_workers)
+        missed_s = await clients.missed_after_s(stack.killed_at_s)
+        print("  known to the batcher after", [round(one, 2) for one in missed_s], "s", flush=True)
+
+    await kill_worker("worker process killed", lambda: stack.kill_process("cpu_worker", "tokenfleet worker"))
     await disturb("batcher process killed", lambda: stack.kill_process("batcher", "tokenfleet batcher"))
     await disturb("gateway process killed", lambda: stack.kill_process("api", "tokenfleet api"))
-    await disturb("worker container killed", lambda: stack.kill_container("cpu_worker"))
-    await disturb(
+    await kill_worker("worker container killed", lambda: stack.kill_container("cpu_worker"))
+    await kill_worker(
         "worker supervisor killed", lambda: stack.kill_process("cpu_worker", "tokenfleet supervise")
     )
     await disturb("Redis process killed", stack.kill_redis)
@@ -50,12 +55,13 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     await asyncio.to_thread(stack.must, "up", "-d", "--no-build", *scale, *SERVICES)
     await clients.settle(3)
     print(f"both gateways rolled under load: {await roll_gateways(stack, clients)} requests, no error")
-    await disturb(
+    await disturb("active one of two batchers: container killed", stack.kill_active_batcher, 3)
+    await kill_worker(
         "one of three workers: process killed",
         lambda: stack.kill_process("cpu_worker", "tokenfleet worker"),
         3,
     )
-    await disturb("one of three workers: container killed", lambda: stack.kill_container("cpu_worker"), 3)
+    await kill_worker("one of three workers: container killed", lambda: stack.kill_container("cpu_worker"), 3)
     await check_dashboards()
     print("dashboard: every query has a series")
     assert not stack.odd_log_lines(*OURS)

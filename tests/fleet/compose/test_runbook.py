@@ -31,7 +31,7 @@ class Runbook:
         command = self.commands[number] + " "
         for word, name in (known | names).items():
             command = command.replace(word, name)
-        if " up " in command:
+        if "--wait" in command:
             command += " ".join(SERVICES)
         return self.stack.shell(command, self.folder)
 

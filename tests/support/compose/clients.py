@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -29,30 +29,36 @@ class Clients:
 
     Attributes:
         num_tokens: that came in the last run.
+        request_ids: of its streams.
         pauses_s: between two of a stream.
     """
 
     def __init__(self, stack: Stack) -> None:
         self.url = f"http://127.0.0.1:{stack.variables['PORT']}"
         self.num_tokens = 0
+        self.request_ids: list[str] = []
         self.pauses_s: list[float] = []
 
     async def stream(self, client: httpx.AsyncClient, prompt: str) -> Answer:
         """Of a stream that ended well."""
         body = {"inputs": prompt, "parameters": PARAMETERS}
-        tokens, last_s, ended = [], time.monotonic(), False
+        tokens: Answer = []
+        last_s, ended = 0.0, False
         async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
             assert response.status_code == 200, await response.aread()
+            self.request_ids.append(response.headers["x-request-id"])
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
                     continue
                 frame = json.loads(line[5:])
                 assert "error" not in frame, frame
+                now_s = time.monotonic()
+                if tokens:
+                    self.pauses_s.append(now_s - last_s)
+                last_s = now_s
                 tokens.append((frame["index"], frame["token"]["text"]))
                 ended = frame["generated_text"] is not None
                 self.num_tokens += 1
-                self.pauses_s.append(time.monotonic() - last_s)
-                last_s = time.monotonic()
         assert ended, f"cut after {len(tokens)} tokens"
         return tokens
 
@@ -93,7 +99,7 @@ class Clients:
     async def all(
         self, one: Callable[[httpx.AsyncClient, str], Awaitable[T]], disturb: Callable[[], object]
     ) -> list[T]:
-        self.num_tokens, self.pauses_s = 0, []
+        self.num_tokens, self.request_ids, self.pauses_s = 0, [], []
         async with httpx.AsyncClient(timeout=180) as client:
             running = [asyncio.ensure_future(one(client, prompt)) for prompt in PROMPTS]
             await wait_until(
@@ -101,6 +107,15 @@ class Clients:
             )
             await asyncio.to_thread(disturb)
             return await asyncio.gather(*running)
+
+    async def missed_after_s(self, died_at_s: float) -> list[float]:
+        """Seconds until the batcher knew of a worker's death, for each stream of the last run that it held.
+
+        All containers have the same clock.
+        """
+        async with httpx.AsyncClient(base_url=self.url, timeout=180) as client:
+            told = [event for name in self.request_ids for event in await timeline(client, name)]
+        return [event["at_ms"] / 1000 - died_at_s for event in told if event["what"] == "died"]
 
     async def is_healthy(self) -> bool:
         try:
@@ -121,3 +136,14 @@ class Clients:
             return await self.is_healthy() and await self.num_workers() >= num_workers
 
         await wait_until(is_settled, SETTLED_S)
+
+
+async def timeline(client: httpx.AsyncClient, request_id: str) -> list[dict[str, Any]]:
+    """Events of a request that has ended."""
+
+    async def whole() -> list[dict[str, Any]]:
+        answer = (await client.get(f"/fleet/requests/{request_id}")).json()
+        events: list[dict[str, Any]] = answer.get("timelines", {}).get(request_id, [])
+        return events if events and events[-1]["what"] == "ended" else []
+
+    return list(await wait_until(whole))

@@ -50,11 +50,13 @@ class Stack:
 
     Attributes:
         variables: of the shell that calls compose.
+        killed_at_s: when something was killed last, by the clock of all containers; NaN where that got lost.
     """
 
     def __init__(self, project: str, **variables: str) -> None:
         self.project = project
         self.variables = variables
+        self.killed_at_s = 0.0
 
     def compose(self, *words: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
         command = ["docker", "compose", "-p", self.project, "--profile", "cpu", *words]
@@ -91,27 +93,39 @@ class Stack:
     def kill_process(self, service: str, title: str) -> None:
         """SIGKILL to the process of this title inside of a container."""
         code = (
-            "import os, pathlib, signal\n"
+            "import os, pathlib, signal, time\n"
+            "print(time.time(), flush=True)\n"
             "for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
             f"    if path.read_bytes().startswith({title.encode()!r}):\n"
             "        os.kill(int(path.parent.name), signal.SIGKILL)"
         )
-        self.kill_inside(service, "python", "-c", code)
+        self.killed_at_s = float(self.kill_inside(service, "python", "-c", code) or "nan")
 
     def kill_redis(self) -> None:
         """SIGKILL to the server: its container ends with it, and the engine starts it again."""
         [pid] = re.findall(r"process_id:(\d+)", self.redis("INFO", "server"))
         self.kill_inside("redis", "sh", "-c", f"kill -9 {pid}")
 
-    def kill_inside(self, service: str, *command: str) -> None:
-        """Run a command that may end its own container."""
+    def kill_inside(self, service: str, *command: str) -> str:
+        """Output of a command that may end its own container."""
         done = run(["docker", "exec", self.container(service), *command])
         assert done.returncode in (0, 128 + signal.SIGKILL), done.stderr
+        return done.stdout
+
+    def kill_active_batcher(self) -> None:
+        """SIGKILL to the container of the one that holds the lease."""
+        holder = self.redis("GET", "tf:{default}:batcher")
+        self.kill_and_start(self.redis("HGET", f"tf:{{default}}:batcher:{holder}", "host"))
 
     def kill_container(self, service: str) -> None:
-        """SIGKILL to all of it. The engine takes that for a stop by hand, so it is started by hand."""
+        """SIGKILL to all of it."""
+        self.kill_and_start(self.container(service))
+
+    def kill_and_start(self, container: str) -> None:
+        """The engine takes a kill for a stop by hand, so the container is started by hand."""
+        self.killed_at_s = time.time()
         for word in ("kill", "start"):
-            done = run(["docker", word, self.container(service)])
+            done = run(["docker", word, container])
             assert done.returncode == 0, done.stderr
 
     def restart(self, service: str, number: int = 1) -> None:
