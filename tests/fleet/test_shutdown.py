@@ -19,7 +19,7 @@ STEP_MS = 20.0
 
 async def stream(url: str, number: int, seen: list[int]) -> list[int]:
     """Indices of all tokens; `seen` has those of all streams."""
-    parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "details": True}
+    parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
     async with (
         httpx.AsyncClient(timeout=120) as client,

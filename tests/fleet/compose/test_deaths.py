@@ -15,7 +15,7 @@ from tests.support.compose.stack import SERVICES, Stack
 from tests.support.waiting import wait_until, wait_until_sync
 
 OURS = ["api", "batcher", "jobs", "cpu_worker"]
-JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos": True}}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 

@@ -47,7 +47,7 @@ async def is_healthy(port: int) -> bool:
 
 async def frames(port: int, number: int, num_tokens: int = NUM_TOKENS) -> list[dict[str, object]]:
     """All frames of one stream."""
-    parameters = {"max_new_tokens": num_tokens, "ignore_eos_token": True, "details": True}
+    parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
     async with (
         httpx.AsyncClient(timeout=90) as client,

@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 PROMPTS = ["The sky is blue because", "Once upon a time", "The history of bread"]
 NUM_TOKENS, DISTURBED_AT = 250, 40
-PARAMETERS = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "details": True}
+PARAMETERS = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True}
 SETTLED_S = 600
 
 Answer = list[tuple[int, str]]
