@@ -10,6 +10,7 @@ import pytest
 
 from api.admin.health import judge_processes
 from api.admin.processes import ProcessList
+from api.inference import batcher_monitor
 from api.inference.batcher_monitor import SILENT_S
 from batcher.loop import Batcher
 from batcher.process import serve
@@ -93,6 +94,7 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
         await run_pending(batcher)
 
     monkeypatch.setattr(Batcher, "run_pending", hang)
+    monkeypatch.setattr(batcher_monitor, "SILENT_S", 1.0)
     settings = Settings(redis_url=broker.url, heartbeat_s=0.1, worker_ttl_s=60.0)
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])),

@@ -1,7 +1,7 @@
 """A gateway in this process, behind a real listener."""
 
-import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from typing import Any
@@ -36,21 +36,40 @@ async def serving(
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
     gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer(), lose)
-    socket = own_listener(0)
-    server = uvicorn.Server(
-        uvicorn.Config(build(gateway), log_config=None, http=HttpProtocol, timeout_graceful_shutdown=5)
-    )
-    task = asyncio.create_task(server.serve([socket]))
-    await wait_until(lambda: server.started or task.done())
-    host, port = socket.getsockname()
+    listener = own_listener(0)
+    host, port = listener.getsockname()
+    config = uvicorn.Config(build(gateway), log_config=None, http=HttpProtocol, timeout_graceful_shutdown=5)
+    server = await start(config, listener)
     try:
         async with httpx.AsyncClient(
             base_url=f"http://{host}:{port}", timeout=90, limits=httpx.Limits(max_connections=None)
         ) as client:
             yield gateway, client
     finally:
-        server.should_exit = True
-        await task
+        await stop(server, listener)
+
+
+async def start(config: uvicorn.Config, listener: socket.socket) -> uvicorn.Server:
+    """As `serve` of uvicorn, but for its loop, which looks ten times a second whether it is to end."""
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([listener])
+    await server.on_tick(0)
+    return server
+
+
+async def stop(server: uvicorn.Server, listener: socket.socket) -> None:
+    """As `shutdown` of uvicorn, which sleeps first, but at once where nobody is connected."""
+    with contextlib.suppress(TimeoutError):
+        await wait_until(lambda: not server.server_state.connections, 0.05)
+    if server.server_state.connections or server.server_state.tasks:
+        await server.shutdown([listener])
+        return
+    for one in server.servers:
+        one.close()
+    listener.close()
+    await server.lifespan.shutdown()
 
 
 async def ready(gateway: Gateway) -> None:
