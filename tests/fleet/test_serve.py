@@ -15,22 +15,31 @@ import pytest
 from common.settings.settings import Settings
 from deploy.serve import checks
 from tests.support.fleet.fleet import READY_S, Fleet, is_alive
+from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
 PROMPT = "The sky is blue because"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def by_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is forked here: the processes start as a person's do."""
+    """Nothing is forked: the processes start as a person's do."""
     monkeypatch.setattr(Fleet, "start_process", subprocess.Popen)
 
 
-def test_processes_have_names_restart_and_drain() -> None:
+@pytest.mark.parametrize(
+    "start_process",
+    [ForkedProcess, pytest.param(subprocess.Popen, marks=pytest.mark.slow)],
+    ids=["forked", "started"],
+)
+def test_processes_have_names_restart_and_drain(
+    start_process: type[subprocess.Popen[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream outlives its gateway and its worker, whose successors are preloaded processes, and is finished
     by a fleet that is told to end; no process is left.
     """
+    monkeypatch.setattr(Fleet, "start_process", start_process)
     preloads = {"preload_worker": True, "preload_gateway": True}
     with Fleet(num_workers=1, kv_cache_bytes="64MiB", threads=1, **preloads) as fleet:
         titles = {" ".join(process.cmdline()).strip() for process in fleet.processes()}
@@ -84,6 +93,7 @@ def workers(fleet: Fleet) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_the_interpreter")
 def test_a_killed_launcher_leaves_no_process() -> None:
     with Fleet(kv_cache_bytes="64MiB", preload_worker=True) as fleet:
         wait_until_sync(fleet.preloaded, READY_S)
@@ -96,6 +106,7 @@ def test_a_killed_launcher_leaves_no_process() -> None:
         wait_until_sync(lambda: not any(map(is_alive, processes)), GONE_S)
 
 
+@pytest.mark.usefixtures("by_the_interpreter")
 def test_a_cache_larger_than_memory_is_one_error_line() -> None:
     fleet = Fleet(kv_cache_bytes=2**50)
     begun_s = time.monotonic()

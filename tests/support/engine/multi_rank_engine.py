@@ -7,7 +7,6 @@ one engine after the other.
 
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Grant, StepResult
 from gpu_worker.rank import LOOPBACK, Place, free_port
+from tests.support.forks.client import ForkedProcess
 
 OVER = Grant(-1, 0)
 
@@ -70,7 +70,7 @@ def running(world_size: int) -> Iterator[Communicator]:
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
     command = [sys.executable, "-m", "tests.support.engine.multi_rank_engine"]
     others = [
-        subprocess.Popen([*command, str(rank), str(world_size), str(port)], env=environ)
+        ForkedProcess([*command, str(rank), str(world_size), str(port)], env=environ)
         for rank in range(1, world_size)
     ]
     try:

@@ -28,9 +28,10 @@ from gpu_worker.protocol import (
 from tests.support.engine.batch_player import unpacked
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.engine.start_rows import start_row
+from tests.support.forks.client import ForkedProcess
 from tests.support.prompts import PROMPTS
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 ENVIRON = {
     "DTYPE": "float32",
     "KV_CACHE_BYTES": "64MiB",
@@ -62,12 +63,12 @@ class Child:
         return frame
 
 
-def start_child(*flags: str, **environ: str) -> Child:
+def start_child(*flags: str, start: type[subprocess.Popen[bytes]] = ForkedProcess, **environ: str) -> Child:
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     with theirs:
         command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno()), *flags]
-        process = subprocess.Popen(
+        process = start(
             command,
             pass_fds=[theirs.fileno()],
             env=os.environ | ENVIRON | environ,
@@ -90,9 +91,11 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
     end(child)
 
 
+@pytest.mark.parametrize("child", [{"start": subprocess.Popen}], ids=["started"], indirect=True)
 def test_tokens_arrive_through_the_socket(child: Child) -> None:
-    """Signals are ignored, two grants that arrive together are both applied, a stop without a step has a
-    result, and a crash of the engine itself is reported: a row for which the forward raises only fails alone.
+    """The interpreter starts it; the other tests fork. Signals are ignored, two grants that arrive together
+    are both applied, a stop without a step has a result, and a crash of the engine itself is reported: a row
+    for which the forward raises only fails alone.
     """
     index = 4
     prompt = prompt_ids(PROMPTS)[index]
