@@ -60,7 +60,9 @@ def play(engine: Engine, shown: dict[int, list[int]] | None = None, **run: Any) 
     return played.ids, played.top_logprobs, played.ended
 
 
-@pytest.mark.parametrize("finish_json", [True, False], ids=["finish-json", ""])
+@pytest.mark.parametrize(
+    "finish_json", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["finish-json", ""]
+)
 def test_tokens_are_those_of_the_plain_way(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, finish_json: bool
 ) -> None:

@@ -16,6 +16,7 @@ from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
+from tests.support.runahead.each_way import AHEAD
 
 MAX_TOKENS = 120
 SCHEMA: dict[str, Any] = {
@@ -81,6 +82,7 @@ EACH_WAY = pytest.mark.parametrize(
 )
 
 
+@AHEAD
 def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
     player: Player, tokenizer: Tokenizer
 ) -> None:

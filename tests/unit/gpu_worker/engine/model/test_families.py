@@ -4,6 +4,7 @@ the cause.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,28 @@ REFUSED = {
 }
 
 
+Saved = tuple[Path, dict[int, list[int]]]
+"""The folder of a model, and the ids that transformers generates for each prompt."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    @cache
+    def save(family: str) -> Saved:
+        folder = tmp_path_factory.mktemp("model")
+        model = tiny_models.save(folder, *(FAMILIES | SEEING)[family])
+        return folder, {
+            row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())
+        }
+
+    return save
+
+
 @pytest.mark.parametrize("family", SERVED)
-def test_ids_are_those_of_generate(family: str, tmp_path: Path) -> None:
-    model = tiny_models.save(tmp_path, *(FAMILIES | SEEING)[family])
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+def test_ids_are_those_of_generate(family: str, saved: Callable[[str], Saved]) -> None:
+    folder, expected = saved(family)
     assert all(len(set(ids)) >= MANY_DIFFERENT for ids in expected.values()), "ids that repeat prove little"
-    engine, fresh = engine_of(tmp_path), dict(enumerate(prompts()))
+    engine, fresh = engine_of(folder), dict(enumerate(prompts()))
     assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
         "alone"
     )
@@ -191,7 +208,7 @@ NATIVE = (KernelArguments, fused_layer.FusedLayers, fused_layer)
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_ids_differ_without_the_feature(
-    feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    feature: str, saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the tests above would fail without it."""
     family, off = FEATURES[feature]
@@ -199,12 +216,10 @@ def test_ids_differ_without_the_feature(
         monkeypatch.setattr(native, "library", lambda: None)
     elif off[0][0] in NATIVE and native.library() is None:
         pytest.skip("no C++ compiler")
-    config_name, sizes = FAMILIES[family]
-    model = tiny_models.save(tmp_path, config_name, sizes)
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    folder, expected = saved(family)
     for owner, name, value in off:
         monkeypatch.setattr(owner, name, value)
-    assert play(engine_of(tmp_path), dict(enumerate(prompts()))) != expected
+    assert play(engine_of(folder), dict(enumerate(prompts()))) != expected
 
 
 @pytest.mark.parametrize("family", REFUSED)

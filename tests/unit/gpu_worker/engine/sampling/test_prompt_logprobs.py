@@ -12,6 +12,7 @@ from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
 from tests.support.engine.sampling_reference import log_softmax
 from tests.support.prompts import FEW, PROMPTS
+from tests.support.runahead.each_way import AHEAD, IN_TURN
 
 INDICES = [
     pytest.param(FEW[:-1], id="few"),
@@ -111,6 +112,7 @@ def check(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
         assert played.ids[index] == answers[index][:NEW_TOKENS]
 
 
+@AHEAD
 @pytest.mark.parametrize("indices", INDICES)
 def test_a_prompt_alone_has_its_logprobs(
     engine: Engine, prompts: list[list[int]], indices: list[int]
@@ -121,6 +123,7 @@ def test_a_prompt_alone_has_its_logprobs(
         check(played, prompts, [index])
 
 
+@AHEAD
 @pytest.mark.parametrize("prefill_tokens", [10_000, 7])
 @pytest.mark.parametrize("indices", INDICES)
 def test_only_rows_that_request_logprobs_get_them(
@@ -143,6 +146,7 @@ def test_only_rows_that_request_logprobs_get_them(
     )
 
 
+@IN_TURN
 def test_rows_of_one_batch_may_request_different_logprobs(engine: Engine, prompts: list[list[int]]) -> None:
     """One without top tokens, one with top tokens of its samples too, one that resumes and gets none."""
     played = player(engine)
@@ -168,6 +172,7 @@ def test_rows_of_one_batch_may_request_different_logprobs(engine: Engine, prompt
     assert played.ids == {0: answer[:1], 1: answer[:1], 2: answer[2:3]}
 
 
+@IN_TURN
 def test_scored_tokens_of_a_step_are_bounded(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.engine.sampling_reference import fits
 from tests.support.prompts import PROMPTS
+from tests.support.runahead.each_way import AHEAD
 
 NEW_TOKENS = 10
 ROWS: dict[int, SamplingParams | None] = {
@@ -90,6 +91,7 @@ def test_sampled_ids_depend_on_choice_and_parameters(all_ids: dict[int, list[int
     assert len(set(all_ids[5])) > NEW_TOKENS / 2
 
 
+@AHEAD
 def test_a_row_alone_has_the_same_ids(
     engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
 ) -> None:
@@ -97,12 +99,14 @@ def test_a_row_alone_has_the_same_ids(
         assert play(engine, prompts, [row]) == {row: all_ids[row]}
 
 
+@AHEAD
 def test_chunked_prefill_and_another_order_give_the_same_ids(
     engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
 ) -> None:
     assert play(engine, prompts, [6, 7, 1, 0, 5, 3, 4, 2], prefill_tokens=7) == all_ids
 
 
+@AHEAD
 def test_resumed_rows_have_the_same_ids(
     engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
 ) -> None:
@@ -139,6 +143,7 @@ def test_sampled_ids_follow_the_reported_logprobs(engine: Engine, prompts: list[
     assert expected.min() > 4 and fits(counts, expected)
 
 
+@AHEAD
 def test_no_stop_id_comes_before_min_new_tokens(engine: Engine, prompts: list[list[int]]) -> None:
     """The stop ids are the tokens that greedy sampling gives: one ends the row from `min_new_tokens` on."""
     greedy = play(engine, prompts, [2])[2]
