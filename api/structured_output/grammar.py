@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
 from api.structured_output.lark import Lark
+from api.structured_output.regexes import EMPTY
 from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, close_objects, map_schemas
 from api.structured_output.structural_tag import source_of_tag
 
@@ -30,6 +31,10 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 """Formats that are enforced; others are annotations, as in JSON Schema."""
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*)"\]')
 EOS = 256
+NUM_TRIED = 32
+"""Bytes of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
+ALLOWED = 200
+"""What llguidance gives a token that may come next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,35 @@ def compile_cached(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) ->
         source = source_of(grammar)
     except (ValueError, GbnfToLarkError) as error:
         raise refusal(grammar, str(error)) from error
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise refusal(grammar, matcher.get_error().split("<state>")[0].strip())
+    if cause := error_of(source):
+        raise refusal(grammar, cause)
     return source_of(grammar, marks) if marks else source
+
+
+def error_of(source: str) -> str:
+    """Why a grammar in llguidance's form cannot be served; "" if it can, as far as the beginning of one of
+    its texts shows: what is too much work for single bytes is so for a model's vocabulary, too.
+    """
+    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    next_byte = last_allowed(matcher)
+    if matcher.is_error():
+        return cause_of(matcher)
+    for _ in range(NUM_TRIED):
+        if next_byte < 0 or not matcher.consume_token(next_byte):
+            break
+        next_byte = last_allowed(matcher)
+    cause = cause_of(matcher)
+    return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
+
+
+def last_allowed(matcher: llguidance.LLMatcher) -> int:
+    """The last byte that may come next; -1 if none may."""
+    return -1 if matcher.is_stopped() else matcher.compute_logit_bias().rfind(ALLOWED, 0, EOS)
+
+
+def cause_of(matcher: llguidance.LLMatcher) -> str:
+    """The error of a matcher; "" if it has none."""
+    return matcher.get_error().split("<state>")[0].strip()
 
 
 def source_of(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:

@@ -13,6 +13,10 @@ ERRORS = {
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "forward": ("generation", "the model's forward failed for this request"),
     "grammar": ("generation", "the request's grammar allows none of the tokens that are left"),
+    "grammar_limit": (
+        "generation",
+        "the request's grammar is too complex: the tokens that it allows next take too much work to find",
+    ),
     "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
     "malformed": ("generation", "the queued request cannot be read"),
 }

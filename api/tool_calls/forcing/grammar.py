@@ -5,11 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import llguidance
-
 from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
-from api.structured_output.grammar import MAX_GRAMMAR_BYTES, byte_vocabulary
+from api.structured_output.grammar import MAX_GRAMMAR_BYTES, error_of
 from api.structured_output.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
 from api.tool_calls.forcing.offer import CallsRule, Offer
@@ -106,11 +104,7 @@ def has_mark(name: str, lark: Lark, offer: Offer) -> bool:
 
 def check(tools: Sequence[Tool], source: str) -> None:
     """Raises ApiError if a grammar without special tokens cannot be compiled."""
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        cause = matcher.get_error().split("<state>")[0].strip()
+    if cause := error_of(source):
         field = field_of(tools[0]) if len(tools) == 1 else "tools"
         raise invalid(f"`{field}` cannot be compiled: {cause}", field)
 

@@ -7,12 +7,10 @@ from api.tool_calls.forcing.offer import Offer
 from api.tool_calls.formats import harmony
 
 END = harmony.ENDS[0]
-MAX_ANALYSES = 3
-"""Messages of analysis before a final answer of a given form: without a bound no ending would be found."""
 
 
 def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
-    """Analysis, then a call; where none is required also preambles, and the final answer."""
+    """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
     channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
     names = [(literal(f"{harmony.FUNCTIONS}{name}"), lark.json(schema)) for name, schema in offer.pairs()]
     before = [f'" to=" {name} {channel} "commentary json" {message} {value}' for name, value in names]
@@ -20,21 +18,26 @@ def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
         f'{channel} "commentary to=" {name} " " {lark.mark(harmony.CONSTRAIN)} "json" {message} {value}'
         for name, value in names
     ]
-    final = [] if is_required else [final_message(lark, TEXT)]
-    asides = ["analysis"] if is_required else ["analysis", "commentary"]
-    return f"({aside(lark, asides)})* {one_of([*before, *after, *final])}"
+    if is_required:
+        return f"({aside(lark, ['analysis'])})* {one_of([*before, *after])}"
+    asides = ["analysis", "commentary"]
+    last = [message_of(lark, asides, TEXT), final_message(lark, TEXT)]
+    return f"({aside(lark, asides)})* {one_of([*before, *after, *last])}"
 
 
 def harmony_final(lark: Lark, content: str) -> str:
     """Analysis, then the final answer, with this content."""
-    return f"({aside(lark, ['analysis'])}){{0,{MAX_ANALYSES}}} {final_message(lark, content)}"
+    return f"({aside(lark, ['analysis'])})* {final_message(lark, content)}"
 
 
 def aside(lark: Lark, channels: Sequence[str]) -> str:
     """A message that is no answer, and the beginning of the next one."""
+    return f'{message_of(lark, channels, lark.until(END))} {lark.mark(harmony.START)} "assistant"'
+
+
+def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
     names = one_of(literal(channel) for channel in channels)
-    text = f"{lark.mark(harmony.MESSAGE)} {lark.until(END)}"
-    return f'{lark.mark(harmony.CHANNEL)} {names} {text} {lark.mark(harmony.START)} "assistant"'
+    return f"{lark.mark(harmony.CHANNEL)} {names} {lark.mark(harmony.MESSAGE)} {content}"
 
 
 def final_message(lark: Lark, content: str) -> str:

@@ -20,8 +20,10 @@ class GrammarMask(Protocol):
     def must_end(self) -> bool:
         """Tell whether only an end-of-sequence token may come next."""
 
-    def accept(self, token: int) -> bool:
-        """Take the row's newest token. False: the grammar does not allow it, so the row fails."""
+    def accept(self, token: int) -> str:
+        """Take the row's newest token. Returns why the row fails: `grammar`, which does not allow it, or
+        `grammar_limit`; "" if it goes on.
+        """
 
     def after(self, token: int) -> "GrammarMask":
         """A copy that has taken one more token."""

@@ -206,8 +206,8 @@ class Rows:
         row, result = row_slice.row, self.result
         if row.ended:
             return
-        if row.sampling_state and not row.sampling_state.accept(token):
-            self.finish(row, "grammar")
+        if row.sampling_state and (failure := row.sampling_state.accept(token)):
+            self.finish(row, failure)
             return
         if not row_slice.decodes:
             result.prefilled.append((row.number, kv_len))

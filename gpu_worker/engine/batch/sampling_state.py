@@ -109,12 +109,14 @@ class SamplingState:
         is_early = index < self.min_new_tokens and not (self.grammar and self.grammar.must_end())
         return self.banned_ids + words + (self.end_ids if is_early else [])
 
-    def accept(self, token: int) -> bool:
-        """Take a sampled token. False: its grammar, or its allowed ids, do not have it."""
+    def accept(self, token: int) -> str:
+        """Take a sampled token. Returns why the row fails, as `GrammarMask.accept` does; ids that are not
+        allowed are such a reason, too.
+        """
         self.note(token)
         if self.allowed is not None and token not in self.allowed:
-            return False
-        return self.grammar is None or self.grammar.accept(token)
+            return "grammar"
+        return self.grammar.accept(token) if self.grammar else ""
 
     def note(self, token: int) -> None:
         """Take a sampled token into account, its grammar apart."""

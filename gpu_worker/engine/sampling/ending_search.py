@@ -50,13 +50,15 @@ class Exits:
     Attributes:
         of_strings: behind one of them a string that has to match a pattern may be closed.
         of_text: one of them ends free text: a mark, or the rest of one.
+        to_answer: one of them begins the answer itself, where a call could begin, too.
     """
 
     of_strings: list[list[int]]
     of_text: list[list[int]]
+    to_answer: list[list[int]]
 
 
-NO_EXITS = Exits([], [])
+NO_EXITS = Exits([], [], [])
 
 
 class EndingSearch:
@@ -128,7 +130,12 @@ class EndingSearch:
         return [int(token) for token in allowed[:1]]
 
     def exit_from(self, matcher: llguidance.LLMatcher, exits: Exits) -> list[int]:
-        """The exit from a string that cannot be closed at once, or from free text; none if there is none."""
+        """The way to the answer itself, the exit from a string that cannot be closed at once, or from free
+        text; none if there is none.
+        """
+        for way in exits.to_answer:
+            if matcher.validate_tokens(way) == len(way):
+                return way
         control, quote = self.tokens_of(bytes([CONTROL, ord('"')]))
         if matcher.validate_tokens([control]):
             ways = ((way, matcher.validate_tokens([*way, control]) == len(way)) for way in exits.of_text)

@@ -18,13 +18,15 @@ MAX_TEXTS = 32
 """Different patterns of a grammar whose shortest texts are searched for; and its marks."""
 MAX_EXITS = 256
 SPECIAL_TOKEN = re.compile(r"<\[([0-9]{1,9})\]>")
+FINAL_MESSAGE = re.compile(r'<\[([0-9]{1,9})\]> "final" <\[([0-9]{1,9})\]>')
+"""How an answer begins in Harmony, where a call could begin, too."""
 LAZY_MARK = re.compile(r'^\w+\[lazy\]: .* ("(?:[^"\\]|\\.)*")$', re.MULTILINE)
 JSON_RULE = "%json "
 
 
 def exits_of(search: EndingSearch, source: str) -> Exits:
     """The exits of a grammar in llguidance's form: of each pattern's shortest text all ends, since free text
-    may stand before it, or a part of it; and the marks of its rules in Lark.
+    may stand before it, or a part of it; the marks of its rules in Lark; and how an answer begins in Harmony.
     """
     if not {CONTROL, ord('"')} <= search.byte_ids.keys():
         return NO_EXITS
@@ -33,7 +35,16 @@ def exits_of(search: EndingSearch, source: str) -> Exits:
     texts = [shortest_text(search, constraint) for constraint in constraints[:MAX_TEXTS]]
     named = {int(token) for token in SPECIAL_TOKEN.findall(rules)}
     special = sorted(token for token in named if token < search.vocabulary.vocab_size)[:MAX_TEXTS]
-    return Exits(ends_of(search, texts), [[token] for token in special] + ends_of(search, marks_of(rules)))
+    of_text = [[token] for token in special] + ends_of(search, marks_of(rules))
+    return Exits(ends_of(search, texts), of_text, answers_of(search, rules))
+
+
+def answers_of(search: EndingSearch, rules: str) -> list[list[int]]:
+    """How the answer itself begins in rules of Harmony, and how behind the first mark of that."""
+    pairs = {(int(first), int(last)) for first, last in FINAL_MESSAGE.findall(rules)}
+    known = sorted(pair for pair in pairs if max(pair) < search.vocabulary.vocab_size)[:MAX_TEXTS]
+    rest = search.tokens_of(b"final")
+    return [way for first, last in known for way in ([first, *rest, last], [*rest, last])]
 
 
 def ends_of(search: EndingSearch, texts: list[bytes]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Matchers: which tokens a row's grammar allows next, as bit masks that llguidance computes."""
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from gpu_worker.engine.sampling.ending_search import Exits
 from gpu_worker.engine.sampling.grammar import num_words
 
 log = logging.getLogger(__name__)
+
+LIMIT = re.compile("too (many|big)|; max is")
+"""In llguidance's error where a grammar takes more work or memory than it allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +67,15 @@ class Matcher:
     def must_end(self) -> bool:
         return self.compiled.result().is_stopped()
 
-    def accept(self, token: int) -> bool:
+    def accept(self, token: int) -> str:
         self.bits = self.following = None
         self.newest = token
         matcher = self.compiled.result()
         if matcher.consume_token(token):
-            return True
-        log.warning("a row fails: %s", matcher.get_error().split("<state>")[0].strip())
-        return False
+            return ""
+        error = matcher.get_error().split("<state>")[0].strip()
+        log.warning("a row fails: %s", error)
+        return "grammar_limit" if LIMIT.search(error) else "grammar"
 
     def after(self, token: int) -> "Matcher":
         if self.following is None or self.following.newest != token:

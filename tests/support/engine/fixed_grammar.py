@@ -16,8 +16,8 @@ class FixedGrammar:
     def must_end(self) -> bool:
         return False
 
-    def accept(self, token: int) -> bool:
-        return True
+    def accept(self, token: int) -> str:
+        return ""
 
     def after(self, token: int) -> "FixedGrammar":
         return self

@@ -61,6 +61,10 @@ REFUSED = {
     "Unsatisfiable schema": schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
     "Invalid type: xyz": schema({"type": "xyz"}),
     "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
+    "`f` cannot be compiled: it is too complex: lexer error: ": Grammar("regex", "(a?){3000}a{3000}", "f"),
+    "it is too complex: lexer error: too many expressions constructed": schema(
+        {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
+    ),
     "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
     "Expected ::=": Grammar("grammar", "0", "f"),

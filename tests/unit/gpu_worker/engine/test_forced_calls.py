@@ -4,10 +4,12 @@ import asyncio
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jsonschema
 import pytest
 
+from api.chat.grammar import either
 from api.structured_output.grammar import Grammar, source_of
 from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
 from api.tool_calls.formats.table import CALL_FORMATS
@@ -81,3 +83,27 @@ def test_a_model_without_sense_ends_harmonys_analysis_in_time_for_its_answer(eng
     for ids in player.run(starts).values():
         answer = Reading(form).read(text_of(engine, ids[:-1], ids_of))
         jsonschema.validate(json.loads(answer.content), schema)
+
+
+@pytest.mark.parametrize("has_format", [False, True], ids=["strict", "response_format"])
+def test_where_no_call_is_required_none_is_forced_at_the_end_of_harmonys_analysis(
+    engine: Engine, has_format: bool
+) -> None:
+    form, ids_of = CALL_FORMATS["openai"], special_ids("openai")
+    tools = [replace(tool, strict=True) for tool in TOOLS]
+    source = asyncio.run(call_grammar(form, tools, CallChoice(is_required=has_format), ids_of))
+    if has_format:
+        value = source_of(Grammar("json", '{"enum": ["yes", "no"]}', "f"))
+        source = either(source, after_thinking(value, None, "", ids_of, form))
+    words = engine.matchers.vocabulary.tokenize_str
+    begin = [ids_of["<|channel|>"], *words("analysis"), ids_of["<|message|>"], *words("We think")]
+    player = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    sampling = SamplingParams(grammar=source)
+    ids = player.run([player.start(0, [5, 7, *begin], 60, len(begin), sampling=sampling)])[0]
+    written = [token for token in begin + ids if token != engine.matchers.vocabulary.eos_token]
+    answer = Reading(form, tools=tools).read(text_of(engine, written, ids_of))
+    assert not answer.calls and answer.reasoning.startswith("We think")
+    if has_format:
+        assert answer.content in ('"yes"', '"no"')
+    else:
+        assert not answer.content and player.ended[0] == ("length", 60)

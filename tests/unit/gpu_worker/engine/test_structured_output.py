@@ -161,3 +161,12 @@ def test_a_row_whose_grammar_allows_no_token_fails_alone(player: Player) -> None
     ids = player.run(starts)
     assert player.ended[0] == ("grammar", 0) and ids[0] == []
     assert ids[1] == reference_ids([prompts[1]], 20)[0]
+
+
+def test_a_row_whose_grammar_proves_too_complex_fails_alone_and_says_so(player: Player) -> None:
+    prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
+    source = source_of(Grammar("regex", r"(a?){300}a{300}", "f"))
+    starts = [player.start(0, prompts[0], 20, sampling=grammar(source)), player.start(1, prompts[1], 20)]
+    ids = player.run(starts)
+    assert player.ended[0][0] == "grammar_limit"
+    assert ids[1] == reference_ids([prompts[1]], 20)[0]
