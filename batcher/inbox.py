@@ -57,7 +57,7 @@ class Inbox:
     Attributes:
         unhandled: entries that were read and not taken.
         reading: the read that was asked for, until its entries are `unhandled`.
-        early: ids of entries that were not read yet, but came by `watch`.
+        early: stream and id of entries that were not read yet, but came by `watch`.
         arrived: done when one has come.
     """
 
@@ -66,7 +66,7 @@ class Inbox:
         self.last_ids: dict[str, str] = {}
         self.unhandled: deque[StreamEntry] = deque()
         self.reading: asyncio.Task[Answer] | None = None
-        self.early: set[str] = set()
+        self.early: set[tuple[str, str]] = set()
         self.arrived: asyncio.Future[None] | None = None
 
     def follow(self, stream: str, after: str = "0") -> None:
@@ -128,7 +128,7 @@ class Inbox:
                 continue
             for entry_id, fields in items:
                 self.last_ids[name] = entry_id.decode()
-                if entry_id.decode() not in self.early:
+                if (name, entry_id.decode()) not in self.early:
                     yield StreamEntry(name, entry_id.decode(), fields)
 
     async def watch(self, stream: str) -> NoReturn:
@@ -162,9 +162,9 @@ class Inbox:
         if (last_id := self.last_ids.get(entry.stream)) is None:
             return
         last = parse_stream_id(last_id)
-        self.early = {one for one in self.early if parse_stream_id(one) > last}
-        if parse_stream_id(entry.id) > last and entry.id not in self.early:
-            self.early.add(entry.id)
+        self.early = {one for one in self.early if parse_stream_id(one[1]) > last}
+        if parse_stream_id(entry.id) > last and (entry.stream, entry.id) not in self.early:
+            self.early.add((entry.stream, entry.id))
             self.unhandled.append(entry)
             if self.arrived is not None and not self.arrived.done():
                 self.arrived.set_result(None)

@@ -47,6 +47,22 @@ async def test_entries_of_a_watched_stream_come_once_though_no_read_waits(redis:
     assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
 
 
+async def test_an_entry_with_the_id_of_a_watched_one_is_not_missed(redis: Redis) -> None:
+    """What is written into two streams in one millisecond has one id."""
+    inbox = Inbox(redis)
+    inbox.follow("s")
+    inbox.follow("t")
+    watching = asyncio.create_task(inbox.watch("s"))
+    await wait_until(lambda: is_waiting(redis))
+    await redis.xadd("s", {"kind": "watched"}, id="7-0")
+    await redis.xadd("t", {"kind": "other"}, id="7-0")
+    await wait_until(lambda: has_entries(inbox, 1))
+    watching.cancel()
+    assert [entry.data for entry in inbox.take(60.0)] == [b"watched"]
+    await read(inbox)
+    assert [entry.data for entry in inbox.take(60.0)] == [b"other"]
+
+
 async def is_waiting(redis: Redis) -> bool:
     return bool((await redis.info("clients"))["blocked_clients"])
 
