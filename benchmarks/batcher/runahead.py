@@ -128,7 +128,7 @@ class Load:
 @contextlib.contextmanager
 def child(module: str, *args: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
     variables = {**os.environ, **environ, "PARENT_PID": str(os.getpid())}
-    process = subprocess.Popen([sys.executable, "-P", "-m", module, *args], env=variables)
+    process = subprocess.Popen([sys.executable, "-m", module, *args], env=variables)
     try:
         yield process
     finally:

@@ -45,7 +45,7 @@ class Row:
         in_flight: steps launched with this row and not read yet.
         proposer: proposes tokens that are checked in the step of the one before them; None proposes none.
         priority: the lower, the sooner its prompt is computed.
-        num_passed: steps that computed others' prompts and nothing of its own.
+        num_passed: steps that began with another's prompt since one began with its own.
     """
 
     number: int

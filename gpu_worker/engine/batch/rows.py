@@ -140,15 +140,16 @@ class Rows:
             if not places:
                 break
             places -= 1
-            if not row.is_ready:
-                continue
             room = len(row.blocks) * self.block_size - row.kv_len
+            if not row.is_ready or room <= 0:
+                continue
             if row.kv_len < len(row.ids):
                 prompts.append(row)
-            elif room > 0:
+            else:
                 slices.append(decode_slice(row, room, self.recompute_length, is_read_late))
         budget = self.mixed_prefill_tokens if slices else self.prefill_tokens
-        slices += prefill.chunks(prompts, self.block_size, budget, self.max_scored_tokens)
+        line = prefill.line_up(prompts, self.step + 1)
+        slices += prefill.chunks(line, self.block_size, budget, self.max_scored_tokens)
         return slices
 
     def collect(

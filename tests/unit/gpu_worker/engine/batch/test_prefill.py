@@ -35,15 +35,45 @@ def test_prompts_of_the_urgent_are_computed_first() -> None:
     ]
 
 
-def test_a_prompt_that_others_have_passed_for_long_is_computed_before_them() -> None:
+def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then() -> None:
     rows = rows_with(start(0, 20, priority=2), prefill_tokens=8)
     computed = []
-    for number in range(1, PATIENCE + 4):
+    for number in range(1, 3 * PATIENCE + 1):
         rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
-        computed.append([one[:3] for one in run_step(rows)[0]])
-    assert computed[:PATIENCE] == [[(number, 0, 8)] for number in range(1, PATIENCE + 1)]
-    assert computed[PATIENCE:][:2] == [[(0, 0, 8)], [(0, 8, 8)]]
-    assert computed[-1][0] == (0, 16, 4)
+        computed.append([one[:3] for one in run_step(rows)[0] if one[0] == 0])
+    own = {place: slices for place, slices in enumerate(computed) if slices}
+    assert own == {
+        PATIENCE - 1: [(0, 0, 8)],
+        2 * PATIENCE - 1: [(0, 8, 8)],
+        3 * PATIENCE - 1: [(0, 16, 4)],
+    }
+
+
+def test_a_long_prompt_gets_more_than_what_others_leave_over() -> None:
+    rows = rows_with(start(0, 400), prefill_tokens=64)
+    for number in range(1, 4 * PATIENCE + 1):
+        rows.apply(Grant(1000, 64, [start(number, 63, end=1)]))
+        run_step(rows)
+    assert rows.rows[0].kv_len >= 4 * 64
+
+
+def test_long_prompts_that_have_waited_hold_up_an_urgent_one_for_a_step_at_most() -> None:
+    waiting = [start(number, 200, priority=2) for number in range(2 * PATIENCE)]
+    rows = rows_with(*waiting, prefill_tokens=8)
+    for _ in range(3 * PATIENCE):
+        run_step(rows)
+    for number in range(100, 100 + PATIENCE):
+        rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
+        steps = [run_step(rows)[0], run_step(rows)[0]]
+        assert [one[:3] for step in steps for one in step if one[0] == number] == [(number, 0, 8)]
+
+
+def test_of_prompts_that_wait_alike_each_has_its_turn() -> None:
+    rows = rows_with(*[start(number, 1000, priority=2) for number in range(5)], prefill_tokens=8)
+    for number in range(100, 100 + 7 * PATIENCE):
+        rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
+        run_step(rows)
+    assert min(rows.rows[number].kv_len for number in range(5)) >= 8
 
 
 def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
