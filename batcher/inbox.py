@@ -24,6 +24,7 @@ NUM_QUESTIONS = 8
 RETRY_S = 0.2
 MAX_ENTRIES = 256
 """Entries of each stream in one read."""
+MOMENT_S = 0.005
 LATE_S = 2.0
 """A read that waited so much longer than it was told to is given up: the broker ends waits by its own clock,
 which may have gone back.
@@ -89,14 +90,24 @@ class Inbox:
         if self.reading is None and not self.unhandled:
             self.reading = asyncio.create_task(self.read(max(1, wait_ms)))
 
-    async def fill(self, waits: bool, beside: Collection[asyncio.Future[Any]] = ()) -> None:
-        """Take over what was asked for. With `waits`, wait until it has come, or one of `beside` is done."""
+    async def fill(
+        self,
+        waits: bool,
+        tasks: Collection[asyncio.Task[Any]] = (),
+        replies: Collection[asyncio.Future[None]] = (),
+    ) -> None:
+        """Take over what was asked for. With `waits`, wait until it has come, or one of `tasks` or `replies`
+        is done. Where entries wait, tasks go on for a moment: with one pass of the event loop a turn they
+        would take seconds.
+        """
         if waits and self.reading is not None and not self.unhandled:
             self.arrived = asyncio.get_running_loop().create_future()
-            comes: list[asyncio.Future[Any]] = [self.reading, self.arrived, *beside]
+            comes: list[asyncio.Future[Any]] = [self.reading, self.arrived, *tasks, *replies]
             await asyncio.wait(comes, return_when=asyncio.FIRST_COMPLETED)
+        elif tasks:
+            await asyncio.wait(tasks, timeout=MOMENT_S)
         else:
-            await asyncio.sleep(0)  # other tasks, and replies, have their turn
+            await asyncio.sleep(0)  # replies have their turn
         if (reading := self.reading) is not None and reading.done():
             self.reading = None
             self.unhandled.extend(self.entries(reading.result()))

@@ -108,7 +108,7 @@ class Batcher:
         self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
         waits = not (self.pending.can_run or self.recovery.actions)  # what an action resumes is to be placed
         await self.recover()
-        await self.inbox.fill(waits, beside=[*self.housekeeping.tasks, *self.pending.due])
+        await self.inbox.fill(waits, self.housekeeping.tasks, self.pending.due)
         for entry in self.inbox.take(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
