@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -45,11 +46,13 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a real tokenizer: what is slow here are processes, not numbers."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_models.save(
-        folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512}
-    )
+    """What is slow here are processes, not numbers."""
+    return save_model(tmp_path_factory.mktemp("model"), "Llama", tiny_models.LLAMA)
+
+
+def save_model(folder: Path, family: str, sizes: dict[str, Any]) -> Path:
+    """A tiny model with a real tokenizer."""
+    tiny_models.save(folder, family, sizes | {"vocab_size": VOCAB, "max_position_embeddings": 512})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_files.resolve("smollm2") / name, folder)
     return folder
@@ -98,6 +101,15 @@ async def test_rows_whose_cache_is_rounded_resume_with_the_same_ids(model: Path)
     """What a killed worker had rounded is computed and rounded again, alike, on each rank."""
     own = SETTINGS | {"kv_cache_dtype": "fp8_e5m2"}
     with Fleet(num_shard=2, num_workers=1, model_id=model, **own) as fleet:
+        expected = await undisturbed(fleet)
+        assert await interrupted(fleet, 0, signal.SIGKILL) == expected
+
+
+@pytest.mark.slow
+async def test_rows_over_latents_resume_with_the_same_ids(tmp_path: Path) -> None:
+    """Each rank has all latents of a token, and its part of the heads."""
+    model = save_model(tmp_path, *tiny_models.FAMILIES["DeepSeek-V3"])
+    with Fleet(num_shard=2, num_workers=1, model_id=model, **SETTINGS) as fleet:
         expected = await undisturbed(fleet)
         assert await interrupted(fleet, 0, signal.SIGKILL) == expected
 

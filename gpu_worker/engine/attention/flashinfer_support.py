@@ -40,14 +40,21 @@ def unsupported_because(geometry: Geometry) -> str:
 
 
 def view_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
-    dims = sorted({view.key_dim, view.value_dim})
-    if view.spec.latent and geometry.kv_dtype != geometry.dtype:
-        return "its kernels for latents do not read 8-bit floats (KV_CACHE_DTYPE)"
     if view.spec.latent:
-        kernels, served = f"rotary parts and latents of {listed(LATENT_DIMS)}", tuple(dims) == LATENT_DIMS
-    else:
-        kernels, served = f"heads of {listed(DIMS)}", len(dims) == 1 and padded_dim(dims[0]) in DIMS
-    return "" if served else f"it has kernels for {kernels} numbers, these have {listed(dims)}"
+        return latents_unsupported_because(geometry, view)
+    dims = sorted({view.key_dim, view.value_dim})
+    served = len(dims) == 1 and padded_dim(dims[0]) in DIMS
+    return "" if served else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
+
+
+def latents_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
+    dims, spec = (view.key_dim, view.value_dim), view.spec
+    if geometry.kv_dtype != geometry.dtype:
+        return "its kernels for latents do not read 8-bit floats (KV_CACHE_DTYPE)"
+    if spec.window is not None or spec.softcap is not None:
+        return "its kernels for latents have no sliding windows and no soft caps"
+    kernels = f"rotary parts and latents of {listed(LATENT_DIMS)}"
+    return "" if dims == LATENT_DIMS else f"it has kernels for {kernels} numbers, these have {listed(dims)}"
 
 
 def with_padded_heads(geometry: Geometry) -> Geometry:

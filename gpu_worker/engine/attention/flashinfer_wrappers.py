@@ -120,8 +120,8 @@ class LatentWrapper:
         """query [tokens, heads, rank + rotary_dim], output [tokens, heads, rank], of the model's dtype"""
         rank = module.values.shape[3]
         self.wrapper.run(
-            q_nope=query[..., :rank].contiguous(),
-            q_pe=query[..., rank:].contiguous(),
+            q_nope=query[..., :rank],
+            q_pe=query[..., rank:],
             ckv_cache=module.values[:, 0],
             kpe_cache=module.keys[:, 0],
             out=output,

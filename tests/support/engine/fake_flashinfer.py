@@ -271,7 +271,9 @@ class BatchMLAPagedAttentionWrapper:
             rotary_dim,
         )
         assert ckv_cache.shape[1:] == (page_size, rank) and kpe_cache.shape[1:] == (page_size, rotary_dim)
-        assert all(tensor.is_contiguous() for tensor in (q_nope, q_pe, ckv_cache, kpe_cache, out))
+        assert all(tensor.is_contiguous() for tensor in (ckv_cache, kpe_cache, out))
+        assert all(stride % 8 == 0 for tensor in (q_nope, q_pe) for stride in tensor.stride()[:2]), "loads"
+        assert q_nope.stride(2) == q_pe.stride(2) == 1
         assert (
             q_nope.dtype == q_pe.dtype == out.dtype == dtype
             and ckv_cache.dtype == kpe_cache.dtype == kv_dtype

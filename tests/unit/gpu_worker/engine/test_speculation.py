@@ -131,15 +131,15 @@ def test_rows_resume_in_the_midst(engine: Engine, plain: Told, proposers: Knowin
         assert resumed[row][1] == {index: top for index, top in tops.items() if index >= len(shown[row])}
 
 
-SLOW = ["Llama-dynamic", "Gemma2", "Gemma3-longrope", "Mixtral", "gpt-oss", "MPT"]
+SLOW = ["Llama-dynamic", "Gemma2", "Gemma3-longrope", "Mixtral", "gpt-oss", "MPT", "DeepSeek-V3"]
 
 
 @pytest.mark.parametrize(
     "family", ["Phi3-longrope", "Bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_ids_of_other_models(family: str, tmp_path: Path) -> None:
-    """Attention with windows, soft-caps and ALiBi; frequencies that depend on the length, for which a row
-    stops.
+    """Attention with windows, soft-caps and ALiBi, and over latents; frequencies that depend on the length,
+    for which a row stops.
     """
     tiny_models.save(tmp_path, *FAMILIES[family])
     engine = engine_of(tmp_path, block_size=16)

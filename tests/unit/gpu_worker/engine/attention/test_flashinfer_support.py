@@ -75,6 +75,14 @@ def test_latents_of_other_sizes_use_torch(dims: tuple[int, int], kv_dtype: torch
     assert workspace_bytes(geometry, 132, 256) == 2**28
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(4096, None), (None, 30.0)])
+def test_latents_under_windows_and_soft_caps_use_torch(window: int | None, softcap: float | None) -> None:
+    """FlashInfer's kernel for latents would leave them out."""
+    spec = AttentionSpec(1, 128, window, 1.0, softcap, latent=True)
+    geometry = Geometry([LayerSpec(spec, 64, 512)], 64, torch.bfloat16, torch.bfloat16)
+    assert "no sliding windows and no soft caps" in unsupported_because(geometry)
+
+
 @pytest.mark.parametrize(
     ("group", "softcap", "block_size", "generation", "why"),
     [
