@@ -118,7 +118,7 @@ async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
 async def test_each_request_gets_one_terminal() -> None:
     """Over engines without a model, whose rows are the real engine's."""
     fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, has_proxy=False, **SETTINGS)
-    await race(fleet, 100, kill_every=40)
+    await race(fleet, 60, kill_every=25)
 
 
 @pytest.mark.slow

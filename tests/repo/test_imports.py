@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("api", "batcher", "gpu_worker", "common", "deploy")
+from tests.support.source_tree import FILES, PACKAGES, ROOT, parse
+
 ALLOWED = {
     "api": {"api", "common"},
     "batcher": {"batcher", "common"},
@@ -24,12 +24,11 @@ AT_HOME = {
     "fastapi": "api",
     "starlette": "api",
 }
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def imported(path: Path) -> Iterator[str]:
     """First words of all modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,7 +53,7 @@ def test_a_process_imports_common_and_itself_only(path: Path) -> None:
 def test_main_modules_define_nothing(path: Path) -> None:
     """What is defined in `__main__` cannot be found by a child process."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-    assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, defined)]
+    assert not [node for node in ast.walk(parse(path)) if isinstance(node, defined)]
 
 
 def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in FILES if path.name != "__init__.py"}
 
 
+@cache
 def room_of(module: str) -> str:
     """The innermost folder of a module; a module that lies beside folders is a room of its own."""
     folder = MODULES[module].parent

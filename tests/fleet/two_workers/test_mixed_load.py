@@ -37,14 +37,17 @@ def no_more(now: dict[int, int], before: dict[int, int], most: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    ("num_first", "count"),
+    [(50, 100), pytest.param(750, 3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
-async def test_mixed_requests_leave_nothing_behind(fleet: Fleet, redis: Redis, count: int) -> None:
+async def test_mixed_requests_leave_nothing_behind(
+    fleet: Fleet, redis: Redis, num_first: int, count: int
+) -> None:
     ignored = {key async for key in redis.scan_iter("*")}
     subscribed = await subscriptions(redis)
     async with random_clients(fleet, redis) as clients:
         await clients.learn_answers()
-        await clients.send(count // 4)
+        await clients.send(num_first)
         await wait_until(lambda: idle(redis, ignored))
         before = await settled_tasks(redis), handles(fleet), memory(fleet)
         await clients.send(count)

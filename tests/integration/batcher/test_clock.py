@@ -56,7 +56,7 @@ async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
 ) -> None:
     with batcher(jumping.url):
         await wait_until(lambda: redis.exists(KEYS.state))
-        await admit_two(redis, 2000)
+        await admit_two(redis, 1000)
         jumping.jump(jump_s)
         await two_rounds(redis)
         assert await redis.hget(KEYS.request("long"), "terminal") is None  # type: ignore[misc]

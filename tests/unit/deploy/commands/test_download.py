@@ -106,7 +106,7 @@ class FakeHub(BaseHTTPRequestHandler):
 def test_a_download_writes_its_steps_and_the_directory_alone(cache: Path) -> None:
     """The hub's client draws bars, even where there is no terminal."""
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        threading.Thread(target=hub.serve_forever, args=[0.01], daemon=True).start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
         done = tokenfleet(
