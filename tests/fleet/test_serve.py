@@ -18,7 +18,7 @@ from tests.support.fleet.fleet import READY_S, Fleet, is_alive
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
-GONE_S = 3.0
+GONE_S = 30.0
 PROMPT = "The sky is blue because"
 
 
@@ -112,7 +112,7 @@ def test_a_cache_larger_than_memory_is_one_error_line() -> None:
     begun_s = time.monotonic()
     try:
         assert fleet.start().launcher.wait(60) == os.EX_CONFIG
-        assert time.monotonic() - begun_s < 10
+        assert time.monotonic() - begun_s < 30
         last = fleet.errors().splitlines()[-1]
         assert "KV_CACHE_BYTES" in last
         assert "Traceback" not in fleet.errors()

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+from collections import Counter
 
 import httpx
 import pytest
@@ -17,8 +18,8 @@ NUM_STREAMS, NUM_TOKENS = 8, 100
 STEP_MS = 20.0
 
 
-async def stream(url: str, number: int, seen: list[int]) -> list[int]:
-    """Indices of all tokens; `seen` has those of all streams."""
+async def stream(url: str, number: int, seen: Counter[int]) -> list[int]:
+    """Indices of all tokens; `seen` counts those of each stream."""
     parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
     async with (
@@ -31,7 +32,7 @@ async def stream(url: str, number: int, seen: list[int]) -> list[int]:
                 frame = json.loads(line[5:])
                 assert "error" not in frame, frame
                 indices.append(frame["index"])
-                seen.append(frame["index"])
+                seen[number] += 1
         return indices
 
 
@@ -48,9 +49,9 @@ async def test_sigterm_to_every_process_at_once_finishes_streams(launcher_is: st
 
 
 async def shut_down(fleet: ChaosFleet, launcher_is: str) -> None:
-    seen: list[int] = []
+    seen = Counter[int]()
     streams = [asyncio.create_task(stream(fleet.base_url, i, seen)) for i in range(NUM_STREAMS)]
-    await wait_until(lambda: len(seen) > 5 * NUM_STREAMS)
+    await wait_until(lambda: all(seen[i] > 5 for i in range(NUM_STREAMS)))
     everybody = fleet.processes()
     assert len(everybody) > 9
     pids = [process.pid for process in everybody]

@@ -15,7 +15,7 @@ from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
-GONE_S = 3.0
+GONE_S = 30.0
 ENVIRON = {
     name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
 }

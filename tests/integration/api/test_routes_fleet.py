@@ -54,7 +54,7 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def show(redis: Any, name: str, **figures: Any) -> None:
-    await Heartbeat(redis, KEYS, "batcher", name, 5.0).send(**figures)
+    await Heartbeat(redis, KEYS, "batcher", name, 60.0).send(**figures)
 
 
 async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
@@ -102,8 +102,9 @@ async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis:
             return "g0-test" in await names()
 
         await wait_until(shows_itself)
-        await Heartbeat(redis, KEYS, "batcher", "b0-1", 1.0).send(rows=1)
+        await show(redis, "b0-1", rows=1)
         assert await names() == {"broker", "g0-test", "b0-1"}
+        await redis.pexpire(KEYS.process("batcher", "b0-1"), 1)
         await wait_until(lambda: gone(redis))
         assert await names() == {"broker", "g0-test"}
     assert not await redis.exists(KEYS.gateway("g0-test")), "a gateway that leaves removes its heartbeat"

@@ -1,10 +1,9 @@
 """`tokenfleet drain`: a worker gives its rows to others and leaves; one that joins gets what waits."""
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+import os
+import subprocess
 from collections.abc import Iterable
-from pathlib import Path
 
 from redis.asyncio import Redis
 
@@ -14,9 +13,11 @@ from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import KEYS, admit, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, generate, modeless_worker
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.forks.command import tokenfleet
+from tests.support.waiting import wait_until
 
 NUM_TOKENS = 60
+Draining = asyncio.Task[subprocess.CompletedProcess[bytes]]
 
 
 def prompt(number: int) -> list[int]:
@@ -32,18 +33,10 @@ async def send(redis: Redis, numbers: Iterable[int], num_tokens: int = NUM_TOKEN
         await admit(redis, request)
 
 
-async def drain(broker: Broker, worker: str) -> Process:
-    words = [str(Path(sys.executable).parent / "tokenfleet"), "drain", worker, "--redis-url", broker.url]
-    return await asyncio.create_subprocess_exec(*words, stdout=PIPE, stderr=STDOUT)
-
-
-async def output(process: Process) -> tuple[int | None, list[str]]:
-    try:
-        text, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-        return process.returncode, text.decode().splitlines()
-    finally:
-        if process.returncode is None:
-            process.kill()
+def drain(broker: Broker, worker: str) -> Draining:
+    """`tokenfleet drain`, which runs meanwhile."""
+    words = ["drain", worker, "--redis-url", broker.url]
+    return asyncio.create_task(asyncio.to_thread(tokenfleet, *words, environ=os.environ))
 
 
 async def check_answers(redis: Redis, numbers: Iterable[int]) -> None:
@@ -66,14 +59,16 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
         with batcher(broker.url):
             await wait_until(lambda: counts(redis, "workers", 2))
             await send(redis, range(8))
-            await wait_until(lambda: w0.num_starts and w1.num_starts and min(w0.rows.step, w1.rows.step) > 5)
+            await wait_until(lambda: w0.num_starts + w1.num_starts == 8)
+            await wait_until(lambda: min(w0.rows.step, w1.rows.step) > 5)
             before = w0.num_starts
-            w0.step_s = w1.step_s = 1.0  # a command takes long to start on a busy machine
-            process = await drain(broker, "w0")
+            w0.step_s = w1.step_s = 0.5  # a command takes long to start on a busy machine
+            draining = drain(broker, "w0")
             await wait_until(lambda: is_draining(redis))
             w0.step_s = w1.step_s = 0.01
-            code, lines = await output(process)
-            assert code == 0 and lines[-1].startswith("w0-1 is gone; it was last ")
+            done = await draining
+            assert done.returncode == 0
+            assert done.stdout.splitlines()[-1].startswith(b"w0-1 is gone; it was last ")
             await wait_until(lambda: has_left(w0))
             assert not w0.owners, "it left empty"
             await send(redis, range(8, 10))
@@ -88,15 +83,15 @@ async def test_the_only_worker_finishes_its_rows_and_the_next_one_gets_what_wait
     async with modeless_worker(broker.url, "w0") as w0:
         with batcher(broker.url):
             await send(redis, range(3))
-            await wait_until(lambda: w0.rows.step > 5)
-            w0.step_s = 1.0  # a command takes long to start on a busy machine
-            process = await drain(broker, "w0-1")
+            await wait_until(lambda: w0.num_starts == 3 and w0.rows.step > 5)
+            w0.step_s = 0.5  # a command takes long to start on a busy machine
+            draining = drain(broker, "w0-1")
             await wait_until(lambda: is_draining(redis))
             await send(redis, range(3, 5))
             w0.step_s = 0.01
             await check_answers(redis, range(3))
             assert await attempts(redis, range(3)) == [b"1"] * 3, "their rows went on where they were"
-            assert (await output(process))[0] == 0
+            assert (await draining).returncode == 0
             async with modeless_worker(broker.url, "w1"):
                 await check_answers(redis, range(3, 5))
 

@@ -64,7 +64,7 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
     broker: Broker, redis: Redis
 ) -> None:
     port = free_port()
-    async with modeless_worker(broker.url, "w0", max_batch_size=NUM_STREAMS // 2) as worker:
+    async with modeless_worker(broker.url, "w0", step_s=0.2, max_batch_size=NUM_STREAMS // 2) as worker:
         with (
             batcher(broker.url, "b0") as b0,
             batcher(broker.url, "b1") as b1,
@@ -72,6 +72,8 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
         ):
             await wait_until(lambda: is_healthy(port))
             streams = [asyncio.create_task(frames(port, number)) for number in range(NUM_STREAMS)]
+            await wait_until(lambda: all_are_admitted(redis))
+            worker.step_s = 0.02
             await wait_until(lambda: worker.rows.step > 5)
             worker.draining.set()
             for process in (b0, b1, g0):
@@ -81,6 +83,10 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
             await asyncio.wait_for(asyncio.shield(worker.serving), 30)
             assert [await asyncio.to_thread(one.wait, 30) for one in (g0, b0, b1)] == [0, 0, 0]
     assert not await redis.keys("*:batcher:*"), "they left"
+
+
+async def all_are_admitted(redis: Redis) -> bool:
+    return bool(await redis.xlen("tf:{default}:requests") == NUM_STREAMS)
 
 
 async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(

@@ -42,7 +42,7 @@ def fork_server() -> None:
 def refusal(*argv: str, run: Run = forked, **variables: str) -> str:
     begun_s = time.monotonic()
     done = run(*argv, **variables)
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - begun_s < 30
     assert done.returncode == os.EX_CONFIG
     assert done.stdout == ""
     [line] = done.stderr.splitlines()

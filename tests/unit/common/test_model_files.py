@@ -46,7 +46,7 @@ def test_a_model_that_does_not_exist_is_refused(
         model_files.resolve(model_id)
     assert caught.value.name == "model_id"
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_directory_needs_its_files(tmp_path: Path) -> None:

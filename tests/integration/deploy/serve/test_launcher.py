@@ -21,7 +21,7 @@ from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
-GONE_S = 3.0
+GONE_S = 30.0
 
 
 @dataclass

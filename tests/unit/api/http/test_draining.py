@@ -22,7 +22,7 @@ from common.settings.settings import Settings
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.waiting import wait_until
 
-END_S = 5.0
+END_S = 30.0
 
 
 class SlowApp:

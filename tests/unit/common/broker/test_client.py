@@ -27,7 +27,7 @@ async def refusal(url: str) -> str:
     begun_s = time.monotonic()
     with pytest.raises(SettingError) as refused:
         await access.check_broker(url)
-    assert time.monotonic() - begun_s < 6
+    assert time.monotonic() - begun_s < 30
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("REDIS_URL: ")
     return str(refused.value)

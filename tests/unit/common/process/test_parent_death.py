@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.waiting import wait_until_sync
 
-GONE_S = 3.0
+GONE_S = 30.0
 BIND = "from common.process.parent_death import die_with_parent; die_with_parent();"
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 NEST = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BIND + SLEEP!r}])"

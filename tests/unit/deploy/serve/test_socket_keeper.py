@@ -103,7 +103,7 @@ async def test_an_answer_whose_client_has_left_is_kept_a_little_longer() -> None
 async def test_a_client_that_comes_under_the_name_of_one_that_has_left_is_kept() -> None:
     """A broker that was restored gives the number of a reader again."""
     keeper = SocketKeeper()
-    keeper.left_s = 0.2
+    keeper.left_s = 0.5
     one, other = FakeGateway(keeper), FakeGateway(keeper)
     first, second = await keep_some(one, keeper, ANSWERS[:2])
     one.send(KeeperMessage(left="r0/0"))

@@ -40,4 +40,4 @@ async def is_draining(redis: Redis, worker: str) -> bool:
 
 async def test_run_returns_once_drained_and_idle(agent: Agent) -> None:
     agent.state.draining.set()
-    await asyncio.wait_for(agent.run(), 5)
+    await asyncio.wait_for(agent.run(), PATIENCE_S)
