@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until_sync
 
 GONE_S = 30.0
 PROMPT = "The sky is blue because"
+QUESTION = "What is the capital of France?"
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_processes_have_names_restart_and_drain(
     """
     monkeypatch.setattr(Fleet, "start_process", start_process)
     preloads = {"preload_worker": True, "preload_gateway": True}
-    with Fleet(num_workers=1, kv_cache_bytes="64MiB", threads=1, **preloads) as fleet:
+    with Fleet(num_workers=1, dtype="bfloat16", kv_cache_bytes="64MiB", threads=1, **preloads) as fleet:
         titles = {" ".join(process.cmdline()).strip() for process in fleet.processes()}
         assert {
             "tokenfleet serve",
@@ -50,14 +51,17 @@ def test_processes_have_names_restart_and_drain(
             "tokenfleet worker w0",
         } <= titles
         assert httpx.get(f"{fleet.base_url}/v1/models").json()["data"][0]["id"] == "smollm2"
+        chat = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+        answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=chat, timeout=60)
+        assert "Paris" in answer.text, "rounding to bfloat16 may change a word, not the meaning"
 
         gateway = wait_until_sync(lambda: fleet.preloaded("preloaded-api"), READY_S)
         worker = wait_until_sync(fleet.preloaded, READY_S)
         old_gateway, old_worker = fleet.pid("g0"), fleet.pid("w0")
         assert workers(fleet) == [old_worker]
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 300, "ignore_eos": True, "details": True}}
-        with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
+        with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
             next(lines)
             os.kill(old_gateway, signal.SIGKILL)
             os.kill(old_worker, signal.SIGKILL)

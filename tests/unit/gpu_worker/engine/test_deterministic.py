@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cpu import native
@@ -101,15 +99,6 @@ def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
     assert tell(played, behind) == {
         100 + row: (ids[9:], bits[4 * 9 :]) for row, (ids, bits) in firsts.items()
     }
-
-
-def test_a_chat_has_the_same_sense(engine: Engine) -> None:
-    """Rounding may change a word of the text, not its meaning."""
-    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
-    played = player(engine)
-    [ids] = played.run([played.start(0, tokenizer.encode(text).ids, 12)]).values()
-    assert "Paris" in tokenizer.decode(ids)
 
 
 @pytest.mark.slow
