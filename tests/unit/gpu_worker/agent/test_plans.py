@@ -1,7 +1,9 @@
 """Plans as grants, with a broker and an engine that only records."""
 
 import asyncio
+import threading
 
+import pytest
 from redis.asyncio import Redis
 
 from common.broker.committed import read
@@ -10,6 +12,7 @@ from common.messages.packing import pack_ids
 from common.messages.plan import HeldRow, Plan
 from common.messages.records import RECORD
 from common.metrics import catalogue
+from gpu_worker.agent import plans
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import (
     KEYS,
@@ -51,6 +54,23 @@ async def test_an_unreadable_plan_is_counted_and_the_next_one_applied(agent: Age
     await wait_until(lambda: agent.state.plan == 2)
     following.cancel()
     assert catalogue.UNDECODABLE.values[()] == before + 1
+
+
+async def test_a_worker_is_ready_once_a_batcher_has_taken_it_up(
+    agent: Agent, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it has loaded its model it can serve nobody yet."""
+    ready = threading.Event()
+    monkeypatch.setattr(plans, "READY", ready)
+    running = asyncio.create_task(agent.run())
+    await wait_until(lambda: redis.exists(KEYS.worker("w0-1")))
+    assert not ready.is_set()
+    await redis.xadd(
+        KEYS.plans("w0-1"), {"plan": encode(Plan(7, 1, 0, 0, takeover=True, adopts=True))}, id="7-1"
+    )
+    await wait_until(ready.is_set)
+    agent.state.draining.set()
+    await running
 
 
 async def test_a_takeover_is_answered_with_all_rows_as_they_are_and_they_go_on(
