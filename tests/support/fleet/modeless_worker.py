@@ -18,6 +18,7 @@ from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.process import seal
 from gpu_worker.protocol import Grant, StepResult
 
 BLOCK_SIZE = 16
@@ -126,6 +127,9 @@ async def modeless_worker(
 
 
 async def serve(agent: Agent) -> None:
-    """As a worker's process does: whenever its streams are gone, as the next incarnation."""
+    """As a worker's process does: whenever its streams are gone, as the next incarnation; its log is sealed
+    when it has drained.
+    """
     while not await agent.run():
         agent = await agent.next_incarnation()
+    await seal(agent.redis, agent.keys, agent.worker.incarnation, "drained")
