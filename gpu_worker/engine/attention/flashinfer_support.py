@@ -50,7 +50,7 @@ def view_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
 def latents_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
     dims, spec = (view.key_dim, view.value_dim), view.spec
     if geometry.kv_dtype != geometry.dtype:
-        return "its kernels for latents do not read 8-bit floats (KV_CACHE_DTYPE)"
+        return "it is not used for latents of 8-bit floats (KV_CACHE_DTYPE)"
     if spec.window is not None or spec.softcap is not None:
         return "its kernels for latents have no sliding windows and no soft caps"
     kernels = f"rotary parts and latents of {listed(LATENT_DIMS)}"
