@@ -71,7 +71,8 @@ class Matcher:
         self.bits = self.following = None
         self.newest = token
         matcher = self.compiled.result()
-        if matcher.consume_token(token):
+        # one with an error takes an end-of-sequence token, the only one that its mask had
+        if not matcher.is_error() and matcher.consume_token(token):
             return ""
         error = matcher.get_error().split("<state>")[0].strip()
         log.warning("a row fails: %s", error)

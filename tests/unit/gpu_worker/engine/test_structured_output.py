@@ -163,10 +163,12 @@ def test_a_row_whose_grammar_allows_no_token_fails_alone(player: Player) -> None
     assert ids[1] == reference_ids([prompts[1]], 20)[0]
 
 
-def test_a_row_whose_grammar_proves_too_complex_fails_alone_and_says_so(player: Player) -> None:
+@pytest.mark.parametrize("pattern", [r"(a?){300}a{300}", r"((\w+\s?){1,2000}\.)+"], ids=["token", "mask"])
+def test_a_row_whose_grammar_proves_too_complex_fails_alone_and_says_so(player: Player, pattern: str) -> None:
+    """Where a mask takes too much work, llguidance allows the end of the text alone, valid or not."""
     prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
-    source = source_of(Grammar("regex", r"(a?){300}a{300}", "f"))
-    starts = [player.start(0, prompts[0], 20, sampling=grammar(source)), player.start(1, prompts[1], 20)]
+    sampling = grammar(source_of(Grammar("regex", pattern, "f")), temperature=2.0, seed=1)
+    starts = [player.start(0, prompts[0], 60, sampling=sampling), player.start(1, prompts[1], 20)]
     ids = player.run(starts)
     assert player.ended[0][0] == "grammar_limit"
     assert ids[1] == reference_ids([prompts[1]], 20)[0]
