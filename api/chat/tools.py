@@ -162,6 +162,11 @@ def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Too
         if one.name in names:
             raise invalid(f"`{field}` has the name {one.name!r} twice", field)
         names.add(one.name)
+        kind = parameters_of(one).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            parameters = f"{field}.{one.name}.parameters"
+            words = f"must be the JSON schema of an object. Given the type: {kind!r}"
+            raise invalid(f"`{parameters}` {words}", parameters)
     return [Tool(one.name, parameters_of(one), bool(one.strict)) for one in functions]
 
 

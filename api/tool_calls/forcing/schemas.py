@@ -41,7 +41,7 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of an object that has no properties but those that the schema names."""
-    schema = {"type": "object", **(inlined(parameters) or {"properties": {}})}
+    schema = {**(inlined(parameters) or {"properties": {}}), "type": "object"}
     if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
         return schema | {"additionalProperties": False}
     return schema

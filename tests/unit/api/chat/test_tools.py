@@ -76,3 +76,11 @@ def test_the_older_fields() -> None:
     found = read_functions(functions, {"name": "b"})
     assert names(found) == ["b"] and found is not None and found.is_named and found.is_older
     assert not found.parallel and read_functions(functions, "none") is None
+
+
+@pytest.mark.parametrize("kind", ["array", "string", ["array", "null"], 3])
+def test_parameters_that_are_no_object_are_refused(kind: Any) -> None:
+    function = {"name": "a", "parameters": {"type": kind}}
+    with pytest.raises(ApiError, match="must be the JSON schema of an object") as refusal:
+        read_tools([ToolSchema.model_validate({"type": "function", "function": function})], None, None)
+    assert refusal.value.param == "tools.a.parameters"

@@ -123,6 +123,13 @@ def test_formats_of_single_arguments_refuse_what_they_cannot_force(more: Mapping
     assert grammar("hermes", ONE, {}, (Tool("f", {"type": "object", "properties": {}}, strict=True),))
 
 
+def test_arguments_are_an_object_whatever_their_schema_refers_to() -> None:
+    listed = Tool("f", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array"}}})
+    source = grammar("hermes", ONE, {}, (listed,))
+    assert not accepts(source, '<tool_call>\n{"name": "f", "arguments": [')
+    assert accepts(source, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+
+
 def test_the_arguments_of_others_are_any_object_where_their_schema_cannot_be_forced() -> None:
     loose = Tool("f", {"type": "object", "properties": {"a": {"not": {}}}})
     source = grammar("hermes", ONE, {}, (loose,))
