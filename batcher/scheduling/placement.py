@@ -140,9 +140,9 @@ class Placement:
         if not behind and is_as_large(tokens, self.refusal[0]) and not sequence.crash_count:
             behind = self.refusal[1]
         if behind:
-            able = [replica for replica in self.changed(behind) if replica.can_start(sequence)]
-            if able:
-                return min(able, key=lambda replica: replica.load)
+            for replica in sorted(self.changed(behind), key=lambda replica: replica.load):
+                if replica.can_start(sequence):
+                    return replica
         elif (found := self.first_able(sequence)) is not None:
             return found
         sequence.refused_at = self.num_changes

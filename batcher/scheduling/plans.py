@@ -56,7 +56,8 @@ def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, by
 
     When blocks run out, the most important rows get theirs first, and the least important one is preempted.
     """
-    until = replica.step + replica.horizon
+    horizon = replica.horizon
+    until = replica.step + horizon
     needs = {
         row: missing
         for row in replica.running
@@ -72,7 +73,7 @@ def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, by
         if count := min(needs[row], replica.pool.num_free):
             blocks = replica.pool.allocate(count)
             row.blocks += blocks
-            replica.reserve(row)
+            replica.reserve(row, horizon)
             grown.append((row.number, pack_ids(blocks)))
     return grown
 

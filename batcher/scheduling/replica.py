@@ -173,13 +173,13 @@ class Replica:
         if row.sequence.rank == LEAST_URGENT:
             self.batch_rows[row] = None
         row.sequence.row = row
-        self.reserve(row)
+        self.reserve(row, self.horizon)
 
-    def reserve(self, row: PlacedRow) -> None:
+    def reserve(self, row: PlacedRow, horizon: int) -> None:
         """Reserve blocks for a horizon and a block more of a row, or to its end."""
         left = self.blocks_for(row.sequence.max_kv) - len(row.blocks)
         self.reserved -= row.reserved
-        row.reserved = min(left, self.blocks_for(self.horizon) + 1)
+        row.reserved = min(left, self.blocks_for(horizon) + 1)
         self.reserved += row.reserved
 
     def leave(self, row: PlacedRow) -> None:

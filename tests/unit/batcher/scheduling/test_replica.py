@@ -56,7 +56,7 @@ def test_no_more_is_left_than_rows_can_ever_need() -> None:
     assert (len(row.blocks), replica.reserved) == (3, 1)
     assert replica.can_start(make_sequence(16, max_new_tokens=17))
     row.blocks += replica.pool.allocate(1)
-    replica.reserve(row)
+    replica.reserve(row, replica.horizon)
     assert replica.reserved == 0
 
 
