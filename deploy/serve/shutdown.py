@@ -57,8 +57,10 @@ async def second_signal(signalled: asyncio.Event) -> None:
 async def drain(fleet: LocalFleet) -> None:
     """Stops gateways when their requests are finished, then batchers and workers, then the broker.
 
-    They may have been told to end as well, by a machine that shuts down.
+    They may have been told to end as well, by a machine that shuts down. What gateways have handed over
+    before the launcher was told goes to their successors first.
     """
+    await fleet.keeper.wait_for_heirs()
     fleet.is_ending = True
     fleet.keeper.close()  # first: a gateway without it finishes its answers itself
     timeout_s = fleet.settings.graceful_termination_timeout

@@ -65,6 +65,7 @@ class SocketKeeper:
         left_s: how long one is kept whose client has left, and whose requests go on: by then the broker's
             file has them.
         max_sockets: how many are kept at most.
+        moved: set when an answer was dropped, or sent to its heir.
     """
 
     def __init__(self, orphan_s: float = 30.0) -> None:
@@ -74,6 +75,7 @@ class SocketKeeper:
         self.kept: dict[str, KeptSocket] = {}
         self.channels: list[GatewayChannel] = []
         self.is_full = False
+        self.moved = asyncio.Event()
 
     def open_channel(self) -> socket.socket:
         """A channel for one run of a gateway: its end of it, which the caller passes on and closes."""
@@ -83,6 +85,19 @@ class SocketKeeper:
         self.channels.append(channel)
         asyncio.get_running_loop().add_reader(ours, self.receive_all, channel)
         return theirs
+
+    async def wait_for_heirs(self) -> None:
+        """Return when no answer waits for an heir: each has one, or was dropped."""
+        for channel in [*self.channels]:
+            self.receive_all(channel)
+        while self.has_orphans():
+            self.moved.clear()
+            await self.moved.wait()
+
+    def has_orphans(self) -> bool:
+        """Whether an answer waits for an heir, or to be sent to it."""
+        waiting = any(kept.owner is None for kept in self.kept.values())
+        return waiting or any(channel.outgoing for channel in self.channels)
 
     def close(self) -> None:
         """Drop everything: each connection then ends with its gateway."""
@@ -147,6 +162,7 @@ class SocketKeeper:
     def drop(self, name: str) -> None:
         if (kept := self.kept.pop(name, None)) is not None:
             kept.socket.close()
+            self.moved.set()
 
     def drop_left(self, kept: KeptSocket, owner: GatewayChannel) -> None:
         """Drop an answer whose client has left, unless its gateway has ended meanwhile."""
@@ -215,6 +231,7 @@ class SocketKeeper:
                     loop.call_later(RETRY_S, self.send_later, heir)
                     return
             heir.outgoing.popleft()
+            self.moved.set()
 
     def send_later(self, heir: GatewayChannel) -> None:
         if heir in self.channels:
