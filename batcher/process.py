@@ -4,8 +4,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvloop
 from redis.asyncio import Redis
@@ -17,6 +16,7 @@ from batcher.scheduling.scheduler import Scheduler
 from common.broker import client
 from common.broker.keys import LEASE_S, Keys
 from common.metrics.aggregate import publishing_metrics
+from common.process.first_end import run_until_one_ends
 from common.process.heartbeat import Heartbeat
 from common.process.refusal import exit_when_unservable
 from common.process.startup import configure_process, start_process
@@ -69,19 +69,6 @@ async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> NoReturn:
     scheduler.workers.close()
     await asyncio.Future()
     raise AssertionError
-
-
-async def run_until_one_ends(*coroutines: Coroutine[Any, Any, NoReturn]) -> None:
-    """Raises what the first of them raises."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:

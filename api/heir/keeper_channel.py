@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from common.messages.codec import WireError, decode, encode
 from common.messages.kept_answer import HANDLE_VARIABLE, MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
+from common.process.datagrams import received
 
 log = logging.getLogger(__name__)
 
@@ -69,22 +70,15 @@ class KeeperChannel:
             hand_over()
 
     def receive_all(self) -> None:
-        while self.channel is not None:
-            try:
-                data, handles, _, _ = socket.recv_fds(self.channel, MAX_DATAGRAM_BYTES, 1)
-            except BlockingIOError:
-                return
-            except OSError:
-                data, handles = b"", []
+        for data, beside in received(self.channel) if self.channel is not None else ():
             if not data:
                 self.close()
-            elif handles:
-                with_socket = socket.socket(fileno=handles[0])
+            elif beside is not None:
                 try:
-                    self.inherit(decode(KeptAnswer, data), with_socket)
+                    self.inherit(decode(KeptAnswer, data), beside)
                 except WireError as error:
                     log.error("undecodable answer of another gateway: %s", error)
-                    with_socket.close()
+                    beside.close()
 
     def close(self) -> None:
         """Keep nothing from now on: there is no keeper any more."""

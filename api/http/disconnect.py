@@ -7,6 +7,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from api.errors import failed
 from api.streams.stream import Stream
+from common.process.first_end import run_until_one_ends
 
 
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
@@ -16,12 +17,7 @@ async def wait_until_finished(streams: Sequence[Stream], request: Request) -> No
         ApiError: the error of the first stream that failed.
         ClientDisconnect: the client has left.
     """
-    tasks = {asyncio.create_task(all_finished(streams)), asyncio.create_task(wait_for_disconnect(request))}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
+    await run_until_one_ends(all_finished(streams), wait_for_disconnect(request))
     for stream in streams:
         if stream.terminal and not stream.finished:
             raise failed(stream.terminal)

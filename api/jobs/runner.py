@@ -34,6 +34,7 @@ from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate
+from common.process.first_end import run_until_one_ends
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -213,15 +214,7 @@ class JobRun:
 
     async def has_listeners(self) -> bool:
         """Whether anybody listens; waits for a listener until all streams have ended."""
-        tasks = {
-            asyncio.create_task(self.has_listener.wait()),
-            asyncio.create_task(all_ended(self.streams)),
-        }
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         return self.has_listener.is_set()
 
     async def detach(self) -> None:

@@ -13,7 +13,8 @@ from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.process.preload import ACCEPTED, READY, encode_variables
+from common.process.first_end import run_until_one_ends
+from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables
 from deploy.serve.family import ENDS_FIRST, memory_score, score_memory
 from deploy.serve.spawn import OpenChannel, spawn
 
@@ -77,14 +78,6 @@ class WaitingProcess:
         accepted = await self.says(ACCEPTED)
         self.writer.close()
         return accepted
-
-    async def until_taken_or_ended(self) -> None:
-        waits = [asyncio.create_task(self.taken.wait()), asyncio.create_task(self.process.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
 
     async def end(self) -> None:
         """End the process now, with those that it has started."""
@@ -154,8 +147,9 @@ class PreloadedProcess:
         if waiting.taken.is_set():  # while it imported
             await waiting.accepts()
         elif waiting.is_ready:
-            log.info("a preloaded %s waits (%s), process %d", self.kind, *flags[-1:], waiting.process.pid)
-            await waiting.until_taken_or_ended()
+            how = ", its model loaded" if LOAD_FLAG in flags else ""
+            log.info("a preloaded %s waits%s: process %d", self.kind, how, waiting.process.pid)
+            await run_until_one_ends(waiting.taken.wait(), waiting.process.wait())
         if waiting.taken.is_set():
             return True
         self.waiting = None

@@ -14,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from common.messages.codec import WireError, decode, encode
-from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
+from common.messages.kept_answer import KeeperMessage, KeptAnswer
+from common.process.datagrams import received
 
 log = logging.getLogger(__name__)
 
@@ -110,17 +111,10 @@ class SocketKeeper:
 
     def receive_all(self, channel: GatewayChannel) -> None:
         """Take every message of a gateway that is there; the last is the end of the gateway itself."""
-        while True:
-            try:
-                data, handles, _, _ = socket.recv_fds(channel.socket, MAX_DATAGRAM_BYTES, 1)
-            except BlockingIOError:
-                return
-            except OSError:
-                data, handles = b"", []
+        for data, beside in received(channel.socket):
             if not data:
                 self.lose(channel)
                 return
-            beside = socket.socket(fileno=handles[0]) if handles else None
             try:
                 self.obey(channel, decode(KeeperMessage, data), beside)
             except WireError as error:

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
 
 from redis.asyncio import Redis
 
@@ -17,6 +15,7 @@ from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.broker.sequences import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
+from common.process.first_end import run_until_one_ends
 from common.process.incarnations import next_incarnation
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineClient
@@ -166,16 +165,3 @@ class Agent:
     async def run_out_of_time(self) -> None:
         await self.state.signalled.wait()
         await asyncio.sleep(self.settings.graceful_termination_timeout)
-
-
-async def run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Return when the first one has returned, and raise what it raised; the others are cancelled."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
