@@ -1,12 +1,11 @@
 """Grammar of a chat's answer: its structured output, the calls that it must have, and reasoning before."""
 
 import json
-from typing import Any
 
 from api.chat.tools import ToolChoice
 from api.structured_output.grammar import CompiledGrammar, Grammar, compile_grammar
 from api.tokenizer import ModelTokenizer
-from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
+from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar, named
 from api.tool_calls.formats.table import CALL_FORMATS
 from api.tool_calls.reasoning import REASONING_FORMATS
 from common.messages.answer import Reading
@@ -50,10 +49,3 @@ def either(calls: str, text: str) -> str:
     """The grammar of answers that match one of two."""
     start = {"lark_grammar": "start: @calls | @text"}
     return json.dumps({"grammars": [start, *named(calls, "calls"), *named(text, "text")]})
-
-
-def named(source: str, name: str) -> list[dict[str, Any]]:
-    """The grammars of llguidance's form, JSON or Lark; the first of them has this name."""
-    is_json = source.lstrip().startswith('{"grammars"')
-    first, *others = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
-    return [{**first, "name": name}, *others]

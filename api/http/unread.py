@@ -7,14 +7,12 @@ every client that leaves.
 """
 
 import asyncio
+import contextlib
 import logging
-import socket
-import struct
-import sys
 import time
-from typing import Any
 
 from api.event_loop.pace import Pace
+from api.heir.tcp_info import bytes_acked
 from api.streams.stream import Stream
 from common.beats import until_beat
 from common.metrics import catalogue
@@ -27,9 +25,6 @@ UNREAD = "unread"
 CHECK_S = 0.5
 RECORD_BYTES = 128
 """About what a token takes in memory: id, log-probability and text, as objects in lists."""
-TCP_INFO_BYTES = 128
-BYTES_ACKED = struct.Struct("=120xQ")
-"""Where the kernel's `struct tcp_info` has the number of bytes that the client's kernel has taken."""
 
 
 class Unread:
@@ -68,14 +63,11 @@ class Unread:
 
 def bytes_taken(transport: asyncio.Transport) -> int:
     """A number that grows when the client takes something from its connection."""
-    own: Any = transport.get_extra_info("socket")
-    if sys.platform != "linux" or own is None:
-        return -transport.get_write_buffer_size()
-    try:
-        info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-    except OSError:  # closed, or no TCP
-        return -transport.get_write_buffer_size()
-    return int(BYTES_ACKED.unpack(info)[0]) if len(info) == TCP_INFO_BYTES else 0
+    own = transport.get_extra_info("socket")
+    if own is not None:
+        with contextlib.suppress(OSError):  # closed, no TCP, or a kernel that does not count
+            return bytes_acked(own)
+    return -transport.get_write_buffer_size()
 
 
 class UnreadAnswers:

@@ -20,11 +20,12 @@ from api.service.admit import AdmitCall, refusal
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from api.tokenizer import ModelTokenizer
+from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
-from common.messages.request import Cancel, Generate
+from common.messages.request import Generate
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,6 @@ class Admission:
         self.workers = workers
         self.batcher = batcher
         self.admit_call = AdmitCall(redis, keys, settings)
-        self.cancel_script = script(redis, "cancel")
         self.forget_script = script(redis, "readers/forget")
         self.admissions = asyncio.Semaphore(MAX_COMMANDS)
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
@@ -203,10 +203,7 @@ class Admission:
         """Cancel a request, if given only for this reader, however long the broker is away. Returns False if
         the request has ended, is not known or has another reader.
         """
-        keys = [self.keys.request(request_id), self.keys.control]
-        args: list[bytes | int] = [encode(Cancel(request_id, "client"))]
-        args += [] if reader is None else [reader]
-        return bool(await self.retry_forever(lambda: self.cancel_script(keys=keys, args=args)))
+        return await self.retry_forever(lambda: cancel_request(self.redis, self.keys, request_id, reader))
 
     async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """The command's answer, however long the broker is away."""

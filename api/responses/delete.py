@@ -7,26 +7,22 @@ from api.errors import asking_broker, unavailable
 from api.inference.pool import Pool
 from api.responses.stored import StoredResponse, read_response
 from api.streams.stream import Stream
+from common.broker.cancel import cancel_request
 from common.broker.client import script
-from common.messages.codec import encode
-from common.messages.request import Cancel
 
 END_S, PAUSE_S = 10.0, 0.05
 """How long and how often a cancelled request is asked for its end."""
 
 
-async def cancel_request(stored: StoredResponse) -> Stream:
+async def cancel_stored(stored: StoredResponse) -> Stream:
     """Cancel the request unless it has ended. Returns its stream, ended, or after END_S as it is then. Raises
     ApiError (503).
     """
     stream = await read_response(stored)
     if stream.terminal:
         return stream
-    keys, request_id = stored.pool.keys, stored.answer.request_id
     async with asking_broker():
-        await script(stored.pool.redis, "cancel")(
-            keys=[keys.request(request_id), keys.control], args=[encode(Cancel(request_id, "client"))]
-        )
+        await cancel_request(stored.pool.redis, stored.pool.keys, stored.answer.request_id)
     end_s = time.monotonic() + END_S
     while True:
         stream = await read_response(stored)
@@ -37,7 +33,7 @@ async def cancel_request(stored: StoredResponse) -> Stream:
 
 async def delete_response(stored: StoredResponse) -> None:
     """Delete a response that has ended, or that ends by being cancelled. Raises ApiError (503)."""
-    await cancel_request(stored)
+    await cancel_stored(stored)
     async with asking_broker():
         if not await delete_ended(stored.pool, stored.answer.request_id):
             raise unavailable("the response was cancelled, but has not ended yet: delete it again")

@@ -11,7 +11,7 @@ from api.http.sse import HEADERS, TokenStream
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.response_object.frames import ResponseFrames
-from api.responses.delete import cancel_request, delete_response
+from api.responses.delete import cancel_stored, delete_response
 from api.responses.response_schemas import (
     DeletedResponse,
     ResponseEvent,
@@ -86,7 +86,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
         raise invalid(
             "Only a response that was created with `background`: true can be cancelled", "response_id"
         )
-    return json_response(await render_response(stored, await cancel_request(stored)))
+    return json_response(await render_response(stored, await cancel_stored(stored)))
 
 
 @router.delete("/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse)

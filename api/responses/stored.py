@@ -1,7 +1,6 @@
 """Stored responses: found by id and key, read with their tokens, deleted."""
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -9,28 +8,17 @@ from starlette.requests import Request
 
 from api.errors import ApiError
 from api.event_loop.offload import offload
-from api.inference.pool import Pool
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
 from api.resume import attach
-from api.resume.admitted import find_own
+from api.resume.admitted import Admitted, find_own
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
 
 RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A stored response, which may not have ended yet.
-
-    Attributes:
-        channel: of its events.
-    """
-
-    pool: Pool
-    answer: HttpAnswer
-    channel: str
+class StoredResponse(Admitted):
+    """A stored response, which may not have ended yet."""
 
     @property
     def before(self) -> list[Item]:
@@ -69,7 +57,7 @@ async def find_response(request: Request, response_id: str) -> StoredResponse:
 
 async def read_response(stored: StoredResponse) -> Stream:
     """The response's stream, with what is committed so far. Raises ApiError (503)."""
-    [stream] = await attach.read_committed(stored.pool, stored.answer, stored.channel)
+    [stream] = await attach.read_committed(*stored)
     return stream
 
 

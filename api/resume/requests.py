@@ -1,18 +1,13 @@
 """Requests: what becomes of a request that was admitted, for its owner; and its cancel."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
 from api.errors import ApiError, asking_broker
-from api.inference.pool import Pool
 from api.resume import attach
-from api.resume.admitted import find_own
-from common.broker.client import script
-from common.messages.answer import HttpAnswer
-from common.messages.codec import encode
-from common.messages.request import Cancel
+from api.resume.admitted import Admitted, find_own
+from common.broker.cancel import cancel_request
 from common.messages.service_class import service_class
 
 STATES = ("queued", "running", "finished", "cancelled", "error")
@@ -26,13 +21,8 @@ def unknown_request(request_id: str) -> ApiError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class OwnRequest:
+class OwnRequest(Admitted):
     """A request of the client that asks for it."""
-
-    pool: Pool
-    answer: HttpAnswer
-    channel: str
 
     @property
     def choice_ids(self) -> list[str]:
@@ -40,7 +30,7 @@ class OwnRequest:
 
     async def describe(self) -> dict[str, Any]:
         """Its state, and that of each choice. Raises ApiError (503)."""
-        streams = await attach.read_committed(self.pool, self.answer, self.channel)
+        streams = await attach.read_committed(*self)
         async with asking_broker():
             pipe = self.pool.redis.pipeline(transaction=False)
             for request_id in self.choice_ids:
@@ -63,12 +53,9 @@ class OwnRequest:
 
     async def cancel(self) -> None:
         """Cancel all its choices, whoever reads them. Raises ApiError (503)."""
-        keys = self.pool.keys
         async with asking_broker():
             for request_id in self.choice_ids:
-                await script(self.pool.redis, "cancel")(
-                    keys=[keys.request(request_id), keys.control], args=[encode(Cancel(request_id, "client"))]
-                )
+                await cancel_request(self.pool.redis, self.pool.keys, request_id)
 
 
 def choice_state(

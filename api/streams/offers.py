@@ -15,13 +15,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from api.streams.stream import Stream
+from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id, script
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.messages import finish_reasons
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.records import pack_columns
-from common.messages.request import Cancel, Resume
+from common.messages.request import Resume
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,6 @@ class Offers:
         self.keys = keys
         self.streams = streams
         self.script = script(redis, "offer")
-        self.cancel_script = script(redis, "cancel")
         self.pending: dict[str, bool] = {}
         self.requested = asyncio.Event()
         self.connected = asyncio.Event()
@@ -144,12 +144,10 @@ class Offers:
 
     async def cancel(self, stream: Stream) -> None:
         """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
-        request_id = stream.request.request_id
-        keys = [self.keys.request(request_id), self.keys.control]
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await self.cancel_script(keys=keys, args=[encode(Cancel(request_id, "client"))])
+                    await cancel_request(self.redis, self.keys, stream.request.request_id)
                 return
             except ERRORS as error:
                 log.warning("cannot cancel a request: %s", describe_error(error))

@@ -30,11 +30,11 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from common import model_files
-from common.broker.client import connect, script
+from common.broker.cancel import cancel_request
+from common.broker.client import connect
 from common.broker.keys import Keys
-from common.messages.codec import encode
 from common.messages.packing import pack_ids
-from common.messages.request import Cancel, Generate, StoppingParams
+from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import free_port
 from tests.support import broker_state, brokers
 from tests.support.fleet.batchers import batcher
@@ -65,7 +65,6 @@ class Load:
         self.numbers = itertools.count()
         self.admitted_s: dict[int, float] = {}
         self.cancelled_s: dict[int, float] = {}
-        self.cancel_script = script(redis, "cancel")
 
     async def admit(self, max_new_tokens: int) -> int:
         number = next(self.numbers)
@@ -77,8 +76,7 @@ class Load:
         return number
 
     async def cancel(self, number: int) -> None:
-        keys = [KEYS.request(f"r{number}"), KEYS.control]
-        if await self.cancel_script(keys=keys, args=[encode(Cancel(f"r{number}", "client"))]):
+        if await cancel_request(self.redis, KEYS, f"r{number}"):
             self.cancelled_s[number] = time.monotonic()
 
     async def pause(self, seconds: float) -> None:

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
@@ -158,13 +159,11 @@ def after_thinking(
         start = f"{thought(lark, thinking)} @answer"
     else:
         return source
-    grammars = [{"lark_grammar": lark.source(start)}, {**first_grammar(source), "name": "answer"}]
-    return json.dumps({"grammars": grammars})
+    return json.dumps({"grammars": [{"lark_grammar": lark.source(start)}, *named(source, "answer")]})
 
 
-def first_grammar(source: str) -> Mapping[str, object]:
-    """llguidance's form is JSON, or Lark."""
-    if not source.lstrip().startswith('{"grammars"'):
-        return {"lark_grammar": source}
-    grammar: Mapping[str, object] = json.loads(source)["grammars"][0]
-    return grammar
+def named(source: str, name: str) -> list[dict[str, Any]]:
+    """The grammars of llguidance's form, JSON or Lark; the first of them has this name."""
+    is_json = source.lstrip().startswith('{"grammars"')
+    first, *others = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
+    return [{**first, "name": name}, *others]
