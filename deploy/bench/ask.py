@@ -38,16 +38,14 @@ class TimedAnswer:
     error: str = ""
 
 
-def body(server: Server, path: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+def body(server: Server, path: str, prompt: str, max_tokens: int) -> bytes:
     """Return a greedy, streamed request that ignores the end-of-sequence token where the server can."""
     ignore_eos = {"ignore_eos": True} if server.ignores_eos else {}
     if path == GENERATE:
-        return {
-            "inputs": prompt,
-            "parameters": {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | ignore_eos,
-        }
+        parameters = {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | ignore_eos
+        return orjson.dumps({"inputs": prompt, "parameters": parameters})
     fields = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    return fields | {"stream": True, "stream_options": {"include_usage": True}} | ignore_eos
+    return orjson.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}} | ignore_eos)
 
 
 async def send(client: httpx.AsyncClient, path: str, content: bytes, answer: TimedAnswer) -> None:
@@ -92,7 +90,3 @@ def has_tokens(frame: dict[str, Any]) -> bool:
     if not choices:
         return "token" in frame
     return bool(choices[0].get("text")) or not choices[0].get("finish_reason")
-
-
-def encode(fields: dict[str, Any]) -> bytes:
-    return orjson.dumps(fields)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from deploy.bench.ask import TimedAnswer, body, encode, send
+from deploy.bench.ask import TimedAnswer, body, send
 from deploy.bench.figures import Round, figures
 from deploy.bench.prompts import WORDS_PER_TOKEN, prompt
 from deploy.bench.servers import Server
@@ -114,7 +114,7 @@ async def request_one_token(target: Target, text: str) -> TimedAnswer:
     """
     answer = TimedAnswer(time.monotonic())
     try:
-        await send(target.client, target.path, encode(body(target.server, target.path, text, 1)), answer)
+        await send(target.client, target.path, body(target.server, target.path, text, 1), answer)
     except ServerError as error:
         raise ServerError(
             f"{target.server.name} at {target.server.url} answers no request: {error}"
@@ -143,7 +143,7 @@ async def run_round(
 
     async def user() -> None:
         while True:
-            content = encode(body(target.server, target.path, next(texts), max_tokens))
+            content = body(target.server, target.path, next(texts), max_tokens)
             answers.append(answer := TimedAnswer(time.monotonic()))
             try:
                 await send(target.client, target.path, content, answer)

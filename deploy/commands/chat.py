@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 import httpx
-import orjson
 from rich.console import Console
 
 from common.settings.flags import FlagParser
@@ -16,8 +15,7 @@ from deploy.commands.client import (
     ServerError,
     add_url,
     api_key,
-    check_status,
-    connection_errors,
+    fetch_json,
     new_client,
     print_error,
     printable,
@@ -74,12 +72,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 def fetch_model_name(client: httpx.Client) -> str:
     """Return the name of the model that is served. Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.get("/v1/models")
-    check_status(answer.status_code, answer.content)
+    models = fetch_json(client, "/v1/models")
     try:
-        return str(orjson.loads(answer.content)["data"][0]["id"])
-    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        return str(models["data"][0]["id"])
+    except (LookupError, TypeError) as error:
         raise ServerError(f"{client.base_url} names no model at /v1/models") from error
 
 

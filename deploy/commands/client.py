@@ -93,6 +93,17 @@ def connection_errors(url: str) -> Iterator[None]:
         raise ServerError(f"the connection to {url} broke off: {error or type(error).__name__}") from error
 
 
+def fetch_json(client: httpx.Client, path: str) -> Any:
+    """What is at a path. Raises ServerError."""
+    with connection_errors(str(client.base_url)):
+        answer = client.get(path)
+    check_status(answer.status_code, answer.content)
+    try:
+        return orjson.loads(answer.content)
+    except orjson.JSONDecodeError as error:
+        raise ServerError(f"{client.base_url} answers {path}, but not as a Tokenfleet does") from error
+
+
 @contextlib.contextmanager
 def frame_errors(frame: Any) -> Iterator[None]:
     """Raise an error in reading `frame` as ServerError: the frame has an unknown shape."""

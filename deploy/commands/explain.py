@@ -6,7 +6,6 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,8 +15,7 @@ from deploy.commands.client import (
     ServerError,
     add_url,
     api_key,
-    check_status,
-    connection_errors,
+    fetch_json,
     frame_errors,
     new_client,
     print_error,
@@ -60,9 +58,10 @@ def main(argv: Sequence[str]) -> int:
     add_url(parser)
     flags = parser.parse_args(list(argv))
     try:
-        timelines = fetch_timelines(flags.url, flags.request_id)
-        with frame_errors(timelines):
-            tables = {request_id: timeline(events) for request_id, events in timelines.items()}
+        with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
+            found = fetch_json(client, f"/fleet/requests/{quote(flags.request_id, safe='')}")
+        with frame_errors(found):
+            tables = {name: timeline(events) for name, events in found["timelines"].items()}
     except ServerError as error:
         return print_error(error)
     console = Console(highlight=False)
@@ -70,18 +69,6 @@ def main(argv: Sequence[str]) -> int:
         console.print(Text(f"request {printable(request_id)}", style="bold"))
         console.print(table)
     return 0
-
-
-def fetch_timelines(url: str, request_id: str) -> dict[str, list[Event]]:
-    """Fetch the timelines of a request and of its choices, by id. Raises ServerError."""
-    with connection_errors(url), new_client(httpx.Client, url, ANSWER_S, api_key()) as client:
-        answer = client.get(f"/fleet/requests/{quote(request_id, safe='')}")
-    check_status(answer.status_code, answer.content)
-    try:
-        timelines: dict[str, list[Event]] = orjson.loads(answer.content)["timelines"]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise ServerError(f"{url} answers, but not as a Tokenfleet does") from error
-    return timelines
 
 
 def timeline(events: Sequence[Event]) -> Table:

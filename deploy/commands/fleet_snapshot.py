@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import orjson
 
-from deploy.commands.client import ServerError, check_status, connection_errors
+from deploy.commands.client import ServerError, fetch_json
 
 Snapshot = dict[str, Any]
 """The answer of GET /fleet. Any key may be absent."""
@@ -14,13 +13,7 @@ Snapshot = dict[str, Any]
 
 def fetch_snapshot(client: httpx.Client) -> Snapshot:
     """Fetch the state of the fleet. Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.get("/fleet")
-    check_status(answer.status_code, answer.content)
-    try:
-        fleet = orjson.loads(answer.content)
-    except orjson.JSONDecodeError:
-        fleet = None
+    fleet = fetch_json(client, "/fleet")
     if (
         not isinstance(fleet, dict)
         or not isinstance(fleet.get("processes"), list)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from common.settings.settings import SettingError
 from deploy.bench import load, report, svg
-from deploy.bench.ask import TimedAnswer, body, encode, send
+from deploy.bench.ask import TimedAnswer, body, send
 from deploy.bench.command import main
 from deploy.bench.figures import Figures, Round, figures, quantile
 from deploy.bench.prompts import prompt
@@ -142,10 +142,10 @@ def test_the_request_body_of_each_route() -> None:
     )
     assert route([ours, vllm]) == COMPLETIONS
     assert route([ours, tgi]) == GENERATE
-    assert body(vllm, COMPLETIONS, "Hi", 4)["ignore_eos"] is True
-    assert "ignore_eos" not in body(other, COMPLETIONS, "Hi", 4)
-    assert body(ours, GENERATE, "Hi", 4)["parameters"]["ignore_eos"] is True
-    assert "ignore_eos" not in body(tgi, GENERATE, "Hi", 4)["parameters"]
+    assert json.loads(body(vllm, COMPLETIONS, "Hi", 4))["ignore_eos"] is True
+    assert "ignore_eos" not in json.loads(body(other, COMPLETIONS, "Hi", 4))
+    assert json.loads(body(ours, GENERATE, "Hi", 4))["parameters"]["ignore_eos"] is True
+    assert "ignore_eos" not in json.loads(body(tgi, GENERATE, "Hi", 4))["parameters"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +154,7 @@ async def test_every_token_is_counted_once(kind: str) -> None:
         async with httpx.AsyncClient(base_url=server.url) as client:
             found = await identify(client)
             path, answer = route([found]), TimedAnswer(0.0)
-            await send(client, path, encode(body(found, path, "one two three", 9)), answer)
+            await send(client, path, body(found, path, "one two three", 9), answer)
     assert len(answer.times_s) == 9
     assert answer.ended_s
     assert answer.num_tokens == (None if kind == "tgi" else 9)
@@ -192,7 +192,7 @@ async def test_bench_of_a_real_gateway(path: str, broker: Broker) -> None:
     ) as (_, _, client):
         found, answer = await identify(client), TimedAnswer(0.0)
         assert (found.kind, found.model) == ("Tokenfleet", "smollm2")
-        await send(client, path, encode(body(found, path, "one two three", 5)), answer)
+        await send(client, path, body(found, path, "one two three", 5), answer)
     assert len(answer.times_s) == 5, "the end-of-sequence token is one of them"
     assert (answer.num_tokens, answer.prompt_tokens) == (5, 3)
 
