@@ -20,7 +20,7 @@ class Dispatch:
 
     async def send_takeover(self, incarnation: str, epoch: int) -> str:
         """Publish the first plan of an epoch: the worker reports what it holds."""
-        plan = Plan(epoch, 1, 0, 0, takeover=True, adopts=True)
+        plan = Plan(epoch, 1, 0, 0, takeover=True)
         call = self.publish_plan(incarnation, plan, [], 1)
         return read_answer(await self.script(keys=call.keys, args=call.args))[0]
 

@@ -32,7 +32,7 @@ class Committed:
     Attributes:
         known: whether the request exists; its keys expire some time after its end.
         terminal: why it ended; then `num_final`, `error` and `error_type` say what its terminal says.
-            `num_final` is -1 where a process of an earlier version ended it, and kept its tokens elsewhere.
+            `num_final` is -1 where the hash lacks it: somebody else wrote to it.
         width: records of one token: its own, then one for each of the likeliest tokens.
         records: packed records of all committed tokens; of one that ended without an answer none are kept.
         spilled_bytes: how many bytes of them are in the string.

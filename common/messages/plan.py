@@ -36,19 +36,16 @@ class Plan:
     Attributes:
         until: the last step granted.
         prefill_tokens: most prompt tokens in one step.
-        mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0, as a batcher of an earlier
-            version sends it, is `prefill_tokens`.
+        mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0 is `prefill_tokens`.
         starts: rows that start, in order.
         blocks: (row, packed numbers of blocks) that rows get in addition.
         stops: (row, why) of rows that stop.
         acknowledged: sequence of the last report applied; the worker trims its reports up to it.
-        takeover: the plan of a new batcher; the worker answers with such a report.
-        max_rows: most rows in one step, the first of those that have not ended; the others stand by. 0, as a
-            batcher of an earlier version sends it, sets no bound.
-        report_at: the step at which a report is due, so that the next grant comes in time; 0, as a batcher of
-            an earlier version sends it, is half of the steps left.
-        adopts: with `takeover`: the report says what is held, and rows go on. Without it, as a batcher of an
-            earlier version sends it, the worker drops every row first.
+        takeover: the plan of a new batcher; the worker answers with such a report, and its rows go on.
+        max_rows: most rows in one step, the first of those that have not ended; the others stand by; 0
+            sets no bound.
+        report_at: the step at which a report is due, so that the next grant comes in time; 0 is half of the
+            steps left.
     """
 
     epoch: int = wire_field("e")
@@ -60,7 +57,6 @@ class Plan:
     stops: list[tuple[int, str]] = wire_field("x", default_factory=list)
     acknowledged: int = wire_field("k", default=0)
     takeover: bool = wire_field("t", default=False)
-    adopts: bool = wire_field("ad", default=False)
     mixed_prefill_tokens: int = wire_field("mp", default=0)
     max_rows: int = wire_field("mr", default=0)
     report_at: int = wire_field("ra", default=0)

@@ -100,7 +100,7 @@ class Generate:
         block_hashes: hashes of the prompt (common/block_hashes.py), from the root on; empty where the request
             shares no KV blocks.
         priority: its service class; empty for the default.
-        tenant, trace: whose request it is, W3C trace context.
+        tenant: whose request it is.
         num_choices: number of requests for one answer, with the same prompt, that this is one of.
     """
 
@@ -118,7 +118,6 @@ class Generate:
     result_ttl_ms: int = wire_field("rt", default=60_000)
     priority: str = wire_field("cl", default="")
     tenant: str = wire_field("tn", default="")
-    trace: str = wire_field("tc", default="")
     num_shown: int = wire_field("sh", default=0)
     cache_salt: str = wire_field("cs", default="")
     block_hashes: bytes = wire_field("bh", default=b"")

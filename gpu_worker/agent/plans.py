@@ -63,7 +63,7 @@ class PlanHandler:
         state.acknowledged = plan.acknowledged
         if plan.takeover:
             READY.set()
-            self.take_over(plan)
+            state.answer_takeover()
             return
         state.until = max(state.until, plan.until)
         state.prefill_tokens = plan.prefill_tokens
@@ -110,16 +110,3 @@ class PlanHandler:
             outbox.ended.append((row, "preempted", 0))
             outbox.released.append((row, 0))
             self.state.wake.set()
-
-    def take_over(self, plan: Plan) -> None:
-        """Report to a new batcher what is held; rows go on. For one that does not adopt rows, stop them all
-        first.
-        """
-        state = self.state
-        state.report_clock.stop_waiting()
-        state.takeover_pending = not plan.adopts
-        if plan.adopts or not state.table.rows:
-            state.finish_takeover()
-            return
-        stops = [(row, "takeover") for row in state.table.rows]
-        self.engine.send(state.grant(stops=stops))

@@ -24,7 +24,6 @@ class AgentState:
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
         ahead: rows that have had several tokens in one step since the last report, by number.
-        takeover_pending: a new batcher that adopts no rows waits until none is left.
         step_times: steps, tokens of prompts and ms since the last report, by whether rows decoded in the
             steps, and whether they computed any of a prompt.
         idle: whether no row is held and everything is published.
@@ -48,7 +47,6 @@ class AgentState:
     report_clock: ReportClock = field(default_factory=ReportClock)
     num_tokens: int = 0
     ahead: dict[int, RowText] = field(default_factory=dict)
-    takeover_pending: bool = False
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
 
     def grant(
@@ -101,8 +99,8 @@ class AgentState:
         table = RowTable(self.table.tokenizer, last_row=self.table.last_row)
         return AgentState(table, self.draining, self.signalled, step=self.step, until=self.until)
 
-    def finish_takeover(self) -> None:
-        """Answer a new batcher with the next report."""
-        self.takeover_pending = False
+    def answer_takeover(self) -> None:
+        """Answer a new batcher with the next report; rows go on."""
+        self.report_clock.stop_waiting()
         self.outbox.takeover = True
         self.wake.set()

@@ -63,8 +63,6 @@ class StepHandler:
                 state.outbox.hashes.append((number, hashes))
         if not rows:
             state.report_clock.stop_waiting()
-            if state.takeover_pending:
-                state.finish_takeover()
 
     def add_tokens(self, step: StepResult) -> None:
         rows, outbox = self.state.table.rows, self.state.outbox

@@ -51,7 +51,6 @@ GENERATE = Generate(
     60,
     "batch",
     "t",
-    "tr",
     5,
     "salt",
     b"hashes",
@@ -102,7 +101,7 @@ EXAMPLES = [
             }
         }
         | {"tl": 1000}
-        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr", "sh": 5}
+        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "sh": 5}
         | {"cs": "salt", "bh": b"hashes", "ns": 4},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
@@ -136,7 +135,6 @@ EXAMPLES = [
             [(3, "client")],
             8,
             False,
-            True,
             16,
             8,
             24,
@@ -148,7 +146,7 @@ EXAMPLES = [
                 | {"nc": 16}
             ]
         }
-        | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False, "ad": True},
+        | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False},
     ),
     (
         Report(

@@ -65,9 +65,7 @@ async def test_a_worker_is_ready_once_a_batcher_has_taken_it_up(
     running = asyncio.create_task(agent.run())
     await wait_until(lambda: redis.exists(KEYS.worker("w0-1")))
     assert not ready.is_set()
-    await redis.xadd(
-        KEYS.plans("w0-1"), {"plan": encode(Plan(7, 1, 0, 0, takeover=True, adopts=True))}, id="7-1"
-    )
+    await redis.xadd(KEYS.plans("w0-1"), {"plan": encode(Plan(7, 1, 0, 0, takeover=True))}, id="7-1")
     await wait_until(ready.is_set)
     agent.state.draining.set()
     await running
@@ -85,7 +83,7 @@ async def test_a_takeover_is_answered_with_all_rows_as_they_are_and_they_go_on(
     agent.plans.apply(plan(agent, blocks=[(4, pack_ids([7, 8]))]))
     agent.plans.apply(plan(agent, stops=[(5, "client")]))
     num_grants = len(grants(agent))
-    agent.plans.apply(Plan(8, 1, 0, 0, takeover=True, adopts=True))
+    agent.plans.apply(Plan(8, 1, 0, 0, takeover=True))
     assert len(grants(agent)) == num_grants, "the engine is left alone"
     step(agent, {4: (1, 13)}, ended=[(5, "client", 2)])
     await agent.flusher.flush()
@@ -101,20 +99,6 @@ async def test_a_takeover_is_answered_with_all_rows_as_they_are_and_they_go_on(
     later = (await reports(redis))[-1]
     assert (later.takeover, later.held, later.released) == (False, [], [(5, 4)])
     assert (await read(redis, KEYS, ["r4"]))["r4"].num_tokens == 3
-
-
-async def test_a_batcher_of_an_earlier_version_has_all_rows_stopped_and_its_answer_when_they_are_released(
-    agent: Agent, redis: Redis
-) -> None:
-    await start(agent)
-    agent.plans.apply(Plan(8, 1, 0, 0, takeover=True))
-    assert grants(agent)[-1].stops == [(1, "takeover")]
-    step(agent, ended=[(1, "takeover", 0)])
-    await agent.flusher.flush()
-    step(agent, released=[(1, 2)])
-    await agent.flusher.flush()
-    assert [(report.epoch, report.takeover) for report in await reports(redis)] == [(8, False), (8, True)]
-    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
 
 
 async def test_the_agent_is_idle_when_it_holds_no_rows(agent: Agent) -> None:

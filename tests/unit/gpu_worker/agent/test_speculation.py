@@ -33,7 +33,7 @@ async def test_reports_say_how_long_a_row_is_that_is_ahead(agent: Agent, redis: 
     await agent.flusher.flush()
     _, second, third = await reports(redis)
     assert second.lengths == [(1, len(PROMPT) + 3, 5)] and third.lengths == []
-    agent.plans.apply(plan(agent, takeover=True, adopts=True))
+    agent.plans.apply(plan(agent, takeover=True))
     step_of(agent, 1, 4, [6, 7])
     await agent.flusher.flush()
     held = {row.row: (row.kv_len, row.step) for row in (await reports(redis))[-1].held}
