@@ -27,8 +27,8 @@ from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.support import brokers
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 LOADS = ((1, 768, 0.01), (32, 256, 0.04), (256, 96, 0.1))

@@ -10,12 +10,13 @@ from functools import partial
 import pytest
 from redis.asyncio.client import PubSub
 
+from common.broker.cancel import cancel_request
 from common.broker.client import connect, script
 from common.broker.keys import Keys, admission_keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
-from common.messages.request import Cancel, Generate, StoppingParams
+from common.messages.request import Generate, StoppingParams
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.scripts import UNTITLED
@@ -67,8 +68,7 @@ class Races:
             await self.submit(name)
             if self.draw.random() < 0.6:
                 await wait_until(lambda: True if self.draw.random() < 0.02 else self.terminals[name])
-                word = encode(Cancel(name, "client"))
-                await script(self.redis, "cancel")(keys=[KEYS.request(name), KEYS.control], args=[word])
+                await cancel_request(self.redis, KEYS, name)
             await wait_until(lambda: self.terminals[name])
 
     async def submit(self, name: str) -> None:

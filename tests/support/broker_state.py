@@ -1,6 +1,7 @@
 """Broker state as gateways and workers write it: queued requests, workers with logs, committed tokens."""
 
 from collections.abc import Sequence as Items
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -40,6 +41,12 @@ async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -
     return entry_id.decode()
 
 
+async def queue(redis: Redis, name: str, prompt: Items[int], num_tokens: int, **fields: Any) -> None:
+    """Queue a greedy request of so many tokens."""
+    stopping = StoppingParams(num_tokens, ignore_eos=True)
+    await admit(redis, Generate(name, "d", pack_ids(prompt), stopping, **fields))
+
+
 async def start_worker(redis: Redis, incarnation: str, capacity: bytes | None = None) -> None:
     """Create the logs of a worker and send its first heartbeat."""
     log_keys = [KEYS.log(incarnation), KEYS.reports(incarnation)]
@@ -61,6 +68,11 @@ async def send_heartbeat(
     capacity = capacity or encode(make_capacity(incarnation))
     args = [incarnation, TTL_MS, TTL_MS, state, 0, capacity]
     await script(redis, "worker_heartbeat")(keys=keys, args=args)
+
+
+async def seal(redis: Redis, worker: str, why: str = "died") -> None:
+    keys = [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers]
+    await script(redis, "seal")(keys=keys, args=[worker, why])
 
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:

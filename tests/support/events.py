@@ -8,10 +8,7 @@ from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
-from tests.support.fleet.gateways import model_tokenizer
-
-TOKENIZER = model_tokenizer().backend
-
+from tests.support.tokenizer import TOKENIZER, model_tokenizer
 
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
 

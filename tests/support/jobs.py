@@ -12,14 +12,12 @@ from api.lifecycle import Gateway
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from tests.support.fleet.gateways import SETTINGS, model_tokenizer, ready
+from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_until
 
-TOKENIZER = model_tokenizer().backend
-
-
-IDS: list[int] = TOKENIZER.encode(" zero gateway two three four five six seven eight nine").ids
+IDS = ids(" zero gateway two three four five six seven eight nine")
 
 
 KEYS = Keys("default")

@@ -1,40 +1,16 @@
 """What tests of OpenAI's routes share: scripted ids, and the frames of a stream."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 
-from api.lifecycle import Gateway
 from common.messages.packing import pack_floats, unpack_floats
-from common.messages.request import Generate
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
-from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.sse import data_of
 
 CHAT_PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 GENERATION_PROMPT = "<|im_start|>assistant\n"
-TOKENIZER = model_tokenizer().backend
-IM_END: int = TOKENIZER.token_to_id("<|im_end|>")  # type: ignore[assignment]
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text).ids
-    return found
-
-
-@contextlib.asynccontextmanager
-async def answering(
-    url: str, answer: Answer | Callable[[Generate], Answer], **settings: Any
-) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
-    """A worker that answers so, a gateway that is ready, and a client."""
-    scripted = answer if callable(answer) else lambda _: answer
-    async with working(url, TOKENIZER, scripted) as worker, serving(url, **settings) as (gateway, client):
-        await ready(gateway)
-        yield worker, gateway, client
 
 
 def logprobs(count: int) -> list[float]:

@@ -11,7 +11,7 @@ from openai.types import CompletionUsage
 from transformers import AutoTokenizer
 
 from common import model_files
-from tests.support.openai_frames import TOKENIZER
+from tests.support.tokenizer import ids
 
 MODEL = "smollm2"
 CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]
@@ -74,7 +74,7 @@ async def test_a_logit_bias_changes_the_token_but_not_the_logprobs(client: Async
             (top.logprob for top in one.top_logprobs), reverse=True
         )
         assert one.logprob == pytest.approx(one.top_logprobs[0].logprob)
-    likeliest = TOKENIZER.encode(free.logprobs.content[0].token).ids[0]
+    likeliest = ids(free.logprobs.content[0].token)[0]
     [biased] = (await client.chat.completions.create(**body, logit_bias={str(likeliest): -100})).choices
     assert biased.logprobs is not None and biased.logprobs.content is not None
     assert biased.logprobs.content[0].token == free.logprobs.content[0].top_logprobs[1].token
@@ -87,7 +87,7 @@ async def test_prompts_as_texts_and_ids(client: AsyncOpenAI) -> None:
     texts = ["The capital of France is", "1, 1, 2, 3, 5,"]
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
     by_text = await client.completions.create(prompt=texts, logprobs=1, **body)
-    by_ids = await client.completions.create(prompt=[TOKENIZER.encode(text).ids for text in texts], **body)
+    by_ids = await client.completions.create(prompt=[ids(text) for text in texts], **body)
     assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
     assert "Paris" in by_text.choices[0].text
     logprobs = by_text.choices[0].logprobs

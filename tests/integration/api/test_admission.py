@@ -8,11 +8,11 @@ from collections import Counter
 import httpx
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
 LIMIT, NUM_POSTS, NUM_JOBS = 10, 100, 60
 BODY = {"inputs": "a"}
 

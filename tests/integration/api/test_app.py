@@ -11,12 +11,12 @@ from openai import AsyncOpenAI, AuthenticationError
 from api.event_loop.background import background_task
 from common.process.logs import REQUEST_ID
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
 BODY = {"inputs": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
@@ -25,11 +25,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 async def test_x_request_id_is_the_id_in_redis(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11])) as (worker, _, client):
         for path, body in (("/generate", BODY), ("/generate_stream", BODY), ("/v1/chat/completions", CHAT)):
             response = await client.post(path, json=body)
             assert response.headers["x-request-id"] == worker.seen[-1].request_id
@@ -41,11 +37,7 @@ async def test_the_client_s_id_is_echoed_and_logged_with_ours(
     broker: Broker, brought: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "api.http.middleware")
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11])) as (worker, _, client):
         response = await client.post("/generate", json=BODY, headers={"X-Request-ID": brought})
     assert response.headers["x-request-id"] == brought
     assert f"request {worker.seen[0].request_id}: its client calls it {brought}" in caplog.text
@@ -133,13 +125,8 @@ def assert_refused(path: str, response: httpx.Response) -> None:
 
 
 async def test_the_key_opens_all_routes_and_health_needs_none(broker: Broker) -> None:
-    one = Answer(TOKENIZER.encode("a").ids)
-    async with (
-        batching(broker.url),
-        working(broker.url, TOKENIZER, lambda _: one),
-        serving(broker.url, api_key="sesame") as (gateway, client),
-    ):
-        await ready(gateway)
+    one = Answer(ids("a"))
+    async with batching(broker.url), answering(broker.url, one, api_key="sesame") as (_, _, client):
         for authorization in ("Bearer sesame", "bearer sesame", "BEARER  sesame"):
             assert (
                 await client.post("/generate", json=BODY, headers={"authorization": authorization})

@@ -6,11 +6,10 @@ from common.messages.packing import unpack_ids
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS
-from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
-
-TOKENIZER = model_tokenizer().backend
 
 
 async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker) -> None:
@@ -32,8 +31,7 @@ async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker)
             async for _ in response.aiter_raw():
                 return
 
-    async with working(broker.url, TOKENIZER, answer) as worker, serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, answer) as (worker, gateway, client):
         await read_some()
         for path, text in (("/generate_stream", "text 1"), ("/generate", "text 2")):
             task = asyncio.create_task(client.post(path, json={"inputs": text}))
@@ -58,11 +56,7 @@ async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker)
 
 
 async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS, ends=False)) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(IDS, ends=False)) as (worker, gateway, client):
         task = asyncio.create_task(client.post("/generate", json={"inputs": "a"}))
         await wait_until(lambda: worker.seen)
         await worker.redis.config_set("maxmemory", 1)

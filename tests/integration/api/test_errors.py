@@ -12,12 +12,10 @@ from api.openai.routes_models import STARTED
 from common.messages.events import Terminal
 from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-
-TOKENIZER = model_tokenizer().backend
-
+from tests.support.tokenizer import TOKENIZER
 
 BODY = {"inputs": "a"}
 
@@ -30,11 +28,7 @@ async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
         for _ in range(10_000):
             yield b" " * 1000
 
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([1])),
-        serving(broker.url, payload_limit=5000) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([1]), payload_limit=5000) as (_, _, client):
         large = await client.post("/generate", content=b"x" * 5001, headers=JSON)
         assert tgi_error(large) == (413, "payload_too_large") and "5000 bytes" in large.text
         assert tgi_error(await client.post("/generate", content=endless(), headers=JSON)) == (
@@ -89,11 +83,7 @@ async def test_requests_that_are_not_http_get_400(broker: Broker, garbage: bytes
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_unreadable_bodies_are_refused_on_openai_s_routes(broker: Broker, path: str) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([1])),
-        serving(broker.url, payload_limit=100) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([1]), payload_limit=100) as (_, _, client):
         cases = [
             (b"x" * 101, JSON, 413),
             (b"{}", {"content-type": "text/plain"}, 415),

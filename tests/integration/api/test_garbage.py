@@ -7,12 +7,12 @@ import weakref
 import pytest
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
-IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
+IDS = ids(" one two three four five six")
 GENERATE = {"inputs": "x", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
 CHAT = {
     "messages": [{"role": "user", "content": "x"}],
@@ -31,11 +31,7 @@ CHAT = {
 async def test_a_stream_is_freed_when_it_is_released(
     broker: Broker, path: str, body: dict[str, object], leaves: bool
 ) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS * 10), step_s=0.02) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(IDS * 10), step_s=0.02) as (worker, gateway, client):
         host, port = client.base_url.host, client.base_url.port
         reader, writer = await asyncio.open_connection(host, port)
         data = json.dumps(body).encode()

@@ -19,13 +19,13 @@ from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-TOKENIZER = model_tokenizer().backend
 
 
 async def status_code(client: httpx.AsyncClient) -> int:
@@ -57,11 +57,7 @@ async def health(client: httpx.AsyncClient) -> dict[str, str]:
 
 async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broker) -> None:
     """Not before two leases are over: until then a standby may take over."""
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])),
-        serving(broker.url, heartbeat_s=0.5) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11]), heartbeat_s=0.5) as (_, gateway, client):
         refused = await client.get("/health")
         assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
         with batcher(broker.url, WORKER_TTL_S="60") as process:
@@ -96,11 +92,7 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
     monkeypatch.setattr(Batcher, "run_pending", hang)
     monkeypatch.setattr(batcher_monitor, "SILENT_S", 1.0)
     settings = Settings(redis_url=broker.url, heartbeat_s=0.1, worker_ttl_s=60.0)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11])) as (_, _, client):
         turns.set()
         running = asyncio.create_task(serve(settings, "b0-1"))
         await wait_until(lambda: is_healthy(client))
@@ -116,11 +108,7 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
 
 
 async def test_a_standby_is_counted_and_keeps_the_fleet_healthy(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11])) as (_, _, client):
         with batcher(broker.url, "b0") as first, batcher(broker.url, "b1"):
             await wait_until(lambda: counts(client, active=1, standby=1))
             first.kill()
@@ -136,12 +124,7 @@ async def counts(client: httpx.AsyncClient, **expected: int) -> bool:
 
 async def test_a_missing_worker_is_a_warning(broker: Broker) -> None:
     """`serve` tells its gateways how many workers there are."""
-    async with (
-        batching(broker.url),
-        working(broker.url, TOKENIZER, lambda _: Answer([11])),
-        serving(broker.url, num_workers=2) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with batching(broker.url), answering(broker.url, Answer([11]), num_workers=2) as (_, _, client):
         await wait_until(lambda: is_healthy(client))
         assert await health(client) == {"state": "warn", "text": "1 of 2 workers ready"}
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])):

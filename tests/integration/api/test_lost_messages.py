@@ -10,12 +10,10 @@ from api.streams import relay as relay_module
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving, stream
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, nothing_left, stream
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
-
-TOKENIZER = model_tokenizer().backend
-
 
 TEXTS = [
     "The lighthouse keeper counted the ships every evening, one by one, "
@@ -37,8 +35,7 @@ async def converse(client: httpx.AsyncClient, count: int) -> list[bytes]:
 
 
 async def undisturbed(broker: Broker, count: int) -> list[bytes]:
-    async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, scripted) as (_, _, client):
         return await converse(client, count)
 
 
@@ -46,11 +43,8 @@ async def undisturbed(broker: Broker, count: int) -> list[bytes]:
 async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
     expected = await undisturbed(broker, 12)
     chance = random.Random(seed)
-    async with (
-        working(broker.url, TOKENIZER, scripted, step_s=0.005) as worker,
-        serving(broker.url, lambda: chance.random() < 0.1) as (gateway, client),
-    ):
-        await ready(gateway)
+    lossy = answering(broker.url, scripted, step_s=0.005, lose=lambda: chance.random() < 0.1)
+    async with lossy as (worker, gateway, client):
         assert await converse(client, 12) == expected
         assert gateway.pool.relay.filler.num_fills > 1
         await nothing_left(gateway, worker)
@@ -60,22 +54,14 @@ async def test_streams_finish_with_all_messages_lost(broker: Broker, monkeypatch
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)
     expected = await undisturbed(broker, 3)
-    async with (
-        working(broker.url, TOKENIZER, scripted) as worker,
-        serving(broker.url, lambda: True) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, scripted, lose=lambda: True) as (worker, gateway, client):
         assert await converse(client, 3) == expected
         await nothing_left(gateway, worker)
 
 
 async def test_cut_connections_change_no_byte(broker: Broker) -> None:
     expected = await undisturbed(broker, 6)
-    async with (
-        working(broker.url, TOKENIZER, scripted, step_s=0.01) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, scripted, step_s=0.01) as (worker, gateway, client):
         talk = asyncio.create_task(converse(client, 6))
         await wait_until(lambda: len(worker.live) == 6)
         for _ in range(3):

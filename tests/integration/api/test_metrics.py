@@ -11,12 +11,12 @@ import redis
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
-from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.fleet.gateways import answering, serving, stream
+from tests.support.fleet.scripted_worker import Answer, FakeWorker
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
-IDS = TOKENIZER.encode(" the sea is so blue").ids
+IDS = ids(" the sea is so blue")
 
 
 def scripted(request: Generate) -> Answer:
@@ -56,11 +56,7 @@ class Figures:
 
 
 async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, scripted, step_s=0.02),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, scripted, step_s=0.02) as (_, _, client):
         figures = await Figures(client).begin()
         await stream(client, body())
         assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
@@ -75,7 +71,7 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
         ):
             assert await figures.added(f"tgi_{name}_duration_count") == 2, name
         assert await figures.added("tgi_request_generated_tokens_sum") == len(IDS) + 1 + 3
-        assert await figures.added("tgi_request_input_length_sum") == 2 * len(TOKENIZER.encode("The sky").ids)
+        assert await figures.added("tgi_request_input_length_sum") == 2 * len(ids("The sky"))
         assert 0.02 * len(IDS) <= await figures.added("tgi_request_duration_sum") <= 20
         ours = 'class="standard",pool="default"'
         assert await figures.added(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}") == 2
@@ -84,11 +80,7 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
 
 
 async def test_failures_are_counted_by_cause(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, scripted) as worker,
-        serving(broker.url, max_concurrent_requests=1) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, scripted, max_concurrent_requests=1) as (worker, _, client):
         figures = await Figures(client).begin()
         assert (await client.post("/generate", json={"inputs": ""})).status_code == 422
         assert (await client.post("/v1/completions", json={"prompt": 5.5})).status_code == 400
@@ -124,8 +116,7 @@ async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
 
 
 async def test_gauges_of_queue_and_workers(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, scripted) as (worker, _, client):
         await worker.pause()
         async with client.stream("POST", "/generate_stream", json=body()):
             found = await Figures(client).read()
@@ -155,8 +146,7 @@ def shut(own: Broker) -> None:
 
 async def test_log_lines_have_the_request_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "api.inference.metrics")
-    async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, scripted) as (_, _, client):
         response = await client.post("/generate", json=body(max_new_tokens=3))
     [line] = [one for one in caplog.records if one.name == "api.inference.metrics"]
     assert line.request_id == response.headers["x-request-id"]  # type: ignore[attr-defined]

@@ -11,10 +11,9 @@ from jsonschema_rs import Draft202012Validator
 
 from deploy.serve.embedded_broker import Broker
 from tests.integration.api.tgi.test_frames import frames
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, serving
+from tests.support.fleet.scripted_worker import Answer
 
-TOKENIZER = model_tokenizer().backend
 TAKES_BODY = [
     "/",
     "/generate",
@@ -81,11 +80,7 @@ async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(
 
 
 async def test_the_introduction_s_commands_work(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([5, 6])),
-        serving(broker.url, api_key="sesame") as (pool, client),
-    ):
-        await ready(pool)
+    async with answering(broker.url, Answer([5, 6]), api_key="sesame") as (_, pool, client):
         description = (await client.get("/api-doc/openapi.json")).json()["info"]["description"]
         commands = [shlex.split(one) for one in re.findall(r"```shell\n(.*?)```", description, re.DOTALL)]
         assert len(commands) == 2
@@ -102,11 +97,7 @@ async def test_the_introduction_s_commands_work(broker: Broker) -> None:
 
 async def test_answers_are_as_described(broker: Broker) -> None:
     """Those with everything in them, and no field that the description does not know."""
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([5, 6])),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([5, 6])) as (_, _, client):
         document = (await client.get("/api-doc/openapi.json")).json()
 
         def check(path: str, method: str, status: int, answer: Any) -> None:

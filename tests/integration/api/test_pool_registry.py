@@ -16,12 +16,12 @@ from api.lifecycle import Gateway
 from common.broker.keys import POOLS, Keys
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
-IDS: list[int] = TOKENIZER.encode(" zero one two three").ids
+IDS = ids(" zero one two three")
 KEYS = Keys("b")
 
 
@@ -40,8 +40,7 @@ async def worker(broker: Broker, redis: Redis) -> AsyncIterator[FakeWorker]:
 @contextlib.asynccontextmanager
 async def gateway_of_default(url: str) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway whose own pool is `default`."""
-    async with working(url, TOKENIZER, answer), serving(url) as (gateway, client):
-        await ready(gateway)
+    async with answering(url, answer) as (_, gateway, client):
         yield gateway, client
 
 
@@ -79,11 +78,7 @@ async def test_a_foreign_pool_serves_requests_and_leaves_its_jobs_alone(
 
 async def test_a_model_is_found_by_each_of_its_names(broker: Broker, redis: Redis) -> None:
     names = ("org/small", "tiny")
-    async with (
-        working(broker.url, TOKENIZER, answer),
-        serving(broker.url, served_model_name=names, model_id="smollm2") as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, answer, served_model_name=names, model_id="smollm2") as (_, _, client):
         listed = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
         assert listed == ["org/small", "tiny"]
         hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -97,11 +92,7 @@ async def test_a_model_is_found_by_each_of_its_names(broker: Broker, redis: Redi
 async def test_any_name_may_mean_this_model_and_other_pools_keep_theirs(
     broker: Broker, redis: Redis, worker: FakeWorker
 ) -> None:
-    async with (
-        working(broker.url, TOKENIZER, answer) as own,
-        serving(broker.url, any_model_name=True) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, answer, any_model_name=True) as (own, _, client):
         await complete(client, "gpt-4o")
         assert (len(own.seen), len(worker.seen)) == (1, 0)
         await complete(client, "b")

@@ -18,13 +18,12 @@ from common.process.heartbeat import Heartbeat, process_fields
 from common.settings.settings import SettingError, Settings
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.batchers import batcher
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer
 from tests.support.waiting import PATIENCE_S, wait_until
 
 KEYS = Keys("default")
-TOKENIZER = model_tokenizer().backend
 DEMO: dict[str, Any] = {"demo": True, "hostname": "127.0.0.1"}
 
 
@@ -58,11 +57,7 @@ async def show(redis: Any, name: str, **figures: Any) -> None:
 
 
 async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([])) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([])) as (worker, _, client):
         await show(redis, "b0-1", waiting=4, rows=2)
         await show(redis, "b1-1", waiting=0, rows=0)
         await redis.set(KEYS.batcher, "b0-1")
@@ -217,12 +212,7 @@ def test_demo_needs_a_local_hostname(hostname: Any) -> None:
 
 
 async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker) -> None:
-    async with (
-        batching(broker.url),
-        working(broker.url, TOKENIZER, lambda _: Answer([])),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with batching(broker.url), answering(broker.url, Answer([])) as (_, _, client):
         page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
         assert (
             page.headers["content-type"] == "text/html; charset=utf-8"

@@ -23,12 +23,12 @@ from api.lifecycle import Gateway
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import PATIENCE_S
 
-TOKENIZER = model_tokenizer().backend
 SETTINGS = settings(
     max_examples=10, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -82,12 +82,7 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
 
     async def serve() -> None:
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with (
-            batching(shared_broker.url),
-            working(shared_broker.url, TOKENIZER, answer),
-            serving(shared_broker.url) as (gateway, client),
-        ):
-            await ready(gateway)
+        async with batching(shared_broker.url), answering(shared_broker.url, answer) as (_, _, client):
             urls.append(str(client.base_url))
             stops.append(lambda: loop.call_soon_threadsafe(stopped.set))
             started.set()

@@ -18,13 +18,12 @@ from api.http.sse import KEEP_ALIVE_S, TokenStream
 from api.server import lossy, shared_listener
 from common.settings.settings import SettingError
 from deploy.serve.embedded_broker import Broker, free_port
-from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
+from tests.support.fleet.gateways import answering, stream
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.forks.client import ForkedProcess
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
-
-TOKENIZER = model_tokenizer().backend
 
 
 def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.Popen[str]:
@@ -135,14 +134,12 @@ async def test_a_silent_stream_gets_keep_alive_comments(
 
     monkeypatch.setattr(TokenStream, "__init__", hasty)
     async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([], ends=False)),
-        serving(broker.url) as (gateway, client),
+        answering(broker.url, Answer([], ends=False)) as (_, _, client),
+        client.stream("POST", "/generate_stream", json={"inputs": "a"}) as response,
     ):
-        await ready(gateway)
-        async with client.stream("POST", "/generate_stream", json={"inputs": "a"}) as response:
-            seen = b""
-            async for chunk in response.aiter_raw():
-                seen += chunk
-                if len(seen) >= 8:
-                    break
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if len(seen) >= 8:
+                break
     assert seen.startswith(b": \n\n: \n\n")

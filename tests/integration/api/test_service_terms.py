@@ -11,7 +11,7 @@ from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.openai_frames import TOKENIZER, ids
+from tests.support.tokenizer import TOKENIZER, ids
 
 HEADERS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

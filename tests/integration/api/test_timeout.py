@@ -8,12 +8,12 @@ import pytest
 from api.streams import relay as relay_module
 from common.messages.request import Generate
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
-IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
+IDS = ids(" one two three four five six")
 COMPLETION = {"prompt": "x", "n": 2, "max_tokens": 50, "temperature": 1.0}
 
 
@@ -36,11 +36,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_all_choices_end_with_a_timeout_and_are_cancelled(
     broker: Broker, answer: Any, streamed: bool
 ) -> None:
-    async with (
-        working(broker.url, TOKENIZER, answer) as worker,
-        serving(broker.url, request_timeout_s=1) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, answer, request_timeout_s=1) as (worker, gateway, client):
         response = await client.post("/v1/completions", json=COMPLETION | {"stream": streamed})
         assert "was not finished before its deadline" in response.text
         assert response.status_code == (200 if streamed else 500)
@@ -52,11 +48,7 @@ async def test_a_request_whose_keys_have_expired_is_told_that_it_timed_out(
 ) -> None:
     """As after a gateway stood still for longer than the deadline."""
     monkeypatch.setattr(relay_module, "LATE_S", 3600.0)
-    async with (
-        working(broker.url, TOKENIZER, endless) as worker,
-        serving(broker.url, request_timeout_s=0.5) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, endless, request_timeout_s=0.5) as (worker, gateway, client):
         async with client.stream(
             "POST", "/generate_stream", json={"inputs": "x", "parameters": {"max_new_tokens": 50}}
         ) as response:

@@ -15,12 +15,12 @@ from api.inference import admission
 from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.api_errors import tgi_error
-from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
+from tests.support.fleet.gateways import answering, ready, serving, stream
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
 BODY = {"inputs": "a"}
 
 
@@ -31,11 +31,7 @@ BODY = {"inputs": "a"}
 async def test_a_full_queue_is_429_before_any_frame(
     broker: Broker, limits: dict[str, Any], path: str
 ) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
-        serving(broker.url, **limits) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11]), **limits) as (worker, gateway, client):
         await worker.pause()
         first = asyncio.create_task(stream(client, BODY))
         await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
@@ -170,11 +166,7 @@ async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:
         pid = redis.Redis.from_url(broker.url).info("server")["process_id"]  # type: ignore[index]
-        async with (
-            working(broker.url, TOKENIZER, lambda _: Answer([11])),
-            serving(broker.url) as (gateway, client),
-        ):
-            await ready(gateway)
+        async with answering(broker.url, Answer([11])) as (_, gateway, client):
             os.kill(pid, signal.SIGSTOP)
             response = await client.post("/generate", json=BODY)
             assert tgi_error(response) == (503, "unavailable") and "did not answer in time" in response.text

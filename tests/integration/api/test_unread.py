@@ -11,11 +11,11 @@ import pytest
 from api.lifecycle import Gateway
 from common.metrics import catalogue
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
 IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
 NUM_TOKENS = 240
 SMALL = 4096
@@ -75,11 +75,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
     answer = Answer(IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
     num_tokens = NUM_TOKENS if ends else NUM_TOKENS + 1
     before = num_cut("timeout")
-    async with (
-        working(broker.url, TOKENIZER, lambda _: answer) as worker,
-        serving(broker.url, write_timeout_s=1) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, answer, write_timeout_s=1) as (worker, gateway, client):
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
         await deaf.post(path, body(num_tokens))
         await wait_until(lambda: num_cut("timeout") == before + 1)
@@ -90,11 +86,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
 
 async def test_a_client_that_reads_slowly_is_not_cut_off(broker: Broker) -> None:
     """It takes a little at a time, and longer than the limit for all of it."""
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS * 200)),
-        serving(broker.url, write_timeout_s=1.5) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(IDS * 200), write_timeout_s=1.5) as (_, gateway, client):
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
         await deaf.post(STREAM, body())
         content, began_s = b"", time.monotonic()
@@ -109,11 +101,7 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(broker: Broker) -> None
 
 async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(broker: Broker) -> None:
     before, limit = num_cut("bytes"), 600_000
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS * 200)) as worker,
-        serving(broker.url, max_unread_bytes=limit) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(IDS * 200), max_unread_bytes=limit) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:
             await deaf.post(STREAM, body())

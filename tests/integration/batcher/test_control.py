@@ -5,7 +5,7 @@ import signal
 
 from redis.asyncio import Redis
 
-from common.broker.client import script
+from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.request import Cancel
@@ -16,11 +16,6 @@ from tests.support.waiting import wait_until
 KEYS = Keys("default")
 MANY = 11_000
 SHORT = 500
-
-
-async def cancel(redis: Redis, name: str) -> None:
-    keys = [KEYS.request(name), KEYS.control]
-    await script(redis, "cancel")(keys=keys, args=[encode(Cancel(name, "client"))])
 
 
 async def cancel_many(redis: Redis) -> None:
@@ -37,9 +32,9 @@ async def test_a_stopped_batcher_obeys_a_cancel_that_thousands_followed(broker: 
         await admit(redis, "first")
         await wait_until(lambda: waiting(redis, 1))
         os.kill(process.pid, signal.SIGSTOP)
-        await cancel(redis, "first")
+        await cancel_request(redis, KEYS, "first")
         await cancel_many(redis)
-        await cancel(redis, "gone")
+        await cancel_request(redis, KEYS, "gone")
         os.kill(process.pid, signal.SIGCONT)
         assert (await ended(redis, "first")).error_type == "cancelled"
         await wait_until(lambda: is_short(redis))

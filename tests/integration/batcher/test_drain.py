@@ -7,10 +7,8 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from common.messages.packing import pack_ids
-from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.broker_state import KEYS, admit, result_ids
+from tests.support.broker_state import KEYS, queue, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, generate, modeless_worker
 from tests.support.forks.command import tokenfleet
@@ -28,9 +26,7 @@ async def send(redis: Redis, numbers: Iterable[int], num_tokens: int = NUM_TOKEN
     """Queue requests of clients: their gateway lives."""
     await redis.set(KEYS.gateway("g"), 1)
     for number in numbers:
-        stopping = StoppingParams(num_tokens, ignore_eos=True)
-        request = Generate(f"r{number}", "d", pack_ids(prompt(number)), stopping, gateway="g")
-        await admit(redis, request)
+        await queue(redis, f"r{number}", prompt(number), num_tokens, gateway="g")
 
 
 def drain(broker: Broker, worker: str) -> Draining:

@@ -6,9 +6,7 @@ from redis.asyncio import Redis
 
 from common.broker import committed
 from common.broker.client import ERRORS, connect
-from common.messages.packing import pack_ids
-from common.messages.request import Generate, StoppingParams
-from tests.support.broker_state import KEYS, admit, result_ids
+from tests.support.broker_state import KEYS, queue, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
 from tests.support.rollback import restorable
@@ -31,8 +29,7 @@ async def test_only_what_was_lost_is_computed_again_and_it_ends_once() -> None:
         url = restorable_broker.broker.url
         async with connect(url) as redis, modeless_worker(url, "w0") as engine:
             with batcher(url, "b0"):
-                stopping = StoppingParams(NUM_TOKENS, ignore_eos=True)
-                await admit(redis, Generate("r", "d", pack_ids(PROMPT), stopping, channel=KEYS.events("g")))
+                await queue(redis, "r", PROMPT, NUM_TOKENS, channel=KEYS.events("g"))
                 await wait_until(lambda: engine.rows.step > NUM_TOKENS // 2)
                 num_kept = (await committed.read(redis, KEYS, ["r"]))["r"].num_tokens
                 restorable_broker.keep()

@@ -6,13 +6,13 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.client import script
+from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
-from common.messages.packing import pack_ids
-from common.messages.request import Cancel, Generate, StoppingParams
+from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
+from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.waiting import wait_until
@@ -51,9 +51,7 @@ async def test_a_waiting_request_is_cancelled(broker: Broker, redis: Redis) -> N
         await admit(redis, "r1")
         await admit(redis, "r2")
         await wait_until(lambda: waiting(redis, 2))
-        await script(redis, "cancel")(
-            keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
-        )
+        await cancel_request(redis, KEYS, "r1")
         assert (await ended(redis, "r1")).error_type == "cancelled"
         await wait_until(lambda: waiting(redis, 1))
         assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
@@ -137,9 +135,7 @@ async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: 
             await wait_until(lambda: redis.exists(KEYS.state))
             await wait_until(lambda: waiting(redis, 1))
             assert int(await redis.get(KEYS.epoch)) > epoch
-            await script(redis, "cancel")(
-                keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
-            )
+            await cancel_request(redis, KEYS, "r1")
             assert (await ended(redis, "r1")).error_type == "cancelled"
 
 
@@ -165,11 +161,9 @@ async def test_what_ran_on_the_last_worker_ends_after_worker_grace_s_and_says_so
     broker: Broker, redis: Redis
 ) -> None:
     """Its client has the tokens until then."""
-    stopping = StoppingParams(4000, ignore_eos=True)
-    request = Generate("r1", "d", pack_ids([300, 301]), stopping, channel=CHANNEL, gateway="g")
     with batcher(broker.url, WORKER_GRACE_S="0.5"):
         async with modeless_worker(broker.url, "w0") as engine:
-            await admit(redis, "r1", encode(request))
+            await queue(redis, "r1", [300, 301], 4000, channel=CHANNEL, gateway="g")
             await wait_until(lambda: any(len(ids) > 7 for ids in engine.ids.values()))
             assert await redis.hget(KEYS.request("r1"), "terminal") is None  # type: ignore[misc]
         await redis.delete(KEYS.worker("w0-1"))  # its heartbeat would last longer

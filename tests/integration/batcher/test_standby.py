@@ -4,12 +4,9 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from common.broker.client import script
-from common.messages.codec import encode
-from common.messages.packing import pack_ids
-from common.messages.request import Cancel, Generate, StoppingParams
+from common.broker.cancel import cancel_request
 from deploy.serve.embedded_broker import Broker
-from tests.support.broker_state import KEYS, admit, error_of, result_ids
+from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, generate, modeless_worker
 from tests.support.waiting import wait_until
@@ -25,8 +22,7 @@ def prompt(number: int) -> list[int]:
 
 async def send(redis: Redis) -> None:
     for number in range(NUM_REQUESTS):
-        stopping = StoppingParams(NUM_TOKENS - 3 * number, ignore_eos=True)
-        await admit(redis, Generate(f"r{number}", "d", pack_ids(prompt(number)), stopping))
+        await queue(redis, f"r{number}", prompt(number), NUM_TOKENS - 3 * number)
 
 
 async def check_answers(redis: Redis, numbers: Iterable[int]) -> None:
@@ -76,10 +72,7 @@ async def test_a_row_that_stands_by_goes_on_elsewhere_when_its_worker_dies(
         async with modeless_worker(broker.url, "w0", step_s=STEP_S) as w0:
             await send(redis)
             await stands_by(w0)
-        await script(redis, "seal")(
-            keys=[KEYS.log("w0-1"), KEYS.reports("w0-1"), KEYS.worker("w0-1"), KEYS.workers],
-            args=["w0-1", "died"],
-        )
+        await seal(redis, "w0-1")
         async with modeless_worker(broker.url, "w1", step_s=STEP_S) as w1:
             await check_answers(redis, range(NUM_REQUESTS))
             assert max(await states(redis, "crash_count")) <= 1
@@ -92,6 +85,5 @@ async def test_a_row_that_stands_by_can_be_cancelled(broker: Broker, redis: Redi
         with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)):
             await send(redis)
             name = f"r{w0.ids[await stands_by(w0)][0] - 1000}"
-            cancel = encode(Cancel(name, "client"))
-            await script(redis, "cancel")(keys=[KEYS.request(name), KEYS.control], args=[cancel])
+            await cancel_request(redis, KEYS, name)
             assert b"cancelled" in await wait_until(lambda: error_of(redis, name))

@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.client import script
-from common.messages.codec import decode, encode
+from common.broker.cancel import cancel_request
+from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import pack_ids, unpack_ids
-from common.messages.request import Cancel, Generate, StoppingParams
+from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
-from tests.support.broker_state import KEYS, admit, error_of, result_ids
+from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
 from tests.support.waiting import wait_until
@@ -29,9 +28,7 @@ def make_prompt(number: int) -> list[int]:
 
 
 async def send(redis: Redis, number: int, num_tokens: int = NUM_TOKENS) -> None:
-    stopping = StoppingParams(num_tokens, ignore_eos=True)
-    request = Generate(f"r{number}", "d", pack_ids(make_prompt(number)), stopping, channel=CHANNEL)
-    await admit(redis, request)
+    await queue(redis, f"r{number}", make_prompt(number), num_tokens, channel=CHANNEL)
 
 
 async def attempts(redis: Redis) -> set[bytes | None]:
@@ -139,14 +136,8 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
                 first.wait()
         held = [n for n in range(NUM_REQUESTS) if await holder(redis, n) == b"w0-1"]
         cancelled = held[0]
-        await script(redis, "cancel")(
-            keys=[KEYS.request(f"r{cancelled}"), KEYS.control],
-            args=[encode(Cancel(f"r{cancelled}", "client"))],
-        )
-        await script(redis, "seal")(
-            keys=[KEYS.log("w1-1"), KEYS.reports("w1-1"), KEYS.worker("w1-1"), KEYS.workers],
-            args=["w1-1", "died"],
-        )
+        await cancel_request(redis, KEYS, f"r{cancelled}")
+        await seal(redis, "w1-1")
         with batcher(broker.url, "b1"):
             assert b"cancelled" in await wait_until(lambda: error_of(redis, f"r{cancelled}"))
             for number in set(range(NUM_REQUESTS)) - {cancelled}:

@@ -3,12 +3,11 @@
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.client import script
+from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.messages.records import unpack_records
-from common.messages.request import Cancel
 from deploy.serve.embedded_broker import Broker
 from tests.support import broker_state
 from tests.support.broker_state import (
@@ -18,6 +17,7 @@ from tests.support.broker_state import (
     make_request,
     make_tokens,
     place,
+    seal,
     start_worker,
     write_log,
 )
@@ -33,11 +33,6 @@ async def leave_log(redis: Redis, capacity: bytes | None = None) -> None:
         await place(redis, name, "w1")
     for index in range(40):
         await write_log(redis, "w1", make_tokens("r1", index, [100 + index]))
-
-
-async def seal(redis: Redis, why: str) -> None:
-    keys = [KEYS.log("w1"), KEYS.reports("w1"), KEYS.worker("w1"), KEYS.workers]
-    await script(redis, "seal")(keys=keys, args=["w1", why])
 
 
 async def is_removed(redis: Redis) -> bool:
@@ -63,9 +58,9 @@ async def test_what_the_log_of_a_worker_says_that_died_before_this_epoch_is_kept
         case "launcher":
             await redis.xadd(KEYS.control, {"died": encode(WorkerDied("w1"))})
         case "engine":
-            await seal(redis, "died")
+            await seal(redis, "w1")
         case "drained":
-            await seal(redis, "drained")
+            await seal(redis, "w1", "drained")
     with batcher(broker.url):
         await wait_until(lambda: is_removed(redis))
     assert await kept_ids(redis) == list(range(100, 140))
@@ -85,7 +80,7 @@ async def test_what_the_log_of_an_unreadable_worker_says_is_kept_and_it_is_no_cr
 
 async def test_a_death_counts_once_however_often_batchers_die_over_it(broker: Broker, redis: Redis) -> None:
     await leave_log(redis)
-    await seal(redis, "died")
+    await seal(redis, "w1")
     for name in ("b0", "b1"):
         with batcher(broker.url, name) as process:
             await wait_until(lambda: is_removed(redis))
@@ -99,7 +94,7 @@ async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_liv
 ) -> None:
     await leave_log(redis)
     for attempt in (2, 3):
-        await seal(redis, "died")
+        await seal(redis, "w1")
         with batcher(broker.url) as process:
             await wait_until(lambda: is_removed(redis))
             process.terminate()
@@ -107,7 +102,7 @@ async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_liv
         assert not await error_of(redis, "r2")
         await start_worker(redis, "w1")
         await place(redis, "r2", "w1", attempt=attempt)
-    await seal(redis, "died")
+    await seal(redis, "w1")
     with batcher(broker.url):
         assert b"three workers died" in await wait_until(lambda: error_of(redis, "r2"))
     assert not await error_of(redis, "r1")
@@ -118,7 +113,7 @@ async def test_what_a_log_says_of_a_request_that_has_ended_is_not_written_again(
 ) -> None:
     await leave_log(redis)
     await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    await seal(redis, "died")
+    await seal(redis, "w1")
     with batcher(broker.url):
         await wait_until(lambda: is_removed(redis))
     assert await redis.exists(KEYS.tokens("r1")) == 0
@@ -129,9 +124,7 @@ async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
 ) -> None:
     """Without any worker: nothing else would notice the cancel."""
     await admit(redis, make_request("r1"))
-    await script(redis, "cancel")(
-        keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
-    )
+    await cancel_request(redis, KEYS, "r1")
     with batcher(broker.url):
         assert b"cancelled" in await wait_until(lambda: error_of(redis, "r1"))
         await wait_until(lambda: is_empty(redis, KEYS))

@@ -9,14 +9,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.client import script
 from common.broker.committed import Committed, read
-from common.broker.keys import Keys, admission_keys
-from common.messages.codec import encode
+from common.broker.keys import Keys
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support import broker_state
 from tests.support.forks.client import ForkedProcess
-from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -42,15 +40,11 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
         process.wait()
 
 
-async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
+async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> None:
     request = Generate(
         name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, **{"gateway": "g", **fields}
     )
-    keys = admission_keys(KEYS, name, "standard")
-    answer: list[bytes] = await script(redis, "admit")(
-        keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 1, *UNTITLED]
-    )
-    return answer[1]
+    await broker_state.admit(redis, request, payload)
 
 
 async def ended(redis: Redis, name: str) -> Committed:

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
-from functools import cache
 from typing import Any
 
 import httpx
@@ -13,21 +12,16 @@ from api.app import build
 from api.http.protocol import HttpProtocol
 from api.lifecycle import Gateway
 from api.server import own_listener
-from api.tokenizer import ModelTokenizer
-from common import model_files
+from common.messages.request import Generate
 from common.settings.settings import Settings
-from tests.support.fleet.scripted_worker import FakeWorker
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {
     "heartbeat_s": 0.05,
     "worker_grace_s": 3600,
 }  # a scripted worker shows itself once
-
-
-@cache
-def model_tokenizer() -> ModelTokenizer:
-    return ModelTokenizer.load(model_files.resolve("smollm2"))
 
 
 @contextlib.asynccontextmanager
@@ -82,6 +76,20 @@ async def ready(gateway: Gateway) -> None:
         return False
 
     await wait_until(serves)
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    url: str, answer: Answer | Callable[[Generate], Answer], step_s: float = 0.0, **settings: Any
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
+    """A worker that answers so, a gateway that is ready, and a client."""
+    scripted = answer if callable(answer) else lambda _: answer
+    async with (
+        working(url, TOKENIZER, scripted, step_s) as worker,
+        serving(url, **settings) as (gateway, client),
+    ):
+        await ready(gateway)
+        yield worker, gateway, client
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:

@@ -22,8 +22,9 @@ from deploy.serve.embedded_broker import free_port
 from deploy.serve.fleet import command
 from deploy.serve.socket_keeper import SocketKeeper
 from deploy.serve.supervised_process import SupervisedProcess
-from tests.support.fleet.gateways import SETTINGS, model_tokenizer, ready
+from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.forks.client import create_subprocess_exec
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 

@@ -11,11 +11,10 @@ from common.broker.sequences import REPEAT_S
 from common.messages.codec import decode
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, Live
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
-TOKENIZER = model_tokenizer().backend
 WORDS: list[int] = TOKENIZER.encode(
     " zero one two three four five six seven eight nine ten eleven twelve"
 ).ids

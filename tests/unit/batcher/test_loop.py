@@ -13,13 +13,12 @@ from api.admin import timeline
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher
-from common.broker import client as brokers
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
 from common.messages.request import Cancel
 from common.metrics import catalogue
 from common.settings.settings import Settings
-from tests.support.broker_state import KEYS, admit, make_request, start_worker
+from tests.support.broker_state import KEYS, admit, make_request, seal, start_worker
 
 
 @pytest.fixture
@@ -108,8 +107,7 @@ async def test_a_worker_that_seals_its_own_logs_is_counted_as_lost_once(
     await batcher.start_epoch()
     await join(batcher, redis)
     lost = catalogue.WORKERS_LOST.values[()]
-    keys = [KEYS.log("w1"), KEYS.reports("w1"), KEYS.worker("w1"), KEYS.workers]
-    await brokers.script(redis, "seal")(keys=keys, args=["w1"])
+    await seal(redis, "w1")
     for _ in range(2):
         await redis.xadd(KEYS.control, {"died": encode(WorkerDied("w1"))})
         await turns(batcher, 3)

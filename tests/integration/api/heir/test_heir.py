@@ -25,9 +25,10 @@ from tests.support.fleet.kept_gateways import keeping, kept_gateways
 from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.openai_frames import CHAT, TOKENIZER, ids
+from tests.support.openai_frames import CHAT
 from tests.support.sse import data_of
 from tests.support.talk import DIFFERS, Talk
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 COMMENT_CHUNK = b"4\r\n: \n\n\r\n"

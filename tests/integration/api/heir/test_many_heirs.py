@@ -17,8 +17,8 @@ from tests.support.fleet.kept_gateways import KeptGateways, kept_gateways
 from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.openai_frames import TOKENIZER, ids
 from tests.support.talk import Talk
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three four five" * 20))

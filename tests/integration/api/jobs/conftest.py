@@ -7,11 +7,9 @@ import pytest
 from redis.asyncio import Redis
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import FakeWorker, working
 from tests.support.jobs import Service, answer
-
-TOKENIZER = model_tokenizer().backend
+from tests.support.tokenizer import TOKENIZER
 
 
 @pytest.fixture

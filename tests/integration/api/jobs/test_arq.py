@@ -22,9 +22,9 @@ from common.messages.packing import unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, TEXT, running_gateway
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")

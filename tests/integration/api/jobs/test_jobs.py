@@ -3,12 +3,11 @@
 from api.lifecycle import Gateway
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import SETTINGS, model_tokenizer
+from tests.support.fleet.gateways import SETTINGS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, running_gateway
+from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
-
-TOKENIZER = model_tokenizer().backend
 
 
 async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker, broker: Broker) -> None:

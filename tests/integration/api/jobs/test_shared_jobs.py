@@ -9,9 +9,10 @@ from api.jobs.runner import JobRun
 from api.lifecycle import Gateway
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import SETTINGS, model_tokenizer
+from tests.support.fleet.gateways import SETTINGS
 from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 

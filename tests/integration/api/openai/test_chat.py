@@ -12,19 +12,10 @@ from api.answer import FINGERPRINT
 from common.messages.packing import unpack_ids
 from common.messages.request import StoppingParams
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import (
-    CHAT,
-    CHAT_PATH,
-    GENERATION_PROMPT,
-    IM_END,
-    TOKENIZER,
-    answering,
-    frames,
-    ids,
-    logprobs,
-    streamed,
-)
+from tests.support.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed
+from tests.support.tokenizer import IM_END, TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 PROMPT = (

@@ -6,18 +6,10 @@ import pytest
 
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import (
-    CHAT,
-    CHAT_PATH,
-    GENERATION_PROMPT,
-    TOKENIZER,
-    answering,
-    frames,
-    ids,
-    streamed,
-)
+from tests.support.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, streamed
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 
 SYSTEM = {"role": "system", "content": "S"}
 

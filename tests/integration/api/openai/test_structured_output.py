@@ -10,9 +10,11 @@ from api.structured_output.grammar import Grammar, compile_cached
 from api.structured_output.shapes import ANY_OBJECT
 from common.broker.keys import Keys
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.jobs import Service
-from tests.support.openai_frames import CHAT, answering, ids
+from tests.support.openai_frames import CHAT
+from tests.support.tokenizer import ids
 
 KEYS = Keys("default")
 OBJECT: Any = {"response_format": {"type": "json_object"}}

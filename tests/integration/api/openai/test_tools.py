@@ -8,8 +8,10 @@ from openai import AsyncOpenAI
 
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, TOKENIZER, answering, frames, ids, streamed
+from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.tokenizer import TOKENIZER, ids
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 TOOLS: list[dict[str, Any]] = [
@@ -24,7 +26,7 @@ CALLS = (
     '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 )
 ARGUMENTS = ['{"place": "Zürich 🙂"}', "{}"]
-HERMES = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+HERMES: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

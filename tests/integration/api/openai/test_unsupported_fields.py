@@ -14,8 +14,9 @@ from api.openai.routes_models import STARTED
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from api.tgi.request_schemas import GenerateParameters
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import answering, ids
+from tests.support.tokenizer import ids
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hi"}

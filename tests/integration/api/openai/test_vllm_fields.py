@@ -4,8 +4,10 @@ from typing import Any
 
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, IM_END, answering, frames, ids, logprobs, streamed
+from tests.support.openai_frames import CHAT, CHAT_PATH, frames, logprobs, streamed
+from tests.support.tokenizer import IM_END, ids
 
 PATH = "/v1/completions"
 IDS = {"return_token_ids": True}

@@ -6,10 +6,11 @@ import httpx
 import pytest
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import nothing_left
+from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import answering, ids, streamed
+from tests.support.openai_frames import streamed
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
+from tests.support.tokenizer import ids
 
 ANSWER = Answer(ids(" one two é🙂 three"), num_cached=16)
 KINDS = [

@@ -8,9 +8,11 @@ import httpx
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import two_gateways
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import TOKENIZER, answering, ids, streamed
+from tests.support.openai_frames import streamed
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three"))

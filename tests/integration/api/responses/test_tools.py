@@ -9,9 +9,11 @@ from openai import AsyncOpenAI
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
 from tests.integration.api.openai.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import TOKENIZER, answering, ids, streamed
+from tests.support.openai_frames import streamed
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
+from tests.support.tokenizer import TOKENIZER, ids
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "get_weather", "description": "Weather", "parameters": PARAMETERS},

@@ -18,9 +18,10 @@ from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import decode
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.openai_frames import CHAT, TOKENIZER, ids
+from tests.support.openai_frames import CHAT
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import wait_until
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}

@@ -8,7 +8,7 @@ from deploy.serve.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import LONG, two_gateways
 from tests.support.fleet.gateways import nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import ids
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
 OWN = {"authorization": "Bearer own", "x-priority": "interactive", "x-tenant": "acme"}

@@ -17,12 +17,12 @@ from api.streams.stream import Stream
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.integration.api.resume.test_frames import REQUESTS
 from tests.integration.api.test_server import healthy, start
-from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
+from tests.support.fleet.gateways import nothing_left, ready, serving
 from tests.support.fleet.resuming import ResumingClient
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.openai_frames import TOKENIZER, ids
 from tests.support.sse import data_of, numbered
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))

@@ -12,17 +12,10 @@ from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering, stream
+from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import data_of
-
-TOKENIZER = model_tokenizer().backend
-IM_END: int = TOKENIZER.token_to_id("<|im_end|>")  # type: ignore[assignment]
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text).ids
-    return found
+from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 
 def frames(content: bytes) -> list[dict[str, Any]]:
@@ -32,11 +25,7 @@ def frames(content: bytes) -> list[dict[str, Any]]:
 async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     answer = Answer(ids(" é🙂"))
     expected_ids = [*answer.ids, IM_END]
-    async with (
-        working(broker.url, TOKENIZER, lambda _: answer) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, answer) as (worker, _, client):
         content = await stream(client, {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}})
     assert worker.seen[0].stopping.max_new_tokens == 9
     whole = [
@@ -79,17 +68,15 @@ def pieces(token_ids: list[int]) -> list[str]:
 
 async def test_a_stream_has_tgis_headers(broker: Broker) -> None:
     async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids("a b"))),
-        serving(broker.url, compute_type="cpu") as (gateway, client),
+        answering(broker.url, Answer(ids("a b")), compute_type="cpu") as (_, _, client),
+        client.stream("POST", "/generate_stream", json={"inputs": "Hé"}) as response,
     ):
-        await ready(gateway)
-        async with client.stream("POST", "/generate_stream", json={"inputs": "Hé"}) as response:
-            assert response.headers["content-type"] == "text/event-stream"
-            assert response.headers["cache-control"] == "no-cache"
-            assert response.headers["x-accel-buffering"] == "no"
-            assert response.headers["x-compute-type"] == "cpu"
-            assert response.headers["x-compute-characters"] == "2"
-            last = frames(await response.aread())[-1]
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert response.headers["x-compute-type"] == "cpu"
+        assert response.headers["x-compute-characters"] == "2"
+        last = frames(await response.aread())[-1]
     assert last["details"] is None
     assert last["generated_text"] == "a b"
 
@@ -97,23 +84,23 @@ async def test_a_stream_has_tgis_headers(broker: Broker) -> None:
 async def test_a_frame_is_sent_as_soon_as_its_token_comes(broker: Broker) -> None:
     """A frame does not wait for the token after it, unless it may be the last."""
     answer = Answer(ids("one two three four"), ends=False)
-    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
-        await ready(gateway)
-        async with client.stream(
+    async with (
+        answering(broker.url, answer) as (_, _, client),
+        client.stream(
             "POST", "/generate_stream", json={"inputs": "count", "parameters": {"max_new_tokens": 9}}
-        ) as response:
-            seen = b""
-            async for chunk in response.aiter_raw():
-                seen += chunk
-                if len(frames(seen)) == len(answer.ids):
-                    break
+        ) as response,
+    ):
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if len(frames(seen)) == len(answer.ids):
+                break
     assert [frame["index"] for frame in frames(seen)] == [1, 2, 3, 4]
 
 
 async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
     answers = Answer(ids("one two three"))
-    async with working(broker.url, TOKENIZER, lambda _: answers), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, answers) as (_, _, client):
         body = {"inputs": "Hi", "parameters": {"details": True, "stop": ["x", "tw"]}}
         response = await client.post("/generate", json=body)
         short = await client.post("/generate", json=body | {"parameters": {"stop": ["x", "tw"]}})
@@ -146,11 +133,7 @@ async def test_parameters_become_fields_of_the_queued_request(broker: Broker) ->
         "do_sample": False,
         "unknown": [1],
     }
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids("x"))) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(ids("x"))) as (worker, gateway, client):
         await stream(client, {"inputs": "one two three four", "parameters": parameters, "model": "any"})
         await stream(client, {"inputs": "one two three four", "parameters": None})
     first, second = worker.seen
@@ -166,23 +149,23 @@ async def test_parameters_become_fields_of_the_queued_request(broker: Broker) ->
 
 async def test_end_of_sequence_tokens_are_shown_at_once_when_ignored(broker: Broker) -> None:
     answer = Answer([IM_END, IM_END], ends=False)
-    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
-        await ready(gateway)
-        async with client.stream(
+    async with (
+        answering(broker.url, answer) as (_, _, client),
+        client.stream(
             "POST", "/generate_stream", json={"inputs": "a", "parameters": {"ignore_eos": True}}
-        ) as response:
-            seen = b""
-            async for chunk in response.aiter_raw():
-                seen += chunk
-                if len(frames(seen)) == 2:
-                    break
+        ) as response,
+    ):
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if len(frames(seen)) == 2:
+                break
 
 
 @pytest.mark.parametrize("shown", [0, 2])
 async def test_a_failed_stream_ends_with_the_error(broker: Broker, shown: int) -> None:
     answer = Answer(ids("a b")[:shown], error="two workers died")
-    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, answer) as (_, _, client):
         found = frames(await stream(client, {"inputs": "a", "parameters": {"max_new_tokens": 2}}))
         once = await client.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 2}})
     error = {"error": "Request failed during generation: two workers died", "error_type": "generation"}
@@ -200,8 +183,7 @@ async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
         data = request.prompt_ids
         return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
 
-    async with working(broker.url, TOKENIZER, answer), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, answer) as (_, _, client):
         all_content = await asyncio.gather(*(stream(client, {"inputs": f"number {i}"}) for i in range(100)))
     for i, content in enumerate(all_content):
         assert frames(content)[-1]["generated_text"] == f"number {i} and so on"

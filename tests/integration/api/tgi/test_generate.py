@@ -16,16 +16,10 @@ from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.serve.embedded_broker import Broker
 from tests.integration.api.tgi.test_frames import frames as parsed
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
-from tests.support.fleet.scripted_worker import EOS, Answer, working
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import EOS, Answer
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import wait_until
-
-TOKENIZER = model_tokenizer().backend
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text).ids
-    return found
 
 
 def described(token_id: int, logprob: float) -> dict[str, Any]:
@@ -42,11 +36,7 @@ def described(token_id: int, logprob: float) -> dict[str, Any]:
 async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
     """Streamed they stand in each frame, else in the details."""
     body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids("one two"))),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
         whole = (await client.post("/generate", json=body)).json()
         shown = parsed((await client.post("/generate_stream", json=body)).content)
     tokens = [described(token_id, -0.1 - i / 7) for i, token_id in enumerate([*ids("one two"), EOS])]
@@ -77,11 +67,7 @@ async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
     prompt = ids("one two three")
     texts = ["one", " two", " three"]
     prefill = [{"id": prompt[i], "text": texts[i], "logprob": -0.5 * i if i else None} for i in range(3)]
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids(" x"))) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(ids(" x"))) as (worker, _, client):
 
         async def generate(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
             return (
@@ -129,11 +115,7 @@ async def test_details_have_a_seed_if_tokens_were_sampled(broker: Broker, path: 
         answer = parsed(response.content)[-1] if path == "/generate_stream" else response.json()
         return answer["details"]["seed"]
 
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids("one"))) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(ids("one"))) as (worker, _, client):
         assert await seed(client, {"temperature": 0.5, "seed": 2**64 - 1}) == 2**64 - 1
         assert await seed(client, {"seed": 5}) is None
         assert await seed(client, {"repetition_penalty": 1.5, "seed": 5}) is None
@@ -148,11 +130,7 @@ async def test_best_of_returns_the_likeliest_answer(broker: Broker) -> None:
         "inputs": "Hi",
         "parameters": {"details": True, "best_of": 2, "temperature": 0.7, "return_full_text": True},
     }
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids(next(texts)))) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, lambda _: Answer(ids(next(texts)))) as (worker, _, client):
         response = await client.post("/generate", json=body)
     answer = response.json()
     assert answer["generated_text"] == "Hione"
@@ -179,11 +157,7 @@ async def test_best_of_returns_the_likeliest_answer(broker: Broker) -> None:
 
 async def test_one_failed_answer_fails_the_request(broker: Broker) -> None:
     answers = iter([Answer(ids("one")), Answer([], error="two workers died")])
-    async with (
-        working(broker.url, TOKENIZER, lambda _: next(answers)),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, lambda _: next(answers)) as (_, gateway, client):
         response = await client.post(
             "/generate", json={"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
         )
@@ -194,11 +168,7 @@ async def test_one_failed_answer_fails_the_request(broker: Broker) -> None:
 async def test_best_of_admits_all_requests_or_none(broker: Broker) -> None:
     body = {"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
     endless = Answer(ids("one") * 200, ends=False)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: endless) as worker,
-        serving(broker.url, max_concurrent_requests=1) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, endless, max_concurrent_requests=1) as (worker, gateway, client):
         await worker.pause()
         response = await client.post("/generate", json=body)
         assert (response.status_code, response.json()["error_type"]) == (429, "overloaded")
@@ -212,11 +182,7 @@ async def test_best_of_admits_all_requests_or_none(broker: Broker) -> None:
 
 async def test_post_to_the_root_returns_an_array_or_a_stream(broker: Broker) -> None:
     """Its text begins with the prompt unless that is denied; an array of one, or a stream."""
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids(" one"))),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(ids(" one"))) as (_, _, client):
 
         async def text(**fields: Any) -> Any:
             return (await client.post("/", json={"inputs": "Hi"} | fields)).json()
@@ -241,11 +207,7 @@ async def test_post_to_the_root_returns_an_array_or_a_stream(broker: Broker) -> 
 async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> None:
     two = ids(" two")[0]
     body = {"inputs": "Hi", "parameters": {"stop_token_ids": [two], "details": True}}
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids("one two three"))),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer(ids("one two three"))) as (_, _, client):
         whole = (await client.post("/generate", json=body)).json()
         last = parsed((await client.post("/generate_stream", json=body)).content)[-1]
     assert (whole["generated_text"], whole["details"]["finish_reason"]) == ("one two", "stop_sequence")

@@ -3,10 +3,11 @@
 from typing import Any
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import nothing_left
+from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, answering, frames, ids, streamed
+from tests.support.openai_frames import CHAT, frames, streamed
 from tests.support.sse import data_of
+from tests.support.tokenizer import ids
 
 PATH = "/invocations"
 

@@ -6,10 +6,9 @@ import httpx
 
 from common.messages.request import SamplingParams, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
-
-TOKENIZER = model_tokenizer().backend
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids
 
 
 async def generate(
@@ -41,12 +40,8 @@ NEUTRAL: dict[str, Any] = {
 
 
 async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
-    one = Answer(TOKENIZER.encode("a").ids)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: one) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
         absent = dict.fromkeys(
             [*NEUTRAL, "seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens"]
         )
@@ -57,24 +52,16 @@ async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
 
 
 async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
-    one = Answer(TOKENIZER.encode("a").ids)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: one) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
         for inputs in ("a\x00b", "\ufffd", "\u2028", "  ", "👩‍👩‍👧‍👦"):
             assert (await generate(client, {"stop": [inputs]}, inputs)).status_code == 200
         assert worker.seen[0].stopping.stop == ["a\x00b"]
 
 
 async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
-    one = Answer(TOKENIZER.encode("a").ids)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: one) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
         assert (await generate(client, {"truncate": 1000}, "word " * 3000)).status_code == 200
         assert (len(worker.seen[0].prompt_ids) // 4, worker.seen[0].stopping.max_new_tokens) == (1000, 24)
 
@@ -101,12 +88,8 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         "top_n_tokens": 5,
         "max_new_tokens": 3,
     }
-    answer = Answer(TOKENIZER.encode("a b c").ids)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: answer) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    answer = Answer(ids("a b c"))
+    async with answering(broker.url, answer) as (worker, _, client):
         response = await generate(client, parameters | {"top_n_tokens": 0})
         assert response.status_code == 200, response.text
     [request] = worker.seen
@@ -124,18 +107,14 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         presence_penalty=0.25,
         seed=2**63 - 1,
         logit_bias=[(5, -100.0), (7, 1.5)],
-        bad_words=[TOKENIZER.encode(text).ids for text in ("dog", " dog")],
+        bad_words=[ids(text) for text in ("dog", " dog")],
     )
     assert request.stopping == StoppingParams(3, 2, stop_ids=[3, 4], ignore_eos=True)
 
 
 async def test_requests_share_blocks_with_those_of_their_salt_only(broker: Broker) -> None:
-    one = Answer(TOKENIZER.encode("a").ids)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: one) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
         prompt = "a " * 20
         for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
             assert (await generate(client, salt, prompt)).status_code == 200

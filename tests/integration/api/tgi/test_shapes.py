@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, answering, frames, ids, streamed
+from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.tokenizer import ids
 
 KNOWN = "id:str object:str created:int model:str system_fingerprint:str"
 CHOICE = "choices[].index:int choices[].logprobs:null choices[].finish_reason:str"

@@ -7,10 +7,9 @@ import httpx
 import pytest
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
-
-TOKENIZER = model_tokenizer().backend
+from tests.support.tokenizer import TOKENIZER
 
 
 async def post(client: httpx.AsyncClient, path: str, body: Any) -> Any:
@@ -43,11 +42,7 @@ async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
 
 async def test_chat_tokenize_has_the_tokens_of_a_chat_request(broker: Broker) -> None:
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé?"}]}
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([11])) as (worker, _, client):
         found = await post(client, "/chat_tokenize", chat)
         await post(client, "/v1/chat/completions", chat)
         refused = await client.post("/chat_tokenize", json={"messages": []})

@@ -7,11 +7,9 @@ import httpx
 import pytest
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
-
-TOKENIZER = model_tokenizer().backend
-
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import model_tokenizer
 
 SIZE = model_tokenizer().size
 
@@ -138,11 +136,7 @@ async def post(client: httpx.AsyncClient, case: Any, path: str = "/generate") ->
 async def test_refusals_name_the_field_and_the_limit(
     broker: Broker, path: str, cases: list[tuple[Any, int, str]]
 ) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([])) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([])) as (worker, _, client):
         wrong = []
         for case, status, words in cases:
             response = await post(client, case, path)
@@ -180,8 +174,7 @@ async def test_best_of_needs_sampling_without_a_seed_or_stream(broker: Broker) -
             "`best_of` must be 1 when tokens are streamed. Given: 2",
         ),
     ]
-    async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, Answer([])) as (_, _, client):
         for path, parameters, words in cases:
             response = await post(client, parameters, path)
             assert response.status_code == 422 and words in response.json()["error"], response.text
@@ -197,11 +190,7 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
         "max_best_of": 1,
         "max_top_n_tokens": 0,
     }
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([])),
-        serving(broker.url, **settings) as (gateway, client),
-    ):
-        await ready(gateway)
+    async with answering(broker.url, Answer([]), **settings) as (_, _, client):
         assert "at most 3 tokens. Given: 4" in (await post(client, {"inputs": "one two three four"})).text
         assert "at most 20. Given: 1" in (await post(client, {"max_new_tokens": 20})).text
         assert "up to 1 stop" in (await post(client, {"stop": ["a", "b"]})).text

@@ -4,9 +4,9 @@ from importlib.metadata import version
 from typing import Any
 
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import serving
+from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import TOKENIZER, answering, ids
+from tests.support.tokenizer import TOKENIZER, ids
 
 TEXT = "Hé 🙂 wörld"
 

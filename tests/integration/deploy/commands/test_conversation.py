@@ -10,7 +10,7 @@ from deploy.serve.embedded_broker import Broker, free_port
 from tests.integration.api.test_server import healthy, start
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.openai_frames import TOKENIZER, ids
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 TEXT = "one two three four five six seven eight nine ten " * 6

@@ -7,7 +7,7 @@ from api.chat.grammar import answer_grammar
 from api.chat.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
 from api.structured_output.grammar import CompiledGrammar, Grammar, byte_vocabulary
 from common.messages.answer import Reading
-from tests.support.fleet.gateways import model_tokenizer
+from tests.support.tokenizer import model_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 FORMAT = Grammar("json", '{"type": "array", "items": {"type": "boolean"}}', "response_format")

@@ -9,10 +9,9 @@ import pytest
 
 from api.event_loop.offload import LONG, offload
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
-
-TOKENIZER = model_tokenizer().backend
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import TOKENIZER
 
 
 async def test_long_work_runs_in_a_thread_and_its_error_comes_back() -> None:
@@ -61,7 +60,6 @@ async def test_large_requests_are_parsed_and_rendered_in_threads(
 
     monkeypatch.setattr(place, name, watched)
     answer = Answer([TOKENIZER.token_to_id("a")] * (LONG // 20))  # type: ignore[list-item]
-    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
-        await ready(gateway)
+    async with answering(broker.url, answer) as (_, _, client):
         await client.post(path, json=body)
     assert seen and here not in seen

@@ -19,7 +19,7 @@ from api.http.draining import Draining, DrainingServer
 from api.lifecycle import Gateway
 from api.server import own_listener
 from common.settings.settings import Settings
-from tests.support.fleet.gateways import model_tokenizer
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 END_S = 30.0

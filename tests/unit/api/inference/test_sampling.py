@@ -9,8 +9,8 @@ import pytest
 from api.inference.sampling import DRAW_ONLY, draws, load_sampling_defaults, sampling_params
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.generation_params import generation_params
+from tests.support.tokenizer import model_tokenizer
 
 TOKENIZER = model_tokenizer()
 

@@ -11,8 +11,8 @@ from api.inference.ranges import RANGES
 from api.inference.validate import Limits, validate
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.generation_params import generation_params
+from tests.support.tokenizer import model_tokenizer
 
 SIZE = model_tokenizer().size
 LIMITS = Limits(99, 100, 4, 5, 2, 4)

@@ -10,8 +10,7 @@ from common.detokenize import StopMatcher
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
-from tests.support.fleet.gateways import model_tokenizer
-from tests.support.openai_frames import IM_END, TOKENIZER, ids
+from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 LETTERS = "ab"
 PLAIN = ids("a")[0]

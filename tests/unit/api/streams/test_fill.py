@@ -12,7 +12,8 @@ from api.streams.stream import Stream
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.records import RECORD, pack_tokens
-from tests.support.events import IDS, KEYS, TOKENIZER, new_stream, tokens
+from tests.support.events import IDS, KEYS, new_stream, tokens
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from api.streams.late_text import LateText
 from common.detokenize import Detokenizer
-from tests.support.events import TOKENIZER
+from tests.support.tokenizer import TOKENIZER, ids
 
-IDS: list[int] = TOKENIZER.encode("naïve café 🙂🚀 and नमस्ते, once more").ids
+IDS = ids("naïve café 🙂🚀 and नमस्ते, once more")
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 5, len(IDS) - 1])

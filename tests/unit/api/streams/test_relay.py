@@ -18,11 +18,8 @@ from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import RECORD, pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
-from tests.support.fleet.gateways import model_tokenizer
+from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
-
-TOKENIZER = model_tokenizer().backend
-
 
 SEQUENCES: list[
     tuple[str, list[bytes], bool]

@@ -7,9 +7,8 @@ import pytest
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from tests.support.events import IDS, end, new_stream, tokens
-from tests.support.fleet.gateways import model_tokenizer
+from tests.support.tokenizer import TOKENIZER
 
-TOKENIZER = model_tokenizer().backend
 START: int = TOKENIZER.token_to_id("<|im_start|>")  # type: ignore[assignment]
 
 

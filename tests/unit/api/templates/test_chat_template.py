@@ -11,7 +11,7 @@ from api.errors import ApiError
 from api.templates.chat_template import ChatTemplate
 from common import model_files
 from common.settings.settings import SettingError
-from tests.support.fleet.gateways import model_tokenizer
+from tests.support.tokenizer import model_tokenizer
 
 CHAT = [
     {"role": "system", "content": "  Be <brief> & kind.\n"},

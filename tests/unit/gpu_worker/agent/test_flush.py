@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import client as brokers
 from common.broker.committed import read
 from common.messages.codec import decode
 from common.messages.events import Events, LogEntry
@@ -14,6 +13,7 @@ from common.messages.records import unpack_records
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Sealed
 from tests.support.agents import CHANNEL, KEYS, ids_of, reports, start, step
+from tests.support.broker_state import seal
 
 
 async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent, redis: Redis) -> None:
@@ -82,8 +82,7 @@ async def test_the_log_is_bounded_and_loses_no_token(agent: Agent, redis: Redis)
 
 async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> None:
     await start(agent)
-    seal = [KEYS.log("w0-1"), KEYS.reports("w0-1"), KEYS.worker("w0-1"), KEYS.workers]
-    await brokers.script(redis, "seal")(keys=seal, args=["w0-1"])
+    await seal(redis, "w0-1")
     step(agent, {1: (0, 5)}, ended=[(1, "length", 1)])
     with pytest.raises(Sealed):
         await agent.flusher.flush()
