@@ -58,11 +58,11 @@ class AnswerSocket:
     async def keep(
         self,
         request_id: str,
-        connection: int = 0,
-        num_seen: int = 0,
-        comment: bytes = b"",
-        extra: Mapping[str, str] | None = None,
-        requests: KeptRequests | None = None,
+        connection: int,
+        num_seen: int,
+        comment: bytes,
+        extra: Mapping[str, str] | None,
+        requests: KeptRequests | None,
     ) -> None:
         """Have the socket kept; its `requests` are admitted. A stream's socket is kept when its head is
         known, a whole answer's at once, with those headers of the response that another gateway does not know

@@ -1,5 +1,8 @@
-"""Body: reads the JSON body of a request and validates it against a schema."""
+"""Body: reads the JSON body of a request, validates it against a schema, and refuses fields by name: a client
+would take silence for support.
+"""
 
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -10,6 +13,10 @@ from api.event_loop.offload import offload
 
 Schema = TypeVar("Schema", bound=BaseModel)
 MAX_PROBLEMS = 5
+UnsupportedFields = Mapping[str, Collection[object]]
+"""Fields that an API has and this server does not support → values (besides null) that are accepted,
+because they ask for what happens anyway.
+"""
 
 
 class AnyBody(BaseModel):
@@ -74,3 +81,18 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
             raise too_large
     return bytes(data)
+
+
+def reject_unsupported(
+    fields: Mapping[str, object], unsupported: UnsupportedFields, other_routes: Collection[str]
+) -> None:
+    """Raises ApiError (422) for unsupported fields, and for fields that only other routes have. Unknown names
+    are ignored.
+    """
+    for name, value in fields.items():
+        if value is None or value in unsupported.get(name, ()):
+            continue
+        if name in unsupported:
+            raise invalid(f"`{name}` is not supported yet", name)
+        if name in other_routes:
+            raise invalid(f"`{name}` is not a field of this route", name)

@@ -1,6 +1,9 @@
 """Headers of a response: TGI's counts and times, which accounting proxies read."""
 
+from collections.abc import Sequence
+
 from api.streams.stream import Stream
+from common.messages.answer import HttpAnswer
 from common.settings.settings import Settings
 
 
@@ -26,3 +29,12 @@ def time_headers(stream: Stream, started_s: float) -> dict[str, str]:
         "x-prompt-tokens": str(len(stream.prompt_ids)),
         "x-generated-tokens": str(stream.num_tokens),
     }
+
+
+def total_headers(
+    answer: HttpAnswer, streams: Sequence[Stream], num_generated: int, arrived_s: float
+) -> dict[str, str]:
+    """Headers of several finished streams: token counts of all, and the times of the one that ended last."""
+    last = max(streams, key=lambda stream: stream.ended_s)
+    totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
+    return time_headers(last, arrived_s) | totals

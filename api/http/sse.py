@@ -12,10 +12,9 @@ from itertools import count
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
-from api.answer import keep_requests
-from api.heir.answer_socket import flush_socket, socket_of
+from api.heir.answer_socket import flush_socket
 from api.http.raw_send import RawEventSourceResponse
-from api.http.release import Release, release_all
+from api.http.release import Release, keep_socket, release_all
 from api.http.unread import UNREAD, Unread
 from api.streams.feed import Feed, MappedFeed
 from api.streams.stream import Stream
@@ -73,17 +72,12 @@ class TokenStream(RawEventSourceResponse):
         unread: Unread = scope["state"][UNREAD]
         unread.streams = tuple(self.streams)
         try:
-            if (answer_socket := socket_of(scope)) is not None:
-                packed, admitted = self.streams[0].answer, [stream.request for stream in self.streams]
-                requests = keep_requests(packed, admitted, self.answer.terms.keep_s)
-                await answer_socket.keep(
-                    self.answer.request_id, self.reader, self.num_seen, self.comment, requests=requests
-                )
+            await keep_socket(scope, self.answer, self.streams, self.reader, self.num_seen, self.comment)
             await super().__call__(scope, receive, send)
             await flush_socket(scope)
         finally:
             unread.streams = ()
-            release_all(scope, self.streams, self.release, self.reader, self.answer.terms.keep_s)
+            release_all(scope, self.answer, self.streams, self.release, self.reader)
 
 
 def sse_frames(answer: HttpAnswer, bodies: Feed[bytes]) -> Feed[bytes]:

@@ -1,53 +1,51 @@
 """Whole answers: the response that has all of an answer in one body."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.answer import keep_requests
 from api.event_loop.offload import offload
-from api.heir.answer_socket import flush_socket, socket_of
+from api.heir.answer_socket import flush_socket
 from api.http.disconnect import wait_until_finished
-from api.http.release import Release, release_all
+from api.http.release import Release, keep_socket, release_all
 from api.streams.stream import Stream
+from common.messages.answer import HttpAnswer
 
 Whole = tuple[bytes, dict[str, str]]
 """A body, and the headers that are known with it."""
+RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], Whole]
+"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
 
 
 async def respond_with_whole(
     request: Request,
-    request_id: str,
+    answer: HttpAnswer,
     streams: Sequence[Stream],
     headers: Mapping[str, str],
-    render: Callable[[], Whole],
+    render: RenderWhole,
+    arrived_s: float,
     release: Release,
     reader: int = 0,
-    keep_s: float = 0.0,
 ) -> Response:
     """Wait until all choices have finished, and respond with what `render` makes of them.
 
     Args:
         headers: those that are known already.
-        release, reader, keep_s: as in `release_all`.
+        release, reader: as in `release_all`.
 
     Raises:
         ApiError: the error of the first choice that failed.
         ClientDisconnect: the client has left.
     """
-
-    def let_go() -> None:
-        release_all(request.scope, streams, release, reader, keep_s)
-
+    let_go = partial(release_all, request.scope, answer, streams, release, reader)
     try:
-        if (answer_socket := socket_of(request.scope)) is not None:
-            admitted = [stream.request for stream in streams]
-            requests = keep_requests(streams[0].answer, admitted, keep_s)
-            await answer_socket.keep(request_id, extra=headers, requests=requests)
+        await keep_socket(request.scope, answer, streams, extra=headers)
         await wait_until_finished(streams, request)
-        body, more_headers = await offload(sum(stream.num_records for stream in streams), render)
+        num_records = sum(stream.num_records for stream in streams)
+        body, more_headers = await offload(num_records, partial(render, answer, streams, arrived_s))
     except BaseException:
         let_go()
         raise

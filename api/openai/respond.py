@@ -1,18 +1,18 @@
-"""The last step of OpenAI's routes: submit the requests, and respond with a stream or with the whole."""
+"""The last step of OpenAI's routes: describe the answer, submit its requests, and respond."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.answer import describe_answer
 from api.errors import invalid
-from api.http.headers import prompt_headers, time_headers
+from api.http.headers import total_headers
 from api.http.request_id import request_id
+from api.http.respond import AnswerRenderer, submit_and_respond
 from api.http.resume_terms import read_terms
-from api.http.sse import TokenStream, sse_frames
-from api.http.whole import Whole, respond_with_whole
+from api.http.sse import sse_frames
+from api.http.whole import Whole
 from api.inference.pool import Pool
 from api.openai.render import ResponseRenderer
 from api.openai.render_chat import ChatCompletionRenderer
@@ -20,15 +20,15 @@ from api.openai.render_completion import CompletionRenderer
 from api.openai.shared_fields import OpenAIRequest
 from api.openai.stream import stream_bodies
 from api.service.headers import on_terms
+from api.streams.feed import Feed
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 
-RENDERERS: dict[str, type[ResponseRenderer]] = {
+BY_ROUTE: dict[str, type[ResponseRenderer]] = {
     "/v1/chat/completions": ChatCompletionRenderer,
     "/v1/completions": CompletionRenderer,
 }
-"""Renderers by route."""
 
 
 async def respond(
@@ -39,7 +39,6 @@ async def respond(
     num_chars: int,
     prefixes: Sequence[str],
     rendering: Rendering,
-    arrived_s: float,
 ) -> Response:
     """Submit all `requests`, and respond with a stream or with the whole. Raises ApiError.
 
@@ -47,7 +46,7 @@ async def respond(
         num_chars: characters of all prompts.
         prefixes: for each prompt, the text that its choices begin with.
     """
-    settings, admission = pool.settings, pool.admission
+    settings = pool.settings
     if len(requests) > settings.max_concurrent_requests:
         raise invalid(
             f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is "
@@ -60,26 +59,17 @@ async def respond(
     answer = describe_answer(
         own_id, route, streamed, settings.model_name, requests, prefixes, rendering, terms
     )
-    streams = await admission.submit_all(answer)
-    headers = prompt_headers(settings, num_chars)
-    if streamed:
-        frames = sse_frames(answer, stream_bodies(RENDERERS[route](answer, streams)))
-        return TokenStream(answer, frames, streams, headers, admission.release)
-    render = partial(render_whole, answer, streams, arrived_s)
-    return await respond_with_whole(request, own_id, streams, headers, render, admission.release)
+    return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
+
+
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    return sse_frames(answer, stream_bodies(BY_ROUTE[answer.route](answer, streams)))
 
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
-    """The body of a whole answer and the headers of its end; `arrived_s` is when it was requested."""
-    renderer = RENDERERS[answer.route](answer, streams)
-    return renderer.render_whole(), usage_headers(renderer, streams, arrived_s)
+    renderer = BY_ROUTE[answer.route](answer, streams)
+    body = renderer.render_whole()
+    return body, total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
 
 
-def usage_headers(renderer: ResponseRenderer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:
-    """TGI's headers: token counts of all choices, and the times of the stream that ended last."""
-    usage = renderer.usage()
-    totals = {
-        "x-prompt-tokens": str(usage["prompt_tokens"]),
-        "x-generated-tokens": str(usage["completion_tokens"]),
-    }
-    return time_headers(max(streams, key=lambda stream: stream.ended_s), arrived_s) | totals
+RENDERER = AnswerRenderer(render_frames, render_whole)

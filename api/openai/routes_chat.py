@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
-import time
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -32,10 +30,9 @@ async def chat_completions(request: Request) -> Response:
     """Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for each
     token, and ends with `data: [DONE]`.
     """
-    arrived_s = time.monotonic()
     pool, body = await accept(request, ChatRequest)
     await pool.admission.check()
     chat = await read_chat(body, pool)
     requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
     num_chars = len(chat.params.text or "")
-    return await respond(request, pool, body, requests, num_chars, [chat.prefix], chat.rendering, arrived_s)
+    return await respond(request, pool, body, requests, num_chars, [chat.prefix], chat.rendering)

@@ -1,7 +1,5 @@
 """POST /v1/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
-import time
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -30,7 +28,6 @@ async def completions(request: Request) -> Response:
     """Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of the
     next. With `stream`, they come as server-sent events, a chunk for each token, and end with `data: [DONE]`.
     """
-    arrived_s = time.monotonic()
     pool, completion = await accept(request, CompletionRequest)
     await pool.admission.check()
     prompts, limits, tokenizer = from_completion(completion), pool.workers.limits, pool.tokenizer
@@ -41,16 +38,7 @@ async def completions(request: Request) -> Response:
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
     num_chars = sum(len(params.text or "") for params in prompts)
-    return await respond(
-        request,
-        pool,
-        completion,
-        requests,
-        num_chars,
-        prefixes,
-        completion.rendering,
-        arrived_s,
-    )
+    return await respond(request, pool, completion, requests, num_chars, prefixes, completion.rendering)
 
 
 def check_num_prompts(prompts: list[GenerationParams], limits: Limits) -> None:

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
-from api.http.unsupported import reject_unsupported
+from api.http.body import reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
     DETACHED,

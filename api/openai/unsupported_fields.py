@@ -1,6 +1,6 @@
 """Fields of OpenAI's, vLLM's and TGI's requests that the OpenAI routes refuse by name."""
 
-from api.http.unsupported import UnsupportedFields
+from api.http.body import UnsupportedFields
 
 UNSUPPORTED: UnsupportedFields = {
     "audio": (),

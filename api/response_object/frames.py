@@ -1,7 +1,12 @@
-"""Frames of a response's stream: an `event:` line, the frame's id, and the event with its sequence number."""
+"""A response as it is sent: in frames, or whole. A frame is an `event:` line, its id, and the event with its
+sequence number.
+"""
 
 from collections.abc import Sequence
 
+from api.http.headers import total_headers
+from api.http.respond import AnswerRenderer
+from api.http.whole import Whole
 from api.json import to_json
 from api.response_object.items import Event
 from api.response_object.response import ResponsesRenderer
@@ -34,3 +39,12 @@ def frame(sequence_number: int, event: Event) -> bytes:
     """A frame; ids count from 1, sequence numbers from 0."""
     body = to_json(event | {"sequence_number": sequence_number})
     return b"event: %b\nid: %d\ndata: %b\n\n" % (event["type"].encode(), sequence_number + 1, body)
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+    [stream] = streams
+    body = to_json(ResponsesRenderer(answer, stream).render_so_far())
+    return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
+
+
+RENDERER = AnswerRenderer(ResponseFrames, render_whole)

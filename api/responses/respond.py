@@ -1,7 +1,6 @@
 """The last step of creating a response: submit its request, and send events, the whole, or its id at once."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -10,15 +9,13 @@ from starlette.responses import Response
 from api.answer import describe_answer
 from api.http.headers import prompt_headers
 from api.http.request_id import request_id
+from api.http.respond import submit_and_respond
 from api.http.resume_terms import read_terms
-from api.http.sse import TokenStream
-from api.http.whole import respond_with_whole
 from api.inference.pool import Pool
 from api.json import to_json
-from api.response_object.frames import ResponseFrames
+from api.response_object.frames import RENDERER
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
-from api.response_object.whole import render_whole
 from api.responses.delete import make_room
 from api.responses.request_schemas import ResponsesRequest
 from common.messages.answer import HttpAnswer, Rendering, ResponseParts
@@ -28,25 +25,16 @@ SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"
 """Classes → OpenAI's service tiers."""
 
 
-async def respond(request: Request, pool: Pool, answer: HttpAnswer, arrived_s: float) -> Response:
+async def respond(request: Request, pool: Pool, answer: HttpAnswer) -> Response:
     """Submit the request, and respond. Raises ApiError."""
     if answer.terms.stored_ms:
         await make_room(pool, answer.request_id)
-    streams = await pool.admission.submit_all(answer)
-    headers = prompt_headers(pool.settings, 0)
-    release = pool.admission.release
-    if answer.streamed:
-        return TokenStream(answer, ResponseFrames(answer, streams), streams, headers, release)
-    if answer.terms.detached:
-        [stream] = streams
-        rendered = ResponsesRenderer(answer, stream).render("queued")
-        release(stream, 0, answer.terms.keep_s)
-        return Response(to_json(rendered), 200, headers, "application/json")
-    render = partial(render_whole, answer, streams, arrived_s)
-    keep_s = answer.terms.keep_s
-    return await respond_with_whole(
-        request, answer.request_id, streams, headers, render, release, keep_s=keep_s
-    )
+    if answer.streamed or not answer.terms.detached:
+        return await submit_and_respond(request, pool, answer, 0, RENDERER)
+    [stream] = await pool.admission.submit_all(answer)
+    rendered = ResponsesRenderer(answer, stream).render("queued")
+    pool.admission.release(stream, 0, answer.terms.keep_s)
+    return Response(to_json(rendered), 200, prompt_headers(pool.settings, 0), "application/json")
 
 
 def describe_response(

@@ -1,7 +1,5 @@
 """POST /v1/responses: as in OpenAI's Responses API."""
 
-import time
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -33,7 +31,6 @@ async def create_response(request: Request) -> Response:
     """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
     numbers. With `background`, the response is queued, and outlives every process of the fleet.
     """
-    arrived_s = time.monotonic()
     pools = pools_of(request)
     asked = await body.read(request, ResponsesRequest, pools.own.settings.payload_limit)
     asked.check()
@@ -47,4 +44,4 @@ async def create_response(request: Request) -> Response:
     fields = response_fields(asked, chat.params.sampling, requests[0].priority)
     parts = new_parts(fields, before, items)
     answer = describe_response(request, pool, asked, requests, chat.rendering, parts)
-    return await respond(request, pool, answer, arrived_s)
+    return await respond(request, pool, answer)

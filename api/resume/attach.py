@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.answer import address, keep_as_asked
-from api.errors import ApiError, asking_broker, failed, invalid
+from api.errors import ApiError, asking_broker, failed, family_of, invalid, openai
+from api.http.respond import AnswerRenderer
 from api.inference.pool import Pool
-from api.resume.frames import begins_at_once, render_frames
+from api.openai import respond
+from api.response_object import frames as response_frames
 from api.streams.feed import MAX_ITEMS, Feed, FeedBehind
 from api.streams.fill import Filler
 from api.streams.offers import supersede
 from api.streams.sources import Sources
 from api.streams.stream import Stream
+from api.tgi import answers
 from common.broker.client import script
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
@@ -35,6 +38,13 @@ def unknown_answer(request_id: str) -> ApiError:
 
 def cancelled_answer(request_id: str) -> ApiError:
     return ApiError(410, "gone", f"The answer {request_id} was cancelled: nobody came back for it in time")
+
+
+def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
+    """The renderer of the route at which an answer was requested."""
+    if answer.response is not None:
+        return response_frames.RENDERER
+    return respond.RENDERER if family_of(answer.route) is openai else answers.RENDERER
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
@@ -73,7 +83,8 @@ async def skip_frames(
     """
     num_skipped = 0
     new: list[bytes] = []
-    is_more = bool(begins_at_once(answer) or streams[0].num_ready or streams[0].terminal)
+    needs_no_token = answer.response is not None
+    is_more = bool(needs_no_token or streams[0].num_ready or streams[0].terminal)
     while num_skipped < num_seen and is_more:
         try:
             new = await asyncio.wait_for(anext(frames), RENDER_TIMEOUT_S)
@@ -115,7 +126,7 @@ async def read_behind(
 
 async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed[bytes] | None:
     """The frames behind those that the client has; None if it has all. Raises ApiError (422)."""
-    frames = render_frames(answer, streams)
+    frames = renderer_of(answer).frames(answer, streams)
     first = await skip_frames(answer, frames, num_seen, streams)
     if not first and all(stream.terminal for stream in streams):
         first = await anext(frames, [])

@@ -21,7 +21,6 @@ from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.admitted import find
-from api.resume.frames import render_frames, render_whole
 from api.retry import PAUSE_S, attempt
 from api.streams.feed import FeedBehind
 from api.streams.stream import Stream
@@ -62,14 +61,13 @@ class InheritedAnswers:
         pool, answer, streams, reader = await attempt(
             lambda: self.take_over(kept), partial(wait_for_broker, request.scope["extensions"][CYCLE], kept)
         )
-        release = pool.admission.release
+        release, renderer = pool.admission.release, attach.renderer_of(answer)
         if answer.streamed:
-            frames = FeedBehind(render_frames(answer, streams), kept.num_seen, [])
+            frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen, [])
             return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
         arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
-        render = partial(render_whole, answer, streams, arrived_s)
         return await respond_with_whole(
-            request, answer.request_id, streams, dict(kept.extra), render, release, reader
+            request, answer, streams, dict(kept.extra), renderer.whole, arrived_s, release, reader
         )
 
     async def take_over(self, kept: KeptAnswer) -> Inherited:

@@ -5,15 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.errors import invalid
-from api.http.headers import time_headers
-from api.http.whole import Whole
 from api.inference.params import GenerationParams
 from api.inference.sampling import SWITCH_NAMES, draws
 from api.inference.validate import Limits
-from api.json import to_json
 from api.streams.stream import Stream
-from api.tgi.render import render_response
-from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 
 
@@ -45,14 +40,6 @@ def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> lis
 def rank_by_logprob(streams: Sequence[Stream]) -> list[Stream]:
     """The streams by mean log-probability, the highest first."""
     return sorted(streams, key=mean_logprob, reverse=True)
-
-
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
-    """The body of a whole answer and the headers of its end; `arrived_s` is when it was requested."""
-    best, *others = rank_by_logprob(streams)
-    response = render_response(best, others, answer.prefix(0), answer.rendering.details)
-    body = to_json([response] if answer.route == "/" else response)
-    return body, time_headers(best, arrived_s)
 
 
 def mean_logprob(stream: Stream) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
-from api.http.unsupported import UnsupportedFields, reject_unsupported
+from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, SamplingFields, ranged
 from api.inference.params import GenerationParams
 from api.inference.ranges import MAX_STOP_CHARS

@@ -1,9 +1,7 @@
 """POST /vertex: several prompts or chats in one request, as Vertex AI sends them to TGI."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -14,12 +12,11 @@ from starlette.responses import Response
 from api.answer import describe_answer
 from api.errors import ApiError, invalid
 from api.http import body
-from api.http.headers import prompt_headers
 from api.http.openapi import TGI, json_body
 from api.http.request_id import request_id
+from api.http.respond import submit_and_respond
 from api.http.resume_terms import read_terms
 from api.http.state import own_pool, pools_of
-from api.http.whole import respond_with_whole
 from api.inference.fields import Listed
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
@@ -27,9 +24,9 @@ from api.inference.validate import Limits, validate
 from api.openai.accept import fill_defaults
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
+from api.tgi.answers import RENDERER, VERTEX
 from api.tgi.request_schemas import GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, Predictions
-from api.tgi.vertex import PATH, render_whole
 from common.messages.answer import Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
@@ -58,14 +55,14 @@ class VertexRequest(BaseModel):
 
 
 @router.post(
-    PATH,
+    VERTEX,
     summary="Generate several texts",
     openapi_extra=json_body(VertexRequest, EXAMPLE),
     responses={200: {"model": Predictions}},
 )
 async def vertex(request: Request) -> Response:
     """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
-    arrived_s, pool = time.monotonic(), own_pool(request)
+    pool = own_pool(request)
     parsed = await body.read(request, VertexRequest, pool.settings.payload_limit)
     await pool.admission.check()
     limits = pool.workers.limits
@@ -75,7 +72,7 @@ async def vertex(request: Request) -> Response:
     own_id = request_id(request)
     answer = describe_answer(
         own_id,
-        PATH,
+        VERTEX,
         False,
         pool.settings.model_name,
         requests,
@@ -83,10 +80,8 @@ async def vertex(request: Request) -> Response:
         Rendering(),
         read_terms(request, own_id, False, None, None),
     )
-    streams = await pool.admission.submit_all(answer)
-    headers = prompt_headers(pool.settings, sum(len(params.text or "") for params in found))
-    render = partial(render_whole, answer, streams, arrived_s)
-    return await respond_with_whole(request, own_id, streams, headers, render, pool.admission.release)
+    num_chars = sum(len(params.text or "") for params in found)
+    return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 
 
 def check_number(instances: Sequence[Instance], limits: Limits) -> None:

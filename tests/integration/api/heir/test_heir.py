@@ -4,6 +4,7 @@ goes on with each at the very byte.
 
 import asyncio
 import json
+import re
 import signal
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Coroutine
@@ -70,9 +71,9 @@ async def hub_text(port: int) -> str:
 Run = Callable[[], Coroutine[Any, Any, bytes | str]]
 
 
-async def test_no_client_notices_the_end_of_its_gateway(broker: Broker) -> None:
+async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: Redis) -> None:
     """SIGKILL to one gateway, SIGTERM to the other, in the middle of all routes' answers, streamed and whole;
-    each answer is as without, byte for byte. Half of the sockets are read slowly.
+    each answer is as without, byte for byte, and responses are stored. Half of the sockets are read slowly.
     """
     async with (
         working(broker.url, TOKENIZER, lambda _: ANSWER, step_s=0.15) as worker,
@@ -85,8 +86,8 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker) -> None:
             partial(hub_text, port),
             Curl(port, *STREAMED[0]).run,
         ]
-        for i, request in enumerate([*STREAMED, *WHOLE] * 2):
-            clients.append(Talk(port, *request, slow=i % 2 == 0).run)
+        talks = [Talk(port, *one, slow=i % 2 == 0) for i, one in enumerate([*STREAMED, *WHOLE] * 2)]
+        clients += [talk.run for talk in talks]
         worker.step_s = 0.0
         undisturbed = await asyncio.gather(*(run() for run in clients))
         worker.step_s, seen = 0.15, len(worker.seen)
@@ -107,6 +108,9 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker) -> None:
         worker.step_s = 0.0
         assert await asyncio.gather(*running) == undisturbed
         await wait_until(lambda: not gateways.keeper.kept)
+        for talk in talks:
+            for stored in re.findall(rb"resp_([0-9a-f]{32})", talk.seen):
+                assert await redis.exists(KEYS.request(stored.decode()))
 
 
 async def test_comments_stay_at_their_places(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

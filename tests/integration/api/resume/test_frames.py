@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.resume.frames import render_frames
+from api.resume.attach import renderer_of
 from api.streams.fill import Filler
 from api.streams.sources import Sources
 from api.streams.stream import Stream
@@ -18,10 +18,10 @@ from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import decode
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.gateways import ready, serving
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT
-from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.tokenizer import ids, model_tokenizer
 from tests.support.waiting import wait_until
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -52,11 +52,11 @@ async def test_another_gateway_renders_the_same_bytes(
 ) -> None:
     text = TEXT_OF_CALL if "tools" in body else " one two é🙂 three four five"
     answer = Answer(ids(text), ends=False)
-    async with (
-        working(broker.url, TOKENIZER, lambda _: answer, step_s=0.01) as worker,
-        serving(broker.url, tool_call_parser="hermes") as (gateway, client),
+    async with answering(broker.url, answer, step_s=0.01, tool_call_parser="hermes") as (
+        worker,
+        gateway,
+        client,
     ):
-        await ready(gateway)
         keys = Keys(gateway.pool.settings.pool)
         seen = bytearray()
         reader = asyncio.create_task(collect(client, path, body, seen))
@@ -67,7 +67,7 @@ async def test_another_gateway_renders_the_same_bytes(
         streams = [Stream(request, model_tokenizer()) for request in described.choices()]
         by_id = {stream.request.request_id: stream for stream in streams}
         await Filler(redis, keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
-        rendered = b"".join(await anext(render_frames(described, streams)))
+        rendered = b"".join(await anext(renderer_of(described).frames(described, streams)))
         reader.cancel()
     common = min(len(seen), len(rendered))
     assert rendered.count(b"\n\n") >= 6 and seen[:common] == rendered[:common]

@@ -34,7 +34,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "/generate",
-        "api.tgi.best_of",
+        "api.tgi.answers",
         "render_response",
         {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
     ),
