@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from common.broker.client import connect
+from tests.support.broker.rollback import RestorableBroker, restorable
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
-from tests.support.rollback import RestorableBroker, restorable
 
 SETTINGS = {
     "num_workers": 1,

@@ -6,10 +6,10 @@ from redis.asyncio import Redis
 
 from common.broker import committed
 from common.broker.client import ERRORS, connect
+from tests.support.broker.rollback import restorable
 from tests.support.broker_state import KEYS, queue, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
-from tests.support.rollback import restorable
 from tests.support.waiting import wait_until
 
 NUM_TOKENS = 60

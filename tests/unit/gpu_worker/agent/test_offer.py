@@ -6,7 +6,7 @@ from common.broker.committed import Committed, read
 from common.messages.records import RECORD, unpack_records
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import KEYS, grants, hset, reports, start, step
-from tests.support.rollback import Snapshot
+from tests.support.broker.rollback import Snapshot
 
 
 async def run_steps(agent: Agent, begin: int, end: int, row: int = 1) -> None:
