@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fleet.fleet import READY_S, Fleet, is_alive
+from tests.support.fleet.fleet import READY_S, Fleet, have_ended
 from tests.support.waiting import wait_until_sync
 
 BODY = {"inputs": "The sky is", "parameters": {"max_new_tokens": 60, "ignore_eos": True, "details": True}}
@@ -65,4 +65,4 @@ def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
     everybody = fleet.processes()
     fleet.launcher.terminate()
     assert fleet.launcher.wait(60) == 0
-    wait_until_sync(lambda: not any(map(is_alive, everybody)))
+    wait_until_sync(lambda: have_ended(everybody))

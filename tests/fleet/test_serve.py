@@ -14,7 +14,7 @@ import pytest
 
 from common.settings.settings import Settings
 from deploy.serve import checks
-from tests.support.fleet.fleet import READY_S, Fleet, is_alive
+from tests.support.fleet.fleet import READY_S, Fleet, have_ended
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
@@ -75,7 +75,7 @@ def test_processes_have_names_restart_and_drain(
             assert last_frame(lines)["details"]["generated_tokens"] == 300
         everybody = fleet.processes()
         assert fleet.launcher.wait(60) == 0
-        wait_until_sync(lambda: not any(map(is_alive, everybody)), GONE_S)
+        wait_until_sync(lambda: have_ended(everybody), GONE_S)
         checks.check_port(
             Settings(hostname="127.0.0.1", port=fleet.settings["port"])
         )  # a next fleet may start at once
@@ -107,7 +107,7 @@ def test_a_killed_launcher_leaves_no_process() -> None:
             process.suspend()
         fleet.launcher.kill()
         fleet.launcher.wait()
-        wait_until_sync(lambda: not any(map(is_alive, processes)), GONE_S)
+        wait_until_sync(lambda: have_ended(processes), GONE_S)
 
 
 @pytest.mark.usefixtures("by_the_interpreter")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support.chaos.chaos_fleet import ChaosFleet
-from tests.support.fleet.fleet import is_alive
+from tests.support.fleet.fleet import have_ended
 from tests.support.waiting import wait_until
 
 NUM_STREAMS, NUM_TOKENS = 8, 100
@@ -61,11 +61,11 @@ async def shut_down(fleet: ChaosFleet, launcher_is: str) -> None:
     for pid in pids if launcher_is == "first" else pids[1:]:
         os.kill(pid, signal.SIGTERM)
     if launcher_is == "late":
-        await wait_until(lambda: not any(map(is_alive, gateways)))
+        await wait_until(lambda: have_ended(gateways))
     if launcher_is != "first":
         os.kill(pids[0], signal.SIGTERM)
     assert await asyncio.gather(*streams) == [[*range(1, NUM_TOKENS + 1)]] * NUM_STREAMS
     assert await asyncio.to_thread(fleet.launcher.wait, 60) == 0, fleet.errors()
-    await wait_until(lambda: not any(map(is_alive, everybody)))
+    await wait_until(lambda: have_ended(everybody))
     assert "Traceback" not in fleet.errors()
     assert launcher_is != "first" or "starts again" not in fleet.errors()

@@ -23,7 +23,7 @@ from common.messages.plan import WorkerCapacity
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.load import Load
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until, wait_until_sync
@@ -163,13 +163,7 @@ def test_ranks_of_two_machines_end_together(broker: Broker, model: Path) -> None
         assert worker.world_size == 2
         ranks = [process for machine in machines for process in machine.children(recursive=True)]
         machines[1].kill()
-        wait_until_sync(
-            lambda: (
-                not any(
-                    process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks
-                )
-            )
-        )
+        wait_until_sync(lambda: have_ended(ranks))
     finally:
         for machine in machines:
             for process in [*machine.children(recursive=True), machine] if machine.is_running() else []:

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.batchers import batcher
-from tests.support.fleet.fleet import is_alive
+from tests.support.fleet.fleet import have_ended, is_alive
 from tests.support.forks.client import ForkedProcess, can_fork, create_subprocess_exec
 from tests.support.waiting import wait_until_sync
 
@@ -50,7 +50,7 @@ def test_it_dies_with_who_asked_for_it(broker: Broker) -> None:
     assert len(family) == 2
     parent.kill()
     parent.communicate()
-    wait_until_sync(lambda: not any(map(is_alive, family)))
+    wait_until_sync(lambda: have_ended(family))
 
 
 @pytest.mark.parametrize("words", [["-c", "pass"], ["-m", "json.tool", "--help"]])

@@ -12,6 +12,7 @@ import pytest
 
 from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
+from tests.support.fleet.fleet import have_ended
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +62,6 @@ def descendants(make: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    return not [
-        process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
-
-
 def test_flags_reach_the_launcher(make: subprocess.Popen[str], tmp_path: Path) -> None:
     assert (tmp_path / "argv").read_text() == "serve --port 8080\n"
 
@@ -75,14 +70,14 @@ def test_a_killed_make_leaves_no_process(make: subprocess.Popen[str]) -> None:
     processes = descendants(make)
     make.kill()
     make.wait()
-    wait_until_sync(lambda: gone(processes), GONE_S)
+    wait_until_sync(lambda: have_ended(processes), GONE_S)
 
 
 def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(make)
     make.terminate()
     make.wait(60)
-    wait_until_sync(lambda: gone(processes), GONE_S)
+    wait_until_sync(lambda: have_ended(processes), GONE_S)
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 
 
@@ -93,7 +88,7 @@ def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[
     os.killpg(make.pid, signal.SIGTERM)
     wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
     (tmp_path / "hold").unlink()
-    wait_until_sync(lambda: gone(processes), 10)
+    wait_until_sync(lambda: have_ended(processes), 10)
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 
 
@@ -102,7 +97,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tm
     (tmp_path / "hold").touch()
     os.killpg(make.pid, signal.SIGINT)
     wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
-    assert not gone(processes)
+    assert not have_ended(processes)
 
     def has_ended() -> bool:
         if make.poll() is None:
@@ -110,4 +105,4 @@ def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tm
         return make.poll() is not None
 
     wait_until_sync(has_ended, ONE_REQUEST_S + GONE_S)
-    wait_until_sync(lambda: gone(processes), GONE_S)
+    wait_until_sync(lambda: have_ended(processes), GONE_S)

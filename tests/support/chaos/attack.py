@@ -15,7 +15,7 @@ import redis
 from common.broker.keys import Keys
 from tests.support.chaos.broker import CUT_TO, FileHistory
 from tests.support.chaos.strikes import Hit, Strike
-from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -66,7 +66,7 @@ class Attack:
 
     async def gone(self, processes: Sequence[psutil.Process]) -> None:
         """Returns when these processes have ended, and with them their sockets."""
-        await wait_until(lambda: not any(map(is_alive, processes)), BACK_S)
+        await wait_until(lambda: have_ended(processes), BACK_S)
 
     async def find(self, hit: Hit) -> psutil.Process | None:
         """The process, once it is back."""
@@ -101,13 +101,6 @@ class Attack:
             return
         self.lost.append(f"{len(self.fleet.pids())} of {num_processes} processes are back, and")
         self.lost.append(f"{ready_workers(self.redis_url)} of {num_workers} workers are ready")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def process_of(fleet: Fleet, hit: Hit) -> psutil.Process | None:

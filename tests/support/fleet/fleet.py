@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -183,6 +184,10 @@ def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def have_ended(processes: Iterable[psutil.Process]) -> bool:
+    return not any(map(is_alive, processes))
 
 
 def title(process: psutil.Process) -> list[str]:

@@ -18,6 +18,7 @@ from common.messages.codec import decode
 from common.messages.plan import WorkerDied
 from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
+from tests.support.fleet.fleet import have_ended
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
@@ -217,12 +218,7 @@ def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(launch: Calla
     assert len(children) == 5
     os.kill(fleet.starts("w0")[0][0], signal.SIGSTOP)
     fleet.process.kill()
-    wait_until_sync(
-        lambda: (
-            not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-        ),
-        GONE_S,
-    )
+    wait_until_sync(lambda: have_ended(children), GONE_S)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.support.fleet.fleet import have_ended
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 30.0
@@ -61,14 +62,7 @@ def test_descendants_end_with_a_killed_parent(parent: subprocess.Popen[bytes], s
             process.suspend()
     parent.kill()
     parent.wait()
-    wait_until_sync(lambda: all(has_ended(process) for process in descendants), GONE_S)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    wait_until_sync(lambda: have_ended(descendants), GONE_S)
 
 
 def run_bound(parent_pid: int) -> int:
