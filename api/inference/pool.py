@@ -63,7 +63,7 @@ class Pool:
         await self.workers.refresh()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.redis.aclose)
-            stack.push_async_callback(self.workers.remove_heartbeat)
+            stack.push_async_callback(self.workers.heartbeat.remove_in_time)
             for loop in (self.relay.run(), self.workers.run(), self.batcher.run()):
                 await stack.enter_async_context(background_task(loop))
             stack.push_async_callback(self.admission.close)

@@ -96,14 +96,6 @@ class WorkerMonitor:
             state=self.state, streams=self.num_streams(), tasks=len(asyncio.all_tasks())
         )
 
-    async def remove_heartbeat(self) -> None:
-        """Remove the heartbeat: this gateway has no requests any more."""
-        try:
-            async with asyncio.timeout(1.0):
-                await self.heartbeat.remove()
-        except ERRORS as error:
-            log.warning("the heartbeat stays until it expires: %s", describe_error(error))
-
     async def read_workers(self) -> list[WorkerSighting]:
         """Read the workers, in one round trip unless others have joined."""
         seen, hashes, now_ms = await self.read(self.names)

@@ -68,9 +68,11 @@ class Heartbeat:
 
     async def remove_in_time(self) -> None:
         """Remove it, unless the broker does not answer: then it expires."""
-        with contextlib.suppress(*ERRORS):
+        try:
             async with asyncio.timeout(REMOVE_TIMEOUT_S):
                 await self.remove()
+        except ERRORS as error:
+            log.warning("the heartbeat stays until it expires: %s", describe_error(error))
 
     async def remove(self) -> None:
         async with self.redis.pipeline() as pipe:
