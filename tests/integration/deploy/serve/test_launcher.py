@@ -149,7 +149,7 @@ def test_a_killed_broker_restarts_with_its_data_on_its_port(launch: Callable[[],
 
 def has_broker_besides(fleet: Launched, old: int) -> bool:
     return any(
-        child.name() == "valkey-server" and child.pid != old
+        child.pid != old and child.name() == "valkey-server"  # the old one may be gone meanwhile
         for child in psutil.Process(fleet.process.pid).children()
     )
 
