@@ -40,10 +40,13 @@ UNSENT = (WorkerState.FOUND, WorkerState.UNREADABLE)
 
 @dataclass(slots=True)
 class KnownWorker:
-    """One incarnation; with `is_earlier` it was there before this epoch, so it may hold requests."""
+    """One incarnation; with `is_earlier` it was there before this epoch, so it may hold requests; with
+    `draining` it was told to end before its takeover.
+    """
 
     state: WorkerState = WorkerState.FOUND
     is_earlier: bool = False
+    draining: bool = False
     capacity: WorkerCapacity | None = None
 
     @property
@@ -122,6 +125,7 @@ class WorkerRegistry:
         if state is None or self.state(incarnation) not in UNSENT:
             return
         worker = self.workers.setdefault(incarnation, KnownWorker())
+        worker.draining = state == b"draining"
         try:
             worker.capacity = decode(WorkerCapacity, capacity)
         except WireError as error:
@@ -153,6 +157,8 @@ class WorkerRegistry:
         assert worker.capacity is not None
         left = self.scheduler.take_over(worker.capacity, report, sequences)
         worker.state = WorkerState.ACTIVE
+        if worker.draining:
+            self.scheduler.drain(incarnation)
         log.info(
             "worker %s joined: %d blocks of %d tokens; %d rows go on",
             incarnation,
@@ -179,8 +185,10 @@ class WorkerRegistry:
         self.detector.check_stall()
         self.detector.check_clock_jump(now_ms)
         for incarnation, state in zip(incarnations, states, strict=True):
-            is_new = self.state(incarnation) in UNSENT
-            if state == b"draining" or (state is not None and is_new):
+            if state == b"draining":  # all at once: rows of one do not go to another that drains, too
+                self.scheduler.drain(incarnation)
+        for incarnation, state in zip(incarnations, states, strict=True):
+            if state is not None and self.state(incarnation) in UNSENT:
                 await self.send_takeover(incarnation)
         dead = {
             incarnation

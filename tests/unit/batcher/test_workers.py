@@ -145,6 +145,18 @@ async def test_a_draining_worker_gets_no_new_rows(redis: Redis, workers: WorkerR
     assert workers.scheduler.replicas["w1"].draining
 
 
+async def test_a_worker_that_drains_at_its_takeover_is_given_no_rows_of_another(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    for name in ("w1", "w2"):
+        await start_worker(redis, name)
+        await send_heartbeat(redis, name, state="draining")
+    await workers.start_epoch()
+    for name in ("w1", "w2"):
+        answer_takeover(workers, name)
+    assert [replica.draining for replica in workers.scheduler.replicas.values()] == [True, True]
+
+
 async def test_a_name_without_a_heartbeat_is_not_kept(workers: WorkerRegistry) -> None:
     await workers.send_takeover("nobody")
     assert workers.workers == {}
