@@ -48,6 +48,7 @@ DELAYS_MS = (0.0, 1.0, 5.0)
 FIRST_IDS = 1_000
 """The first id of a prompt is the number of its request, from here on."""
 KEYS = Keys("default")
+ROOT = Path(__file__).parents[2]
 
 
 class Load:
@@ -125,7 +126,8 @@ class Load:
 
 @contextlib.contextmanager
 def child(module: str, *args: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-    variables = {**os.environ, **environ, "PARENT_PID": str(os.getpid())}
+    own = {"PARENT_PID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, **environ, **own}
     process = subprocess.Popen([sys.executable, "-m", module, *args], env=variables)
     try:
         yield process
