@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support.chaos.chaos_fleet import ChaosFleet
-from tests.support.fleet.fleet import have_ended
+from tests.support.fleet.fleet import have_ended, is_of_fleet
 from tests.support.waiting import wait_until
 
 NUM_STREAMS, NUM_TOKENS = 8, 100
@@ -54,7 +54,7 @@ async def shut_down(fleet: ChaosFleet, launcher_is: str) -> None:
     streams = [asyncio.create_task(stream(fleet.base_url, i, seen)) for i in range(NUM_STREAMS)]
     await wait_until(lambda: all(seen[i] > 5 for i in range(NUM_STREAMS)))
     # its fork servers stay, which no machine has: a gateway that ends early needs a successor
-    everybody = [process for process in fleet.processes() if process.name() != "tokenfleet forks"]
+    everybody = [process for process in fleet.processes() if is_of_fleet(process)]
     assert len(everybody) > 9
     pids = [process.pid for process in everybody]
     gateways = [psutil.Process(pid) for name, pid in fleet.pids().items() if name in ("g0", "g1")]

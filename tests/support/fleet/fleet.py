@@ -123,7 +123,7 @@ class Fleet:
     def engines(self, worker: str) -> list[psutil.Process]:
         """The ranks of a worker, in order: its children but the fork server."""
         children = psutil.Process(self.pid(worker)).children()
-        ranks = [child for child in children if child.name() != "tokenfleet forks"]
+        ranks = [child for child in children if is_of_fleet(child)]
         return sorted(ranks, key=lambda process: process.pid)
 
     def preloaded(self, name: str = "preloaded") -> int:
@@ -188,6 +188,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 def have_ended(processes: Iterable[psutil.Process]) -> bool:
     return not any(map(is_alive, processes))
+
+
+def is_of_fleet(process: psutil.Process) -> bool:
+    """Whether a process runs and is no fork server of tests."""
+    return title(process) not in ([], ["tokenfleet", "forks"])
 
 
 def title(process: psutil.Process) -> list[str]:
