@@ -1,8 +1,10 @@
-"""Prints the throughput of a fleet as a share of its engine's: `python -m benchmarks.overhead [--runs 3]`.
+"""Prints the throughput of a fleet as a share of its engine's:
+`python -m benchmarks.overhead [--runs 3] [--step-ms 25]`.
 
 The same load at 1, 8 and 32 streams runs once through the engine process alone, with all cores (grants in,
 steps out, through its socket), and once end to end over HTTP through a whole fleet with the client on the
-same cores. The two take turns; printed are the medians of the runs, and their ratio.
+same cores. The two take turns; printed are the medians of the runs, and their ratio. With `--step-ms` the
+engine has no model: each of its steps waits for so long, and the ratio is what the fleet alone costs.
 """
 
 import argparse
@@ -24,6 +26,8 @@ from common import model_files
 from common.messages.packing import pack_ids
 from common.messages.request import StoppingParams
 from gpu_worker.protocol import Frame, FrameDecoder, Grant, Ready, StartRow, StepResult, encode
+from tests.support.chaos.chaos_fleet import ChaosFleet
+from tests.support.chaos.engine import STEP_MS
 from tests.support.fleet.fleet import Fleet
 
 
@@ -93,11 +97,13 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process() -> Iterator[EngineProcess]:
+def engine_process(step_ms: float | None) -> Iterator[EngineProcess]:
+    """The real engine, or one without a model whose steps take `step_ms`."""
     ours, engines = socket.socketpair()
     environ = {**os.environ, "MODEL_ID": str(model_files.resolve("smollm2")), "PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(engines.fileno())]
-    process = subprocess.Popen(command, pass_fds=[engines.fileno()], env=environ)
+    module = "gpu_worker.engine" if step_ms is None else "tests.support.chaos.engine"
+    command = [sys.executable, "-m", module, "--fd", str(engines.fileno())]
+    process = subprocess.Popen(command, pass_fds=[engines.fileno()], env=environ | scripted(step_ms))
     engines.close()
     try:
         yield EngineProcess(ours)
@@ -106,15 +112,23 @@ def engine_process() -> Iterator[EngineProcess]:
         process.wait()
 
 
-def main(runs: int) -> None:
+def scripted(step_ms: float | None) -> dict[str, str]:
+    return {} if step_ms is None else {STEP_MS: str(step_ms)}
+
+
+def fleet_of(step_ms: float | None) -> Fleet:
+    return Fleet() if step_ms is None else ChaosFleet(step_ms, has_proxy=False)
+
+
+def main(runs: int, step_ms: float | None) -> None:
     engine_runs: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
     fleet_runs: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
     for run in range(1, runs + 1):
-        with engine_process() as engine:
+        with engine_process(step_ms) as engine:
             engine.run(4, 8, 0)
             for streams, requests in STREAMS:
                 engine_runs[streams].append(engine.run(streams, requests, run))
-        with Fleet(num_workers=1) as fleet:
+        with fleet_of(step_ms) as fleet:
             url = f"{fleet.base_url}/generate_stream"
             uvloop.run(load(url, 4, 8, "", 0))
             for streams, requests in STREAMS:
@@ -135,4 +149,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
-    main(parser.parse_args().runs)
+    parser.add_argument("--step-ms", type=float)
+    args = parser.parse_args()
+    main(args.runs, args.step_ms)
