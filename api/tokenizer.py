@@ -11,9 +11,9 @@ from api.templates.chat_template import ChatTemplate
 from common import model_config
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelTokenizer:
-    """A model's tokenizer, its special ids, and its chat template.
+    """A model's tokenizer, its special ids, and its chat template. Grammars know it as their vocabulary.
 
     Attributes:
         backend: the tokenizer of the library `tokenizers`.
@@ -56,6 +56,12 @@ class ModelTokenizer:
         """Ids of control tokens by their texts."""
         texts = {token_id: self.backend.id_to_token(token_id) for token_id in self.special_ids}
         return {text: token_id for token_id, text in texts.items() if text is not None}
+
+    def id_of(self, text: str) -> int | None:
+        """The id of the token that has this text; None if there is no such token."""
+        ids = self.encode(text, add_special_tokens=False)
+        is_one = len(ids) == 1 and self.backend.decode(ids, skip_special_tokens=False) == text
+        return ids[0] if is_one else None
 
     async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt; in a thread if it is long."""

@@ -23,7 +23,7 @@ async def answer_grammar(
     if grammar is None or (tools is not None and tools.is_forced):
         return CompiledGrammar(calls, "tools") if calls else None
     reasoning = REASONING_FORMATS.get(reading.reasoning)
-    source = await compile_grammar(grammar, tokenizer.special_tokens)
+    source = await compile_grammar(grammar, tokenizer)
     form = CALL_FORMATS.get(reading.calls)
     text = after_thinking(source, reasoning, reading.prompt_end, tokenizer.special_tokens, form)
     return CompiledGrammar(either(calls, text) if calls else text, grammar.field)

@@ -182,7 +182,7 @@ async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: Mo
         raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
     if isinstance(grammar, CompiledGrammar):
         return grammar.source
-    return await compile_grammar(grammar, tokenizer.special_tokens)
+    return await compile_grammar(grammar, tokenizer)
 
 
 # --- lengths ------------------------------------------------------------------------------------------------

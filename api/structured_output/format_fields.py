@@ -7,16 +7,32 @@ from api.errors import ApiError, invalid
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
-    "json_schema": ("json_schema",),
+    "json_schema": ("json_schema", "style", "max_whitespace_cnt"),
+    "qwen_xml_parameter": ("json_schema",),
     "regex": ("pattern",),
-    "any_text": (),
+    "grammar": ("grammar",),
+    "any_text": ("excludes", "max_chars", "max_tokens"),
     "sequence": ("elements",),
     "or": ("elements",),
+    "optional": ("content",),
+    "plus": ("content",),
+    "star": ("content",),
+    "repeat": ("content", "min", "max"),
     "tag": ("begin", "content", "end"),
-    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+    "dispatch": ("rules", "loop", "excludes"),
     "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+    "token": ("token",),
+    "exclude_token": ("exclude_tokens",),
+    "any_tokens": ("exclude_tokens", "max_tokens"),
+    "token_triggered_tags": (
+        *("trigger_tokens", "tags", "at_least_one", "stop_after_first"),
+        "exclude_tokens",
+    ),
+    "token_dispatch": ("rules", "loop", "exclude_tokens"),
 }
 """Formats, and what each consists of."""
+MAX_NUMBER = 2**31 - 1
 
 
 def checked(value: Any, field: str) -> Mapping[str, Any]:
@@ -39,11 +55,37 @@ def text_of(form: Mapping[str, Any], name: str, field: str, empty: bool = False)
     return value
 
 
-def flag_of(form: Mapping[str, Any], name: str, field: str) -> bool:
+def token_of(value: Any, field: str) -> Any:
+    """The token in a mark that is a format. Raises ApiError for a mark that is none."""
+    form = object_of(value, field)
+    if form.get("type", "token") != "token":
+        raise invalid(f"`{field}.type` must be token. Given: {form['type']!r}", f"{field}.type")
+    return form.get("token")
+
+
+def texts_of(form: Mapping[str, Any], name: str, field: str) -> list[str]:
+    """A list of texts that are not empty; empty where it is missing."""
+    items = form.get(name)
+    if not isinstance(items, list | None):
+        raise needed(f"{field}.{name}", "a list")
+    return [text_of({"": item}, "", f"{field}.{name}.{i}") for i, item in enumerate(items or [])]
+
+
+def number_of(form: Mapping[str, Any], name: str, field: str, lowest: int = 0) -> int | None:
+    """A count; None where it is missing."""
+    value = form.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= MAX_NUMBER:
+        raise needed(f"{field}.{name}", f"an integer of at least {lowest} and at most {MAX_NUMBER}")
+    return value
+
+
+def flag_of(form: Mapping[str, Any], name: str, field: str, default: bool = False) -> bool:
     value = form.get(name)
     if not isinstance(value, bool | None):
         raise invalid(f"`{field}.{name}` must be true or false", f"{field}.{name}")
-    return bool(value)
+    return default if value is None else value
 
 
 def object_of(value: Any, field: str) -> Mapping[str, Any]:

@@ -7,34 +7,27 @@ refused before it is queued. Workers compile it again for their model's vocabula
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
-from api.structured_output.lark import Lark
-from api.structured_output.regexes import EMPTY
-from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, close_objects, map_schemas
+from api.structured_output.check import error_of
+from api.structured_output.format_rules import Compiler
+from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, WHITESPACE, close_objects, map_schemas
 from api.structured_output.structural_tag import source_of_tag
+from api.structured_output.vocabulary import BYTES, Vocabulary
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
-WHITESPACE = r"(\x20|\n\x20{0,32})?"
-"""White space between the tokens of JSON: none, a space, or a line that is indented. More than that, a model
-could write for ever.
-"""
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Formats that are enforced; others are annotations, as in JSON Schema."""
+ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*)"\]')
-EOS = 256
-NUM_TRIED = 32
-"""Bytes of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
-ALLOWED = 200
-"""What llguidance gives a token that may come next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +63,10 @@ class CompiledGrammar:
     field: str
 
 
-async def compile_grammar(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place.
 
-    `special_tokens` are the ids of the model's, by their texts: tags may be such.
+    `vocabulary` is the model's: structural tags name its tokens, and tags may be such.
     """
     size = len(grammar.text)
     if size > MAX_GRAMMAR_BYTES:
@@ -81,51 +74,23 @@ async def compile_grammar(grammar: Grammar, special_tokens: Mapping[str, int]) -
             f"`{grammar.field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}",
             grammar.field,
         )
-    marks = special_tokens.items() if grammar.kind == "structural_tag" else ()
-    return await offload(LONG, lambda: compile_cached(grammar, tuple(marks)))
+    named = vocabulary if grammar.kind == "structural_tag" else BYTES
+    return await offload(LONG, lambda: compile_cached(grammar, named))
 
 
 @functools.lru_cache(maxsize=256)
-def compile_cached(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:
+def compile_cached(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
     try:
-        source = source_of(grammar)
-    except (ValueError, GbnfToLarkError) as error:
+        source = source_of(grammar, vocabulary)
+    except ValueError as error:
         raise refusal(grammar, str(error)) from error
-    if cause := error_of(source):
+    if cause := error_of(source, vocabulary.size):
         raise refusal(grammar, cause)
-    return source_of(grammar, marks) if marks else source
+    return source
 
 
-def error_of(source: str) -> str:
-    """Why a grammar in llguidance's form cannot be served; "" if it can, as far as the beginning of one of
-    its texts shows: what is too much work for single bytes is so for a model's vocabulary, too.
-    """
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
-    next_byte = last_allowed(matcher)
-    if matcher.is_error():
-        return cause_of(matcher)
-    for _ in range(NUM_TRIED):
-        if next_byte < 0 or not matcher.consume_token(next_byte):
-            break
-        next_byte = last_allowed(matcher)
-    cause = cause_of(matcher)
-    return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
-
-
-def last_allowed(matcher: llguidance.LLMatcher) -> int:
-    """The last byte that may come next; -1 if none may."""
-    return -1 if matcher.is_stopped() else matcher.compute_logit_bias().rfind(ALLOWED, 0, EOS)
-
-
-def cause_of(matcher: llguidance.LLMatcher) -> str:
-    """The error of a matcher; "" if it has none."""
-    return matcher.get_error().split("<state>")[0].strip()
-
-
-def source_of(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:
-    """The grammar in llguidance's form, not yet checked, for a vocabulary with these special tokens. Raises
-    ValueError.
-    """
+def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+    """The grammar in llguidance's form, not yet checked. Raises ValueError."""
     match grammar.kind:
         case "json":
             schema = as_compiled(checked_schema(grammar), grammar.closed)
@@ -138,20 +103,40 @@ def source_of(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
-            schema_rule = functools.partial(embedded_schema, whitespace=grammar.whitespace)
-            return source_of_tag(json.loads(grammar.text), grammar.field, Lark(dict(marks)), schema_rule)
+            compiler = Compiler(functools.partial(embedded_schema, grammar.whitespace), embedded_grammar)
+            return source_of_tag(json.loads(grammar.text), grammar.field, vocabulary, compiler)
         case _:
-            return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            return llguidance.LLMatcher.grammar_from_lark(lark_of(grammar.text))
 
 
-def embedded_schema(schema: Any, field: str, whitespace: str) -> dict[str, Any]:
-    """A JSON schema as a part of a Lark grammar. Raises ApiError."""
+def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> dict[str, Any]:
+    """A JSON schema as a part of a Lark grammar; `own` is the white space of all that say none. Raises
+    ApiError.
+    """
     if not isinstance(schema, dict | bool):
         raise invalid(f"`{field}` must be a JSON schema", field)
-    grammar = Grammar("json", json.dumps(schema), field, whitespace)
+    grammar = Grammar("json", json.dumps(schema), field, whitespace or own)
     compile_cached(grammar)
     schema = as_compiled(checked_schema(grammar), closed=False)
-    return {**schema, "x-guidance": {"whitespace_pattern": whitespace}}
+    return {**schema, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
+
+
+def embedded_grammar(text: str, field: str) -> str:
+    """A grammar of rules, as Lark. Raises ApiError."""
+    compile_cached(Grammar("grammar", text, field))
+    return lark_of(text)
+
+
+def lark_of(text: str) -> str:
+    """A grammar in Lark, given as such or as GBNF, which as xgrammar has it may escape a dash. Raises
+    ValueError.
+    """
+    try:
+        return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except Exception as error:  # the converter has no type of its own for rules that are missing
+        raise ValueError(str(error)) from error
 
 
 def checked_schema(grammar: Grammar) -> Any:
@@ -230,21 +215,3 @@ def places(schema: Any, keyword: str, path: str = "#") -> Iterator[str]:
 
 def escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
-
-
-class ByteTokenizer:
-    """A tokenizer whose tokens are single bytes, and an end."""
-
-    eos_token_id = EOS
-    bos_token_id = None
-    tokens = (*(bytes([i]) for i in range(EOS)), b"<eos>")
-    special_token_ids = (EOS,)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-@functools.cache
-def byte_vocabulary() -> llguidance.LLTokenizer:
-    wrapper = llguidance.TokenizerWrapper(ByteTokenizer())
-    return llguidance.LLTokenizer(wrapper, n_vocab=EOS + 1, eos_token=[EOS])

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 TEXT = r"/(.|\n)*/"
+NOTHING = '""'
+Mark = str | int
+"""What ends a text: another text, which may have special tokens in it, or the id of a token."""
 
 
 class Lark:
@@ -13,22 +16,40 @@ class Lark:
 
     Attributes:
         special_ids: the model's special tokens; their text is no text to the grammar, which names their id.
+        nested: grammars with rules of their own, by the names by which rules refer to them.
     """
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.special_ids = special_ids
         self.rules: list[str] = []
+        self.nested: list[dict[str, str]] = []
 
     def source(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self.rules])
+        """The grammar: Lark, or where grammars are nested in it, llguidance's list of them."""
+        lark = "\n".join([f"start: {start}", *self.rules])
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self.nested]}) if self.nested else lark
+
+    def grammar(self, lark: str) -> str:
+        """A grammar whose names are apart from those of all others."""
+        name = f"grammar_{len(self.nested)}"
+        self.nested.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
 
     def mark(self, text: str) -> str:
         """A text that may be a special token."""
-        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else literal(text)
+        return token(self.special_ids[text]) if text in self.special_ids else literal(text)
 
-    def marked(self, text: str) -> str:
-        """A text with marks in it that may be special tokens; nothing for the empty text."""
-        return " ".join(map(self.mark, self.pieces(text)))
+    def marked(self, mark: Mark) -> str:
+        """A text with marks in it that may be special tokens; nothing for the empty text. Or a token."""
+        return token(mark) if isinstance(mark, int) else " ".join(map(self.mark, self.pieces(mark)))
+
+    def any_marked(self, marks: Sequence[Mark]) -> str:
+        """One of the marks; nothing for none."""
+        return one_of(map(self.marked, marks)) if len(marks) > 1 else "".join(map(self.marked, marks))
+
+    def token_of(self, mark: Mark) -> int | None:
+        """The token with which a mark begins; None if it is text."""
+        return mark if isinstance(mark, int) else self.special_ids.get(next(iter(self.pieces(mark)), ""))
 
     def pieces(self, text: str) -> list[str]:
         """A text, cut around the special tokens in it."""
@@ -51,15 +72,24 @@ class Lark:
         """A JSON value."""
         return self.rule(f"%json {json.dumps(schema)}")
 
-    def until(self, mark: str, pattern: str = TEXT) -> str:
-        """Any text, or one that matches regexes, up to a mark, and the mark. Behind text, a special token can
-        only be a mark, or in one.
+    def until(self, mark: Mark, pattern: str = TEXT) -> str:
+        """Any text, or one that matches a pattern, up to a mark, and the mark. Behind text, a special token
+        can only be a mark, or in one.
         """
-        head, *tail = self.pieces(mark)
-        if head in self.special_ids:
-            return " ".join([self.lexeme(pattern), *map(self.mark, (head, *tail))])
-        before = f"{pattern} {literal(head)}"
-        return " ".join([self.lexeme(before) if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
+        if self.token_of(mark) is not None:
+            return f"{self.lexeme(pattern)} {self.marked(mark)}"
+        head, *tail = self.pieces(str(mark))
+        before = self.lexeme(f"{pattern} {literal(head)}")
+        return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
+
+
+def token(token_id: int) -> str:
+    return f"<[{token_id}]>"
+
+
+def without(pattern: str, parts: Iterable[str]) -> str:
+    """A pattern whose texts have none of these expressions in them."""
+    return f"({pattern} & ~({TEXT} {one_of(parts)} {TEXT}))"
 
 
 def literal(text: str) -> str:

@@ -3,6 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+WHITESPACE = r"(\x20|\n\x20{0,32})?"
+"""White space between the tokens of JSON: none, a space, or a line that is indented. More than that, a model
+could write for ever.
+"""
 NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose keys are names, not keywords."""
 VALUES = ("const", "enum", "default", "examples")

@@ -8,7 +8,8 @@ from typing import Any
 
 from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
-from api.structured_output.grammar import MAX_GRAMMAR_BYTES, error_of
+from api.structured_output.check import error_of
+from api.structured_output.grammar import MAX_GRAMMAR_BYTES
 from api.structured_output.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
 from api.tool_calls.forcing.offer import CallsRule, Offer

@@ -1,24 +1,20 @@
 """The schemas of functions' arguments, as grammars force them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from api.errors import ApiError, invalid
-from api.structured_output.grammar import WHITESPACE, Grammar, as_compiled, compile_cached
+from api.structured_output.grammar import Grammar, as_compiled, compile_cached
+from api.structured_output.schemas import WHITESPACE
+from api.structured_output.tagged_values import DEFINITIONS
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.typed_text import referred
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
 """Keywords of schemas that say themselves which other properties there may be."""
-WHOLE = (
-    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-)
-"""Keywords that say something of an object as a whole."""
 ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
-DEFINITIONS = ("$defs", "definitions")
 
 
 def field_of(tool: Tool) -> str:
@@ -60,26 +56,6 @@ def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def with_whitespace(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-
-
-def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """(name, schema, whether it is required) of each argument, for formats that write them one by one. Raises
-    ApiError if a strict function's schema says more than that.
-    """
-    if tool.strict:
-        for keyword in WHOLE:
-            if keyword in schema:
-                raise unsupported(tool, keyword)
-    properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
-    for name in [*properties, *(name for name in required if name not in properties)]:
-        yield name, alone(properties.get(name, {}), schema), name in required
-
-
-def alone(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a schema as a schema of its own, with the definitions to which it may refer."""
-    part = schema if isinstance(schema, Mapping) else {}
-    return with_whitespace({**{name: root[name] for name in DEFINITIONS if name in root}, **part})
 
 
 def unsupported(tool: Tool, keyword: str) -> ApiError:

@@ -6,16 +6,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from api.structured_output.lark import Lark, literal, one_of
+from api.structured_output.tagged_values import Refuse, properties_of, tagged_value
 from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
-from api.tool_calls.forcing.schemas import properties_of, unsupported
+from api.tool_calls.forcing.schemas import unsupported
 from api.tool_calls.formats import tagged
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.reader import NO_NAME
-from api.tool_calls.reading.typed_text import types_of
 
 Rule = Callable[[Lark, Offer], CallsRule]
 Arguments = Callable[[Tool, Mapping[str, Any]], str]
-OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 
 
@@ -60,24 +59,12 @@ def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Ar
 def arguments_of(lark: Lark, wrapping: Wrapping, tool: Tool, schema: Mapping[str, Any]) -> str:
     """All arguments in the order of the schema; those that are not required may be missing."""
     parts = []
-    for name, part, is_required in properties_of(tool, schema):
+    refuse = refusal_of(tool)
+    for name, part, is_required in properties_of(schema, refuse):
         head = lark.marked(wrapping.name + name + wrapping.value)
-        argument = f'{head} {value_of(lark, tool, part, wrapping.end)} "\\n"'
+        argument = f'{head} {tagged_value(lark, part, wrapping.end, refuse=refuse)} "\\n"'
         parts.append(argument if is_required else f"({argument})?")
     return " ".join(parts)
-
-
-def value_of(lark: Lark, tool: Tool, schema: Mapping[str, Any], end: str) -> str:
-    """A value and the mark behind it: a text as it is, others as JSON."""
-    if types_of(schema, schema) != {"string"}:
-        return f"{lark.json(schema)} {lark.mark(end)}"
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return f"{one_of(literal(value) for value in values)} {lark.mark(end)}"
-    for keyword in OF_TEXTS:
-        if tool.strict and keyword in schema:
-            raise unsupported(tool, keyword)
-    return lark.until(end)
 
 
 def python_list(open: str, close: str) -> Rule:
@@ -99,7 +86,7 @@ def python_list(open: str, close: str) -> Rule:
 def named_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
     required: list[str] = []
     optional: list[str] = []
-    for name, part, is_required in properties_of(tool, schema):
+    for name, part, is_required in properties_of(schema, refusal_of(tool)):
         if NAME.fullmatch(name) is None:
             raise unsupported(tool, f"properties/{name}")
         (required if is_required else optional).append(f"{literal(name + '=')} {lark.json(part)}")
@@ -110,3 +97,8 @@ def named_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
 
 def beginning_at(arguments: Sequence[str], i: int) -> str:
     return arguments[i] + "".join(f' (", " {argument})?' for argument in arguments[i + 1 :])
+
+
+def refusal_of(tool: Tool) -> Refuse | None:
+    """How keywords are refused that calls cannot be held to; None for a function that is not strict."""
+    return partial(unsupported, tool) if tool.strict else None

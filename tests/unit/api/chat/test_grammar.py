@@ -5,7 +5,8 @@ import pytest
 
 from api.chat.grammar import answer_grammar
 from api.chat.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
-from api.structured_output.grammar import CompiledGrammar, Grammar, byte_vocabulary
+from api.structured_output.grammar import CompiledGrammar, Grammar
+from api.structured_output.vocabulary import byte_vocabulary
 from common.messages.answer import Reading
 from tests.support.tokenizer import model_tokenizer
 

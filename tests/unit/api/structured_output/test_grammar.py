@@ -11,9 +11,9 @@ from api.structured_output.grammar import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_DEPTH,
     Grammar,
-    byte_vocabulary,
     compile_grammar,
 )
+from api.structured_output.vocabulary import BYTES, byte_vocabulary
 
 
 def schema(value: Any) -> Grammar:
@@ -77,13 +77,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", SERVED)
 async def test_a_grammar_is_compiled(name: str) -> None:
-    assert await compile_grammar(SERVED[name], {})
+    assert await compile_grammar(SERVED[name], BYTES)
 
 
 @pytest.mark.parametrize("text", REFUSED)
 async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        await compile_grammar(REFUSED[text], {})
+        await compile_grammar(REFUSED[text], BYTES)
     assert text in str(refusal.value)
     assert (refusal.value.status, refusal.value.param) == (422, "f")
 
@@ -91,13 +91,13 @@ async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: 
 @pytest.mark.parametrize("closed", [False, True])
 async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bool) -> None:
     schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}}}
-    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed), {})
+    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed), BYTES)
     accepted = [accepts(source, text) for text in ('{"a": {"b": 1}}', '{"a": {"c": 1}}', '{"c": 1}')]
     assert accepted == [True, not closed, not closed]
 
 
 async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
-    source = await compile_grammar(schema({"type": "object"}), {})
+    source = await compile_grammar(schema({"type": "object"}), BYTES)
     spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
     spaces |= {"\n\n": False, " \n": False}
     for around in ('{%s"a": 1}', '{"a":%s1}', '{"a": [1,%s2]}', '{"a": {}%s}'):

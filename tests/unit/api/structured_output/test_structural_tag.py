@@ -8,9 +8,11 @@ import llguidance
 import pytest
 
 from api.errors import ApiError
-from api.structured_output.grammar import byte_vocabulary, compile_cached, compile_grammar
+from api.structured_output.grammar import compile_cached, compile_grammar
 from api.structured_output.shapes import from_response_format, from_structured_outputs
+from api.structured_output.vocabulary import byte_vocabulary
 from common import model_files
+from tests.support.tokenizer import model_tokenizer
 
 
 def regex(pattern: str) -> dict[str, Any]:
@@ -85,6 +87,7 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (sequence(regex("(ab)+"), {"type": "any_text"}), ["ab", "abac", "ab\n"], ["a", "ac"]),
     (sequence(regex("(ab)+ "), one_of(AGE, text("no"))), ["ab 1", "abab no"], ["ab1", "ab "]),
     (sequence(tag({"type": "any_text"}, end=""), text("end")), ["<t>end", "<t>a end"], ["<t>", "<t>endx"]),
+    (sequence(CALLS, AGE), ["7", "a <call=day></call>7"], ["a", "77 7", "<call=year>1</call>"]),
     (sequence({"type": "any_text"}, text("\n"), AGE), ["a\n1", "\n1"], ["1", "a\n\n1"]),
     (
         {"type": "tags_with_separator", "tags": [tag(regex("[a-z]+"), end="")], "separator": ", "},
@@ -239,7 +242,7 @@ async def test_tags_may_be_special_tokens() -> None:
     assert grammar is not None
     path = str(model_files.resolve("smollm2") / "tokenizer.json")
     vocabulary = llguidance.LLTokenizer(path, eos_token=0)
-    source = await compile_grammar(grammar, {"<|im_start|>": 1, "<|im_end|>": 2})
+    source = await compile_grammar(grammar, model_tokenizer())
     number = [*vocabulary.tokenize_str("x=1"), *vocabulary.tokenize_str("2")]
     hello = vocabulary.tokenize_str("hello")
     assert accepts(vocabulary, source, [*hello, 1, *number, 2, *hello])
@@ -251,8 +254,8 @@ async def test_tags_may_be_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        ({"type": "qwen_xml_parameter"}, "`response_format.format.type` must be one of const_string, "),
-        ({"type": "any_text", "excludes": ["a"]}, "`response_format.format.excludes` is not supported"),
+        ({"type": "xml"}, "`response_format.format.type` must be one of const_string, "),
+        ({"type": "regex", "excludes": ["a"]}, "`response_format.format.excludes` is not supported"),
         ({"type": "const_string"}, "`response_format.format.value` must be a text that is not empty"),
         (
             {**CALLS, "triggers": ["<x"]},
@@ -261,11 +264,11 @@ async def test_tags_may_be_special_tokens() -> None:
         ({**CALLS, "triggers": [1]}, "`response_format.format.triggers.0` must be a text"),
         ({**CALLS, "tags": []}, "`response_format.format.tags` must be a list that is not empty"),
         ({**CALLS, "at_least_one": 1}, "`response_format.format.at_least_one` must be true or false"),
-        ({"type": "sequence", "elements": [CALLS, AGE]}, "`response_format.format.elements.0` has no end"),
+        (sequence(CALLS, CALLS), "`response_format.format.elements.0` has no end"),
         (sequence(regex("[0-9]+"), AGE), "`response_format.format.elements.0` has no end"),
         (sequence(regex(".*"), one_of(AGE, AGE)), "`response_format.format.elements.0` has no end"),
         (
-            sequence(tag({"type": "any_text"}, end=""), AGE),
+            sequence(tag({"type": "any_text"}, end=""), {"type": "any_text"}),
             "`response_format.format.elements.0.content` has no end",
         ),
         (
@@ -273,7 +276,7 @@ async def test_tags_may_be_special_tokens() -> None:
             "`response_format.format.content.tags.0.content` has no end",
         ),
         (
-            {"type": "tags_with_separator", "tags": [{**DAY, "end": ""}], "separator": ","},
+            {"type": "tags_with_separator", "tags": [tag(regex(".*"), end="")], "separator": ","},
             "`response_format.format.tags.0.content` has no end",
         ),
         (sequence(regex("a)(b"), AGE), "`response_format.format.elements.0` cannot be compiled: "),

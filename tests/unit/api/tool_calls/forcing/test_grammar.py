@@ -12,6 +12,7 @@ import pytest
 
 from api.errors import ApiError
 from api.structured_output.grammar import Grammar, compile_grammar
+from api.structured_output.vocabulary import BYTES
 from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
 from api.tool_calls.formats.table import CALL_FORMATS
 from api.tool_calls.formats.tagged import END_PARAMETER, END_VALUE
@@ -185,7 +186,7 @@ KINDS = [JSON, Grammar("regex", r'\{"a":null\}', "f"), Grammar("choice", '["{\\"
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 def test_structured_output_begins_after_thinking(kind: Grammar) -> None:
-    source = asyncio.run(compile_grammar(kind, {}))
+    source = asyncio.run(compile_grammar(kind, BYTES))
     within = after_thinking(source, QWEN, "<think>\n", {})
     assert accepts(within, 'Maybe {x}.</think>\n{"a":null}')
     assert not accepts(within, "Maybe.</think>\nno")
@@ -195,7 +196,7 @@ def test_structured_output_begins_after_thinking(kind: Grammar) -> None:
 
 
 def test_special_marks_of_thinking_are_tokens() -> None:
-    source = asyncio.run(compile_grammar(JSON, {}))
+    source = asyncio.run(compile_grammar(JSON, BYTES))
     ids = special_ids("<think>", "</think>")
     text = Walker(DIRECTORY, ids).walk(after_thinking(source, QWEN, "<think>\n", ids), 0)
     answer = Reading(reasoning=QWEN, prompt="<think>\n").read(text)
@@ -203,7 +204,7 @@ def test_special_marks_of_thinking_are_tokens() -> None:
 
 
 def test_in_harmony_structured_output_is_the_final_message() -> None:
-    source = asyncio.run(compile_grammar(JSON, {}))
+    source = asyncio.run(compile_grammar(JSON, BYTES))
     form = CALL_FORMATS["openai"]
     ids = special_ids(*form.marks)
     for seed in range(2):

@@ -1,0 +1,40 @@
+"""Check that a grammar in llguidance's form can be served."""
+
+import llguidance
+
+from api.structured_output.regexes import EMPTY
+from api.structured_output.vocabulary import NUM_BYTES, byte_vocabulary
+
+NUM_TRIED = 32
+"""Tokens of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
+ALLOWED = 200
+"""What llguidance gives a token that may come next."""
+
+
+def error_of(source: str, size: int = NUM_BYTES) -> str:
+    """Why a grammar, which may name ids below `size`, cannot be served; "" if it can, as far as the beginning
+    of one of its texts shows: what is too much work for single bytes is so for a model's vocabulary, too.
+    """
+    vocabulary = byte_vocabulary(size)
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    next_token = last_allowed(matcher, vocabulary)
+    if matcher.is_error():
+        return cause_of(matcher)
+    for _ in range(NUM_TRIED):
+        if next_token < 0 or not matcher.consume_token(next_token):
+            break
+        next_token = last_allowed(matcher, vocabulary)
+    cause = cause_of(matcher)
+    return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
+
+
+def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:
+    """The last token that may come next, but for the end; -1 if none may."""
+    if matcher.is_stopped():
+        return -1
+    return matcher.compute_logit_bias().rfind(ALLOWED, 0, vocabulary.eos_token)
+
+
+def cause_of(matcher: llguidance.LLMatcher) -> str:
+    """The error of a matcher; "" if it has none."""
+    return matcher.get_error().split("<state>")[0].strip()

@@ -1,0 +1,75 @@
+"""Vocabulary: what of a model's tokens a grammar may name; that of single bytes, with which grammars are
+checked.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import llguidance
+
+NUM_BYTES = 256
+
+
+class Vocabulary(Protocol):
+    """A model's tokens. It is hashed by identity.
+
+    Attributes:
+        size: all ids are below it.
+        special_tokens: ids of control tokens by their texts, which are no text to a grammar.
+        ending_ids: ids that end an answer.
+    """
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def special_tokens(self) -> Mapping[str, int]: ...
+    @property
+    def ending_ids(self) -> frozenset[int]: ...
+    def id_of(self, text: str) -> int | None:
+        """The id of the token that has this text; None if there is no such token."""
+
+    def __hash__(self) -> int: ...
+
+
+class Bytes:
+    """A vocabulary of single bytes, of tokens without a text up to its size, and of an end."""
+
+    bos_token_id = None
+    special_tokens: Mapping[str, int] = {}
+
+    def __init__(self, size: int = NUM_BYTES) -> None:
+        self.size = max(size, NUM_BYTES)
+        self.eos_token_id = self.size
+        self.ending_ids = frozenset({self.size})
+        self.special_token_ids = (self.size,)
+        self.tokens = (
+            *(bytes([i]) for i in range(NUM_BYTES)),
+            *(b"" for _ in range(NUM_BYTES, self.size)),
+            b"<eos>",
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def id_of(self, text: str) -> int | None:
+        return ord(text) if len(text) == 1 and text.isascii() else None
+
+
+BYTES = Bytes()
+
+
+@functools.lru_cache(maxsize=8)
+def byte_vocabulary(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
+    """The vocabulary of single bytes, in which ids below `size` may be named."""
+    tokenizer = Bytes(size)
+    wrapper = llguidance.TokenizerWrapper(tokenizer)
+    return llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.size + 1, eos_token=[tokenizer.size])
+
+
+def ranges_without(size: int, excluded: Iterable[int]) -> str:
+    """All ids below `size` but these, as Lark names a set of tokens; "" for none."""
+    edges = [-1, *sorted({token_id for token_id in excluded if token_id < size}), size]
+    spans = [(low + 1, high - 1) for low, high in itertools.pairwise(edges) if low + 1 < high]
+    return f"<[{','.join(f'{low}-{high}' for low, high in spans)}]>" if spans else ""
