@@ -16,7 +16,7 @@ from common.broker.client import connect
 from common.process import cpu
 from deploy.serve.embedded_broker import Broker
 from gpu_worker.engine.process import SPIN_COUNT
-from tests.support import brokers
+from tests.support import brokers, caches
 from tests.support.fleet.fleet import Fleet
 from tests.support.forks import client as forks
 
@@ -40,6 +40,10 @@ LONG = ("unit/gpu_worker", "integration", "repo")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests wait about half of their time."""
     return cpu.num_cores() + 1
+
+
+def pytest_xdist_setupnodes() -> None:
+    caches.fill_in_background()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StartRow
 from tests.support.engine import tiny_models
@@ -32,7 +31,7 @@ SAMPLINGS = [
     SamplingParams(temperature=1.5, seed=3),
     SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
 ]
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("library")
 
 Told = tuple[list[int], bytes]
 """The ids of a row, and the bits of their log-probabilities."""

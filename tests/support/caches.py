@@ -1,0 +1,42 @@
+"""`python -m tests.support.caches`: fills the caches of a machine that has none yet, while tests are collected.
+
+Modules need the bundled model's tokenizer when they are imported, tests the native kernels and the weights in
+float32. Whoever needs one of them first makes it, and the others wait: one process at a time would compute.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from common.model_files import BUNDLED, EXACT_DTYPE, find_local, resolve
+from common.process.parent_death import die_with_parent
+
+ROOT = Path(__file__).parents[2]
+
+
+def fill_in_background() -> None:
+    """Start this module, unless the machine has the model already."""
+    if find_local(BUNDLED, None, "auto") is None:
+        environ = os.environ | {"PARENT_PID": str(os.getpid())}
+        subprocess.Popen([sys.executable, "-m", "tests.support.caches"], cwd=ROOT, env=environ)
+
+
+def main() -> None:
+    die_with_parent()
+    compiling = threading.Thread(target=compile_kernels)
+    compiling.start()
+    for dtype in ("auto", EXACT_DTYPE):
+        resolve(BUNDLED, dtype=dtype)
+    compiling.join()
+
+
+def compile_kernels() -> None:
+    from gpu_worker.engine.cpu import native  # seconds
+
+    native.library()
+
+
+if __name__ == "__main__":
+    main()
