@@ -1,4 +1,4 @@
-"""`python -m tests.support.caches`: fills the caches of a machine that has none yet, while tests are collected.
+"""`python -m tests.support.caches`: fills the caches of a machine that has none, while tests are collected.
 
 Modules need the bundled model's tokenizer when they are imported, tests the native kernels and the weights in
 float32. Whoever needs one of them first makes it, and the others wait: one process at a time would compute.

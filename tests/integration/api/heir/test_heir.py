@@ -22,13 +22,13 @@ from api.http.sse import TokenStream
 from deploy.serve.embedded_broker import Broker
 from deploy.serve.socket_keeper import SocketKeeper
 from tests.support.broker_state import KEYS
+from tests.support.clients.talk import DIFFERS, Talk
 from tests.support.fleet.kept_gateways import keeping, kept_gateways
 from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.openai_frames import CHAT
 from tests.support.sse import data_of
-from tests.support.talk import DIFFERS, Talk
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from deploy.serve.embedded_broker import Broker
+from tests.support.clients.talk import Talk
 from tests.support.fleet.kept_gateways import KeptGateways, kept_gateways
 from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.talk import Talk
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
