@@ -1,9 +1,9 @@
 """Actions: what the batcher has decided and not done yet.
 
-They are done in order. Scripts are sent as soon as they are decided, whatever the replies to those before
-will be: on one connection the broker runs them in order, too, and writes no plan that does not follow the one
-before. Other actions wait until all before them are done, and all behind wait for them. What a reply decides
-comes before everything that is not sent.
+They are done in order. Scripts are pipelined: each is sent without waiting for the replies to those before
+it. One connection keeps their order, and the broker refuses a plan that does not follow the one before. Any
+other action waits until everything before it is done, and everything after it waits for it. What a reply
+calls for is done before all that is not sent yet.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class ScriptAction:
 
     Attributes:
         call: returns the call, when its turn has come.
-        settle: takes the reply, and returns what is to be done next.
+        settle: takes the reply, and returns what the reply calls for.
     """
 
     call: Callable[[], ScriptCall]
@@ -112,19 +112,19 @@ class ActionQueue:
         """Take the replies that have come. Where the broker refused a script, or the connection is lost, this
         raises the error, and all that is not settled is sent again.
         """
-        follow: list[Action | ScriptAction] = []
+        called_for: list[Action | ScriptAction] = []
         try:
             while self.replies:
                 if isinstance(reply := self.replies.popleft(), Exception):
                     raise reply
-                follow += self.sent.popleft().settle(reply)
+                called_for += self.sent.popleft().settle(reply)
             if self.connection is not None and self.connection.closed.done():
                 self.connection.closed.result()
         except ERRORS:
             self.close()
             raise
         finally:
-            self.queue.extendleft(reversed(follow))
+            self.queue.extendleft(reversed(called_for))
         if not self.sent:
             self.num_bytes = 0
 

@@ -1,8 +1,9 @@
 """Inbox: reads requests, control messages and the reports of every worker with one XREAD.
 
-The next entries are asked for before what came last is acted upon: they come while plans are written. What
-comes while a reply or the next question travels would wait for that; so more questions, for whatever comes
-next in one stream, wait at the broker (`watch`). They may miss an entry, the XREAD misses none.
+The XREAD for the next entries is sent before the last ones are handled: they come while plans are written. An
+entry that arrives at the broker between two of these XREADs would wait for a round trip; so, for one stream,
+more XREADs wait at the broker, on a connection of their own (`watch`). Those may miss an entry; the first
+one, which knows the last id of each stream, misses none.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from common.broker.fast_client import FastConnection
 from common.broker.stream_ids import parse_stream_id
 
 NUM_QUESTIONS = 8
-"""So many wait at the broker for the next entries of the stream that is watched."""
+"""XREADs that wait at the broker for the next entry of the stream that is watched."""
 RETRY_S = 0.2
 MAX_ENTRIES = 256
 """Entries of each stream in one read."""

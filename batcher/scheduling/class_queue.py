@@ -2,8 +2,9 @@
 
 Resumed requests start first, the shortest first: it is back the soonest. Then the tenant that has had the
 least service for its weight; of one tenant the oldest request. Service is what was computed: tokens of
-prompts and generated tokens. What a row will generate is not known when it starts: its tenant is charged
-with what its rows generate on average; once the row is released, with what it has computed.
+prompts and generated tokens. What a row will generate is not known when it starts, so its tenant is first
+charged with what its rows generate on average. When the row is released, the charge is corrected to what it
+has computed.
 """
 
 import heapq
@@ -25,11 +26,11 @@ class Account:
     """What one tenant has had of one class.
 
     Attributes:
-        served: tokens by weight.
+        served: tokens that it is charged with, divided by its weight.
         mean_output: what its requests generate on average, in tokens.
         num_started: rows that are not released.
         waiting: a heap of (arrival, request).
-        place: number of its valid place in the order of tenants; 0 for none.
+        place: number of its item in `ClassQueue.order`; 0 for none. Its items with other numbers are stale.
     """
 
     weight: float
@@ -52,9 +53,10 @@ class ClassQueue:
     Attributes:
         resumed: a heap of (tokens to compute, arrival, request).
         accounts: by tenant; those that are worth remembering.
-        order: a heap of (served, arrival of the oldest request, place, account); other places are not valid.
-        level: what the tenant had had whose turn was last: one that has not waited goes on from there.
-        num_passed: starts of other classes since one of these requests started, while one waited.
+        order: a heap of (served, arrival of the oldest request, place, account), stale items among them.
+        level: `served` of the tenant whose request started last. A tenant that begins to wait has at least
+            that, so nobody saves service up while it asks for none.
+        num_passed: starts of other classes since one of this class, counted while one of this class waits.
         looked_past: requests of this turn that do not fit.
         skipped: requests of this turn that may not start, whatever is free.
     """
@@ -71,7 +73,7 @@ class ClassQueue:
         self.skipped: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """A new request waits behind the older ones of its tenant."""
+        """Have a new request wait behind the older ones of its tenant."""
         account = self.account(sequence)
         if account.first() is None:
             account.served = max(account.served, self.level)
@@ -93,7 +95,7 @@ class ClassQueue:
         return account
 
     def forget_idle(self, besides: Account) -> None:
-        """Forget tenants that would start from the level of all anyway."""
+        """Forget tenants without requests that would begin at `level` anyway."""
         self.accounts = {
             tenant: account
             for tenant, account in self.accounts.items()
@@ -137,8 +139,8 @@ class ClassQueue:
         self.place(account)
 
     def charge(self, sequence: Sequence, num_prefill: int) -> int:
-        """Charge the tenant of a request that starts, which computes `num_prefill` tokens first. Return with
-        how many.
+        """Charge a request that starts to its tenant: `num_prefill` tokens, which it computes first, and what
+        it generates on average. Return the number of tokens charged.
         """
         account = self.account(sequence)
         if not sequence.resumed:
@@ -151,14 +153,14 @@ class ClassQueue:
         return charged
 
     def settle(self, sequence: Sequence, charged: int, num_computed: int) -> None:
-        """A row that computes no more has computed so many tokens: correct what was charged for it."""
+        """Correct the charge of a row that computes no more to what it has computed."""
         account = self.account(sequence)
         account.num_started -= 1
         account.served += (num_computed - charged) / account.weight
         self.place(account)
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
-        """A row has ended after so many tokens."""
+        """Update what the tenant's rows generate on average by one that has ended."""
         account = self.account(sequence)
         account.mean_output = MEMORY * account.mean_output + (1 - MEMORY) * num_generated
 

@@ -18,7 +18,9 @@ LAUNCHED_STEPS = 2
 LEAST_HORIZON = 32
 """So many steps are granted, however soon a grant comes: reports and plans are seldom due."""
 AHEAD = 8
-"""More than that is granted as long as all rows together are not an eighth of the cache ahead."""
+"""More than LEAST_HORIZON is granted only as far as all rows together get at most one part in AHEAD of the
+cache for it.
+"""
 
 
 def horizon(most: int, trip_steps: int, slots_per_row: int) -> int:
@@ -35,7 +37,7 @@ class WorkerPace:
     Attributes:
         times: of steps.
         trip_ms: a round trip, on average.
-        late_trip_ms: one that few exceed: the longest, which counts ever less.
+        late_trip_ms: one that few exceed: the longest, which fades with each round trip after it.
         late_trip_steps: that in steps without prefill; 0 while it is not known.
         steps, ended: sums over the last steps: how many they are, and the rows that ended in them.
     """

@@ -24,12 +24,12 @@ FEW = 8
 WORTH_WAITING = 32
 """A request waits for a row that computes so many tokens which it needs, too."""
 RECENT = 64
-"""Changes of workers after which it is forgotten what had no room."""
+"""After so many changes of workers the `refusal` is forgotten."""
 
 
 def find_known(replica: Replica, sequence: Sequence, waits: bool) -> tuple[int, PlacedRow | None]:
-    """Return how many tokens of a request a worker has computed, and no row; or, if it `waits` for what rows
-    compute and that is much, how many it will find, and the row that computes the last of them.
+    """Return how many tokens of a request a worker has computed, and no row. Where the request `waits` for
+    what rows compute, and that is much: how many tokens it will find, and the row that computes the last.
     """
     here, end, row = replica.pool.cache.find_expected(replica.names(sequence))
     if waits and (end - here) * replica.block_size >= WORTH_WAITING:
@@ -38,8 +38,8 @@ def find_known(replica: Replica, sequence: Sequence, waits: bool) -> tuple[int, 
 
 
 def is_as_large(tokens: tuple[float, float], others: tuple[float, float]) -> bool:
-    """Whether a request needs no fewer tokens than another at the shortest horizon, and at the longest: so at
-    none between them.
+    """Whether a request needs at least as many tokens as another at the shortest horizon and at the longest:
+    so it does at all between them.
     """
     return tokens[0] >= others[0] and tokens[1] >= others[1]
 
@@ -111,8 +111,9 @@ class Placement:
         others have far fewer rows; None if none can start it. With it comes a row if the request should start
         when that has computed its prompt.
 
-        A worker without rows comes before one whose rows are more than its share, whatever is cached, and
-        before one that still computes. Only choices of one answer stay together for what they share.
+        While another worker can start it, a request goes to none with more rows than its share (SPREAD),
+        whatever is cached there; and while a worker has no rows, it waits for no row. Choices of one answer
+        are the exception: they stay together for the prompt that they share.
         """
         fewest = self.fewest_rows(sequence)
         sharing = [replica for replica in knowing if replica.can_start(sequence)]
@@ -131,8 +132,8 @@ class Placement:
         return best, find_known(best, sequence, waits)[1]
 
     def fewest_rows(self, sequence: Sequence) -> Replica | None:
-        """Return the worker with the fewest rows of those that can start a request, and the most free blocks
-        of some of these.
+        """Return a worker with the fewest rows of those that can start a request, and of some of them the one
+        with the most free blocks. Where there was no room before, only workers that have changed are tried.
         """
         longest = self.limits.max_horizon
         tokens = sequence.kv_ahead(min(LEAST_HORIZON, longest)), sequence.kv_ahead(longest)

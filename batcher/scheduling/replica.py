@@ -124,7 +124,7 @@ class Replica:
         return -(-tokens // self.block_size)
 
     def first_blocks(self, sequence: Sequence) -> int:
-        """A row starts with blocks for the steps granted, and for the progress before it is preempted."""
+        """Number of blocks to start with: for the steps granted, and the progress before a preemption."""
         return self.blocks_for(sequence.kv_ahead(max(self.horizon, self.until - self.step, self.block_size)))
 
     def can_start(self, sequence: Sequence) -> bool:

@@ -55,8 +55,8 @@ class RequestQueue:
         return None
 
     def start(self, sequence: Sequence, num_prefill: int) -> int:
-        """The first request starts, and computes `num_prefill` tokens before it generates. Return with how
-        many its tenant is charged.
+        """Start the first request, which computes `num_prefill` tokens before it generates. Return the number
+        of tokens that its tenant is charged with.
         """
         queue = self.classes[sequence.rank]
         queue.take(sequence)

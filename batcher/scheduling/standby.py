@@ -42,8 +42,8 @@ def standby_rows(replica: Replica) -> list[PlacedRow]:
 
 
 def may_stand_by(sequence: Sequence) -> bool:
-    """Whether a request may do so on any worker. A suspect may not, since whoever stands by is one when the
-    worker dies. Choices of one answer wait until their prompt is computed.
+    """Whether a request may do so on any worker. A suspect may not: when the worker dies, a crash is counted
+    for rows that stand by as well. Choices of one answer wait until their prompt is computed.
     """
     return not sequence.crash_count and sequence.request.num_choices == 1
 

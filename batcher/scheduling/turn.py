@@ -17,8 +17,8 @@ class Turn:
     """One turn.
 
     Attributes:
-        is_open: whether requests may stand by: nobody may behind one that waits for a place and may not
-            stand by, or every place that a row leaves would be taken before it comes to that one.
+        is_open: whether requests may stand by. None may behind a request that waits for a place and may not
+            stand by itself: they would take each place that a row leaves before that one gets it.
         promised: places of rows that were preempted for requests which still wait for them.
     """
 
@@ -29,8 +29,8 @@ class Turn:
         self.promised: Counter[Replica] = Counter()
 
     def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
-        """Return where a request starts, as `Placement.choose`; where it has no place at once, where batch
-        rows leave it one, or else where it stands by.
+        """Return where a request starts, as `Placement.choose` does. Where no worker has a place for it, that
+        is where batch rows make room, or else where it stands by.
         """
         knowing = self.placement.knowing(sequence)
         replica, row = self.placement.choose(sequence, knowing)
