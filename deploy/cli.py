@@ -71,7 +71,7 @@ def suggestion(word: str) -> str:
 
 
 def serve(argv: list[str]) -> int:
-    settings = checks.read_settings(argv, "tokenfleet serve")
+    settings = checks.read_settings(argv, "tokenfleet serve", sentence(COMMANDS["serve"].help))
     logs.set_up("serve", settings.log_level, settings.json_output)
     for line in flags.unheeded(checks.name_model(argv)):
         log.warning("%s", line)
@@ -90,7 +90,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     own, rest = parser.parse_known_args(argv)
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
-    settings = Settings.read(rest, prog=f"tokenfleet {word}")
+    settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
     incarnation = new_incarnation(own.name)
     logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
     checks.check_broker(settings)
@@ -101,6 +101,15 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     names = {"PROCESS_NAME": own.name, "INCARNATION": incarnation}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def describe_process(word: str) -> str:
+    name = f"--name X (default {KINDS[word][0]}0) is its name in logs and in `tokenfleet status`."
+    return f"Start {COMMANDS[word].help}. It needs REDIS_URL. {name}"
 
 
 def run_module(module: str, argv: list[str]) -> int:

@@ -156,7 +156,7 @@ class SettingFields(BaseModel):
     max_waiting_tokens: Number | None = None
     """prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS, once one has waited so many steps"""
     horizon: Count = 256
-    """steps granted ahead at most: 32, and where grants take long, as many as they take"""
+    """most steps granted ahead; 32 are usual, more where grants take long to arrive"""
     speculate: Annotated[Number, Field(le=15)] = 0
     """tokens that a step checks beyond a row's next, found in what the row has so far (0: none; CPU only)"""
 

@@ -41,11 +41,30 @@ class GivenValue(NamedTuple):
 
 
 class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are SettingErrors that name the flag."""
+
     def error(self, message: str) -> NoReturn:
-        raise SettingError("flags", message)
+        """Raise what argparse says, as `argument -p/--port: expected one argument`."""
+        what, _, rest = message.partition(": ")
+        if what == "unrecognized arguments":
+            refuse_unknown(rest.split(), self)
+        if what == "the following arguments are required":
+            raise SettingError(rest, f"is missing; `{self.prog} --help` says what it is")
+        raise SettingError(what.removeprefix("argument ").split("/")[-1], rest)
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> dict[str, GivenValue]:
+def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise SettingError for the first of the words that a parser does not know, if there are any."""
+    if words and not words[0].startswith("-"):
+        raise SettingError("arguments", f"{words[0]!r} is not expected")
+    if words:
+        flag = words[0].split("=")[0]
+        raise SettingError(flag, f"unknown flag{nearest(flag, parser)}")
+
+
+def read(
+    argv: Sequence[str], environ: Mapping[str, str], prog: str, description: str = ""
+) -> dict[str, GivenValue]:
     """Field or option → what is given for it: a flag wins over a variable, a variable of ours over another's
     name for it.
 
@@ -64,21 +83,17 @@ def read(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> dict[str
         for name, target in (VARIABLE_ALIASES | ALIASES | own).items()  # our own last: the last one wins
         if environ.get(name.upper())
     }
-    given |= read_flags(argv, prog) if argv else {}
+    given |= read_flags(argv, prog, description) if argv else {}
     for (name, text), (target, implied) in IMPLIED.items():
         if name in given and given[name].text == text:
             given[target] = GivenValue(given[name].name, implied)
     return given
 
 
-def read_flags(argv: Sequence[str], prog: str) -> dict[str, GivenValue]:
-    parser = flag_parser(prog, everything="--help-all" in argv)
+def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[str, GivenValue]:
+    parser = flag_parser(prog, everything="--help-all" in argv, description=description)
     found, unknown = parser.parse_known_args(spell_as_ours(argv, parser))
-    if unknown and not unknown[0].startswith("-"):
-        raise SettingError("arguments", f"{unknown[0]!r} is not expected")
-    if unknown:
-        flag = unknown[0].split("=")[0]
-        raise SettingError(flag, f"unknown flag{nearest(flag, parser)}")
+    refuse_unknown(unknown, parser)
     given: dict[str, GivenValue] = {}
     for name, texts in vars(found).items():
         target = (FLAG_ALIASES | ALIASES).get(name, name)
@@ -173,9 +188,11 @@ def unheeded(argv: Sequence[str]) -> list[str]:
     ]
 
 
-def flag_parser(prog: str, everything: bool) -> FlagParser:
+def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParser:
     """The parser of all flags. Its help has the options of other servers only with `everything`."""
-    parser = FlagParser(prog=prog, usage="%(prog)s [--setting X …]", allow_abbrev=False)
+    parser = FlagParser(
+        prog=prog, usage="%(prog)s [--setting X …]", description=description, allow_abbrev=False
+    )
     parser.add_argument("--help-all", action="help", help=f"show this help and the {OTHERS}")
     texts = help_texts()
     for name, field in SettingFields.model_fields.items():

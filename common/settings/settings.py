@@ -26,15 +26,19 @@ class Settings(SettingFields):
 
     @classmethod
     def read(
-        cls, argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: str = "tokenfleet"
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        prog: str = "tokenfleet",
+        description: str = "",
     ) -> "Settings":
-        """Settings from flags, then variables, then defaults.
+        """Settings from flags, then variables, then defaults. `prog` and `description` are for the help.
 
         Raises:
             SettingError: an unknown flag (the nearest of ours is named), a value of the wrong type or out of
                 range, or what is not served.
         """
-        given = flags.read(argv, os.environ if environ is None else environ, prog)
+        given = flags.read(argv, os.environ if environ is None else environ, prog, description)
         texts = {
             name: value.text
             for name, value in given.items()

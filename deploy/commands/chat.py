@@ -24,6 +24,7 @@ from deploy.commands.conversation import Conversation
 
 ANSWER_S = 600.0
 PROMPT = "› "
+DESCRIPTION = "Talk with the model in this terminal; with a piped stdin, print one answer on stdout."
 HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · "
     "/exit or Ctrl-D ends · Ctrl-C stops an answer"
@@ -31,7 +32,7 @@ HELP = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, or 1 when the server cannot be request_fields. Raises SettingError for an unknown flag."""
+    """Returns 0, or 1 when the server cannot be asked. Raises SettingError for an unknown flag."""
     flags = read_flags(argv)
     try:
         with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="tokenfleet chat", allow_abbrev=False, description=__doc__, epilog=HELP)
+    parser = FlagParser(prog="tokenfleet chat", allow_abbrev=False, description=DESCRIPTION, epilog=HELP)
     add_url(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument(

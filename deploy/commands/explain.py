@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.messages import finish_reasons
 from common.settings.flags import FlagParser
 from deploy.commands.client import (
     ServerError,
@@ -27,15 +28,12 @@ ENDS = {
     "length": "max_new_tokens was reached (length)",
     "eos_token": "the model generated its end-of-sequence token (eos_token)",
     "stop_sequence": "a stop sequence was reached (stop_sequence)",
-    "timeout": "its deadline passed",
-    "client": "its client disconnected",
-    "gateway": "its gateway died",
-    "poison": "it was ended because three workers died while they ran it",
-    "capacity": "no worker's KV cache can hold it",
+    "client": "its client left or cancelled it (client)",
+    "gateway": "its gateway died and its client did not come back in time (gateway)",
     "cancelled": "it was cancelled",
-}
+} | {reason: f"{text} ({reason})" for reason, (_, text) in finish_reasons.ERRORS.items()}
 INTERRUPTIONS = {
-    "preempted": "preempted: an older request needed its KV blocks, or its worker was shutting down",
+    "preempted": "preempted: an older or more urgent request needed its room, or its worker drains",
     "takeover": "paused while a new batcher took over",
 }
 PAUSES = ("died", "interrupted", "taken_over")
@@ -104,7 +102,8 @@ def describe_events(events: Sequence[Event]) -> Iterator[str]:
                     if one["attempt"] == 1 and events[0]["what"] == "queued"
                     else ""
                 )
-                known = f"; the KV of {one['num_cached']} tokens is there" if one.get("num_cached") else ""
+                num_cached = one.get("num_cached", 0)
+                known = f"; the KV of {plural(num_cached, 'token')} is there" if num_cached else ""
                 yield f"placed on {one['worker']}, attempt {one['attempt']}{waited}{known}"
             case _:
                 yield describe_event(one)
@@ -124,7 +123,7 @@ def describe_event(one: Event) -> str:
     tokens, why = one["num_tokens"], one["why"]
     match one["what"]:
         case "queued":
-            return f"queued with {tokens} prompt tokens"
+            return f"queued with {plural(tokens, 'prompt token')}"
         case "died":
             return f"worker {one['worker']} died at token {tokens}"
         case "interrupted":
@@ -132,9 +131,13 @@ def describe_event(one: Event) -> str:
         case "taken_over":
             return f"found by a new batcher, at token {tokens}"
         case "ended":
-            return f"ended with {tokens} tokens: {ENDS.get(why, why)}"
+            return f"ended with {plural(tokens, 'token')}: {ENDS.get(why, why)}"
         case other:
             return str(other)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def seconds(begin: Event, end: Event) -> str:

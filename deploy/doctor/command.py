@@ -14,13 +14,17 @@ from deploy.doctor import machine, resources
 from deploy.doctor.finding import Finding
 from deploy.serve import checks
 
+DESCRIPTION = (
+    "Check this machine and the settings, and print what would not work, and the fix. Nothing is started or "
+    "downloaded. Give it the settings that `tokenfleet serve` will get."
+)
 WIDE = 240
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings. Returns 1 if one of them is a failure. Raises SettingError."""
-    settings = checks.read_settings(argv, "tokenfleet doctor")
+    settings = checks.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
     checks.set_hub_variables(settings)
     findings = dict(examine(settings))
     Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table(findings))

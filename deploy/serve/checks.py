@@ -22,11 +22,11 @@ POLL_S = 0.5
 NVIDIA = Path("/dev/nvidiactl")
 
 
-def read_settings(argv: Sequence[str], prog: str) -> Settings:
+def read_settings(argv: Sequence[str], prog: str, description: str) -> Settings:
     """Settings of a command that may be given the model without a flag, as its first word. Raises
     SettingError.
     """
-    return Settings.read(name_model(argv), prog=f"{prog} [MODEL]")
+    return Settings.read(name_model(argv), prog=f"{prog} [MODEL]", description=description)
 
 
 def name_model(argv: Sequence[str]) -> list[str]:

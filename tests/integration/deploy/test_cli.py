@@ -143,7 +143,10 @@ def test_a_wrong_broker_password_is_refused() -> None:
         (["api", "--port", "70000"], "PORT: 70000 is more than 65535"),
         (["serve", "--hostname", "203.0.113.1"], "HOSTNAME: cannot listen"),
         (["worker"], "REDIS_URL: is not set"),
-        (["worker", "--name"], "FLAGS: argument --name: expected one argument"),
+        (["worker", "--name"], "tokenfleet: --name: expected one argument"),
+        (["drain"], "WORKER: is missing; `tokenfleet drain --help` says what it is"),
+        (["status", "--jsn"], "--jsn: unknown flag; the nearest is --json"),
+        (["chat", "--seed", "x"], "--seed: invalid int value: 'x'"),
     ],
 )
 def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> None:
@@ -158,7 +161,10 @@ def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in says("--help")
     assert "KIND is api, batcher, worker, jobs" in says("supervise", "--help")
     text = says("serve", "--help")
-    assert text.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n")
+    assert text.startswith(
+        "usage: tokenfleet serve [MODEL] [--setting X …]\n\nStart everything on this machine:"
+    )
+    assert "It needs REDIS_URL. --name X (default w0)" in " ".join(says("worker", "--help").split())
     assert "\nBatching:\n" in text and "--max-batch-prefill-tokens" in text
     assert "--tokenizer-name" not in text
     everything = says("serve", "--help-all")

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import pytest
 from rich.console import Console
 
+from common.messages import finish_reasons
 from deploy.commands.explain import main, timeline
 
 W0, W1 = "w0-9e47064c", "w1-bc844561"
@@ -69,9 +70,16 @@ def test_a_timeline_without_its_first_events() -> None:
     assert lines(life)[-1] == "+0.800 s token 38: resumed after 0.800 s"
     assert lines([happening(5, "interrupted", W0, 1, 3, "preempted"), happening(6, "ended", why="client")])[
         1
-    ].endswith("its client disconnected")
+    ].endswith("ended with 0 tokens: its client left or cancelled it (client)")
     assert lines([happening(5, "prefilled", W0, 1, 1)]) == ["+0.000 s first token"]
     assert lines([happening(5, "something new")]) == ["+0.000 s something new"]
+
+
+def test_every_end_is_explained_in_words() -> None:
+    for why, (_, text) in finish_reasons.ERRORS.items():
+        assert lines([happening(5, "ended", num_tokens=1, why=why)]) == [
+            f"+0.000 s ended with 1 token: {text} ({why})"
+        ]
 
 
 ODD = {
