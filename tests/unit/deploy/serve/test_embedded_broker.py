@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.serve.embedded_broker import PREFIX, Broker, embedded
+from common.settings.settings import SettingError
+from deploy.serve.embedded_broker import PREFIX, Broker, embedded, running_url
 from tests.support import brokers
 from tests.support.waiting import wait_until_sync
 
@@ -60,3 +61,16 @@ def test_abandoned_directories_are_removed_at_the_next_start(
         with embedded() as second:
             assert set(tmp_path.iterdir()) == {fresh, first.directory, second.directory}
     assert list(tmp_path.iterdir()) == [fresh]
+
+
+def test_the_broker_of_the_only_fleet_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"{PREFIX}abandoned").mkdir()
+    (tmp_path / f"{PREFIX}abandoned" / "url").write_text("redis://127.0.0.1:1/0")
+    with pytest.raises(SettingError, match=r"^REDIS_URL: is not set, and no `tokenfleet serve` of this user"):
+        running_url()
+    with embedded() as first:
+        assert running_url() == first.url
+        with embedded() as second, pytest.raises(SettingError, match="several fleets run") as refusal:
+            running_url()
+        assert first.url in str(refusal.value) and second.url in str(refusal.value)
