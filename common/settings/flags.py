@@ -53,10 +53,10 @@ class FlagParser(argparse.ArgumentParser):
         raise SettingError(what.removeprefix("argument ").split("/")[-1], rest)
 
 
-def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser, hint: str = "") -> None:
     """Raise SettingError for the first of the words that a parser does not know, if there are any."""
     if words and not words[0].startswith("-"):
-        raise SettingError("arguments", f"{words[0]!r} is not expected")
+        raise SettingError("arguments", f"{words[0]!r} is not expected{hint}")
     if words:
         flag = words[0].split("=")[0]
         raise SettingError(flag, f"unknown flag{nearest(flag, parser)}")
@@ -93,7 +93,7 @@ def read(
 def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[str, GivenValue]:
     parser = flag_parser(prog, everything="--help-all" in argv, description=description)
     found, unknown = parser.parse_known_args(spell_as_ours(argv, parser))
-    refuse_unknown(unknown, parser)
+    refuse_unknown(unknown, parser, "; a model is the first word, or follows --model-id")
     given: dict[str, GivenValue] = {}
     for name, texts in vars(found).items():
         target = (FLAG_ALIASES | ALIASES).get(name, name)

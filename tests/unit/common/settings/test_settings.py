@@ -63,7 +63,11 @@ WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
             ([], {"TENANT_WEIGHTS": f"bob=2,{word}"}, f"TENANT_WEIGHTS: {word!r} {WEIGHT}")
             for word in ("alice", "alice=", "alice=0", "alice=some", "=2", "alice=1e9")
         ],
-        (["stray"], {}, "ARGUMENTS: 'stray' is not expected"),
+        (
+            ["--port", "80", "org/model"],
+            {},
+            "ARGUMENTS: 'org/model' is not expected; a model is the first word, or follows --model-id",
+        ),
         (["--port"], {}, "--port: expected one argument"),
     ],
 )
