@@ -137,21 +137,39 @@ class Placement:
         """
         longest = self.limits.max_horizon
         tokens = sequence.kv_ahead(min(LEAST_HORIZON, longest)), sequence.kv_ahead(longest)
-        behind = 0 if sequence.crash_count else sequence.refused_at
-        if not behind and is_as_large(tokens, self.refusal[0]) and not sequence.crash_count:
-            behind = self.refusal[1]
-        if behind:
-            for replica in sorted(self.changed(behind), key=lambda replica: replica.load):
-                if replica.can_start(sequence):
-                    return replica
-        elif (found := self.first_able(sequence)) is not None:
-            return found
+        refused_at = self.refused_at(sequence, tokens)
+        found = self.first_changed(sequence, refused_at) if refused_at else self.first_able(sequence)
+        if found is None:
+            self.note_refusal(sequence, tokens)
+        return found
+
+    def refused_at(self, sequence: Sequence, tokens: tuple[float, float]) -> int:
+        """Return the number of the change at which no worker had room for a request, or for one that needs no
+        more; 0 if that is not known. A suspect is always tried anew: it waits for more than room.
+        """
+        if sequence.crash_count:
+            return 0
+        if not sequence.refused_at and is_as_large(tokens, self.refusal[0]):
+            return self.refusal[1]
+        return sequence.refused_at
+
+    def note_refusal(self, sequence: Sequence, tokens: tuple[float, float]) -> None:
+        """Note that no worker has room for a request. The smallest such request speaks for others, too."""
         sequence.refused_at = self.num_changes
-        if is_as_large(self.refusal[0], tokens) or self.num_changes - self.refusal[1] > RECENT:
-            self.refusal = (tokens, self.num_changes) if not sequence.crash_count else self.refusal
+        is_smaller = is_as_large(self.refusal[0], tokens)
+        is_old = self.num_changes - self.refusal[1] > RECENT
+        if (is_smaller or is_old) and not sequence.crash_count:
+            self.refusal = tokens, self.num_changes
+
+    def first_changed(self, sequence: Sequence, behind: int) -> Replica | None:
+        """Return the least loaded worker that can start a request, of those changed behind a change."""
+        for replica in sorted(self.changed(behind), key=lambda replica: replica.load):
+            if replica.can_start(sequence):
+                return replica
         return None
 
     def first_able(self, sequence: Sequence) -> Replica | None:
+        """Return a worker that can start a request, of the lowest level that has one."""
         for level in self.levels_in_order():
             able = (replica for replica in self.levels.get(level, ()) if replica.can_start(sequence))
             if found := list(islice(able, FEW)):
