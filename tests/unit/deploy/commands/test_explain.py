@@ -44,7 +44,7 @@ LIFE = [
 def lines(life: list[dict[str, Any]]) -> list[str]:
     """Without the time of day."""
     out = io.StringIO()
-    Console(width=120, file=out).print(timeline(life))
+    Console(width=200, file=out).print(timeline(life))
     return [" ".join(line.split()[1:]) for line in out.getvalue().splitlines()]
 
 
