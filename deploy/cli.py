@@ -18,7 +18,7 @@ from common.process.incarnations import new_incarnation
 from common.process.parent_death import die_with_parent
 from common.process.refusal import exit_when_unservable
 from common.settings import flags
-from common.settings.flags import FlagParser
+from common.settings.flag_parser import FlagParser
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks, launcher
 from deploy.serve.fleet import KINDS, MODULES, WITH_MODEL, command

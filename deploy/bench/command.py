@@ -15,7 +15,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.settings.flags import FlagParser
+from common.settings.flag_parser import FlagParser
 from common.settings.settings import SettingError
 from deploy.bench import load, report, servers, svg
 from deploy.bench.figures import figures

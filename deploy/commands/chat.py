@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import httpx
 from rich.console import Console
 
-from common.settings.flags import FlagParser
+from common.settings.flag_parser import FlagParser
 from common.settings.settings import SettingError
 from deploy.commands.client import (
     ServerError,

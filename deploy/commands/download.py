@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from common import model_files
-from common.settings.flags import FlagParser, flag_of
+from common.settings.flag_parser import FlagParser
+from common.settings.flags import flag_of
 from common.settings.settings import SettingError, Settings
 from common.settings.types import convert
 from deploy.serve import checks

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from common.broker.client import ERRORS, broker_url, connect, describe_error, script
 from common.broker.keys import Keys
 from common.process.incarnations import first_incarnation
-from common.settings.flags import FlagParser
+from common.settings.flag_parser import FlagParser
 from common.settings.settings import Settings
 from deploy.commands.client import ServerError, print_error
 from deploy.serve import checks

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.messages import finish_reasons
-from common.settings.flags import FlagParser
+from common.settings.flag_parser import FlagParser
 from deploy.commands.client import (
     ServerError,
     add_url,

@@ -10,7 +10,7 @@ import orjson
 from rich.console import Console
 from rich.live import Live
 
-from common.settings.flags import FlagParser
+from common.settings.flag_parser import FlagParser
 from deploy.commands.client import ServerError, add_url, api_key, new_client, print_error
 from deploy.commands.fleet_snapshot import Snapshot, fetch_snapshot, health, with_rates
 from deploy.commands.fleet_table import view
