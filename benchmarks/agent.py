@@ -33,6 +33,7 @@ from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
+from gpu_worker.agent.engine_link import EngineLink
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from tests.support import brokers
@@ -76,7 +77,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         await serving
     cpu_us = (time.process_time() - began_s) / (num_steps * num_rows) * 1e6
     latency_ms = await read_latency_ms(engine.ranks[0].process)
-    engine.ranks[0].writer.close()
+    engine.ranks[0].link.close()
     await redis.aclose()
     return Cost(cpu_us, latency_ms)
 
@@ -91,7 +92,7 @@ async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
             pass_fds=[engines.fileno()],
             stdout=asyncio.subprocess.PIPE,
         )
-    return RankProcess(process, *await asyncio.open_unix_connection(sock=ours))
+    return RankProcess(process, await EngineLink.open(ours))
 
 
 async def read_latency_ms(engine: asyncio.subprocess.Process) -> float:

@@ -24,7 +24,7 @@ async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProce
     reader, writer = await asyncio.open_unix_connection(sock=launcher)
     ranks = [await RankProcess.start({}, flags) for _ in range(num_ranks)]
     for rank in ranks:
-        if not isinstance(frame := await rank.receive(), LoadProgress):
+        if not isinstance(frame := await rank.link.receive(), LoadProgress):
             sys.exit(f"an engine cannot be preloaded: {frame}")
     setproctitle.setproctitle("tokenfleet preloaded")
     writer.write(READY)

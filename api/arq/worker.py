@@ -15,8 +15,8 @@ from api.arq.serializer import make_unpack, pack
 from api.retry import repeat_forever
 from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
-from common.broker.fast_client import SerialClient
 from common.broker.keys import RESULT_TTL_MS, Keys
+from common.broker.serial_client import SerialClient
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 from common.broker.client import CONNECT_TIMEOUT_S, script
 from common.broker.keys import SEALED, Keys
 from common.messages.codec import WireError, decode
-from common.messages.events import LogEntry, Tokens
+from common.messages.events import Events, Tokens
 from common.messages.records import RECORD, pack_tokens
 
 T = TypeVar("T")
@@ -166,11 +166,16 @@ def skip_wrong_type(answer: Any) -> Any:
 
 
 def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
-    """Yield the tokens in entries of a worker's log. An entry that cannot be read is skipped."""
+    """Yield the tokens in entries of a worker's log. A message that cannot be read is skipped."""
     for _, fields in entries:
-        if (data := fields.get(b"entry")) is not None:
+        for message in logged_messages(fields):
             with contextlib.suppress(WireError):
-                yield from decode(LogEntry, data).tokens
+                yield from decode(Events, message).tokens
+
+
+def logged_messages(fields: dict[bytes, bytes]) -> Iterator[bytes]:
+    """Yield the messages in the fields of one entry of a worker's log."""
+    return (value for name, value in fields.items() if name.startswith(b"entry"))
 
 
 def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> None:

@@ -8,6 +8,8 @@ engine, which keeps the caches cold, it saved a quarter of the agent's CPU a tok
 import asyncio
 import functools
 import hashlib
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,13 +17,16 @@ from typing import Any, cast
 import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, DefaultParser
-from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ReadOnlyError
+from redis.exceptions import ConnectionError, InvalidResponse
 
-from common.broker.client import Script, load_script
+from common.broker.client import load_script
 
 Argument = str | bytes | int
 INCOMPLETE = object()
 """What the parser returns when the next reply has not arrived in full."""
+HELD_BYTES = 1024
+"""So many bytes of replies that are held wake the process all the same."""
+RECEIVE_BYTES = 2**16
 
 
 class FastConnection(asyncio.Protocol):
@@ -31,6 +36,8 @@ class FastConnection(asyncio.Protocol):
 
     Attributes:
         closed: a future that ends with an error when the connection does.
+        socket: of a TCP connection in the clear, whose replies can be held.
+        is_held: whether replies wait in the kernel until `poll`.
     """
 
     def __init__(self, connection: AbstractConnection, on_reply: Callable[[Any], None]) -> None:
@@ -43,6 +50,8 @@ class FastConnection(asyncio.Protocol):
         assert connection._writer is not None
         self.transport = connection._writer.transport
         self.transport.set_protocol(self)
+        self.socket = own_tcp_socket(self.transport)
+        self.is_held = False
 
     @classmethod
     async def connect(cls, redis: Redis, on_reply: Callable[[Any], None]) -> "FastConnection":
@@ -72,8 +81,41 @@ class FastConnection(asyncio.Protocol):
         if not transport.is_closing() and transport.is_reading() != reads:
             (transport.resume_reading if reads else transport.pause_reading)()
 
+    def hold(self) -> None:
+        """Have replies wait in the kernel until `poll`: a wake for each would take longer than what it is
+        for. The end of the connection wakes all the same, and so do replies over TLS or a Unix socket.
+        """
+        if self.socket is not None and not self.is_held:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELD_BYTES)
+            self.is_held = True
+
+    def poll(self) -> None:
+        """Take the replies that have come and are held; where there are none, the next one is not held."""
+        if self.socket is None or not self.is_held:
+            return
+        try:
+            data = self.socket.recv(RECEIVE_BYTES)
+        except OSError:
+            data = b""
+        if data:
+            self.data_received(data)
+        else:  # nothing has come, or nothing will: the transport finds out
+            self.release()
+
+    def release(self) -> None:
+        """Hold replies no more."""
+        if self.socket is not None and self.is_held:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            self.is_held = False
+
     def close(self) -> None:
         self.connection._close()  # type: ignore[no-untyped-call]
+        self.close_socket()
+
+    def close_socket(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
 
     def fail(self, error: Exception) -> None:
         """Close the connection; `closed` raises `error`."""
@@ -86,9 +128,24 @@ class FastConnection(asyncio.Protocol):
             self.on_reply(reply)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.close_socket()
         if not self.closed.done():
             self.closed.set_exception(error or ConnectionError("Connection closed by server."))
             self.closed.exception()  # marks it as retrieved: not every user awaits it
+
+
+def own_tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
+    """Return the socket of a transport, as one that is to be closed besides; None unless it is TCP in the
+    clear.
+    """
+    if transport.is_closing():
+        return None
+    shared = transport.get_extra_info("socket")
+    if transport.get_extra_info("ssl_object") or shared.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    own = socket.socket(shared.family, shared.type, shared.proto, os.dup(shared.fileno()))
+    own.setblocking(False)
+    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,68 +164,3 @@ class ScriptCall:
 @functools.cache
 def script_digest(name: str) -> str:
     return hashlib.sha1(load_script(name).encode()).hexdigest()
-
-
-class SerialClient:
-    """SerialClient: sends a command when the reply to the one before has come, and reconnects after a lost
-    connection.
-
-    Attributes:
-        reply: to the command sent last, once it has come.
-    """
-
-    def __init__(self, redis: Redis) -> None:
-        self.redis = redis
-        self.connection: FastConnection | None = None
-        self.reply: asyncio.Future[Any] | None = None
-
-    async def execute(self, *command: Argument) -> Any:
-        """Return the broker's reply.
-
-        Raises the broker's error, or that of a lost connection; then the command may have run all the same.
-        """
-        connection = self.connection or await self.connect()
-        self.reply = asyncio.get_running_loop().create_future()
-        connection.send(*command)
-        try:
-            reply = await self.reply
-        except asyncio.CancelledError:
-            self.close()  # a reply still to come must not be taken for that of the next command
-            raise
-        if isinstance(reply, ReadOnlyError):
-            self.close()  # what was the primary is a replica: the next connection leads to the new one
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
-    async def connect(self) -> FastConnection:
-        self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)
-        connection.closed.add_done_callback(lambda _: self.on_lost(connection))
-        return connection
-
-    def on_reply(self, reply: Any) -> None:
-        if self.reply is not None and not self.reply.done():
-            self.reply.set_result(reply)
-
-    def on_lost(self, connection: FastConnection) -> None:
-        if connection is self.connection:
-            self.connection = None
-            if self.reply is not None and not self.reply.done():
-                self.reply.set_exception(connection.closed.exception() or ConnectionError())
-
-    def close(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-
-    def script(self, name: str) -> Script:
-        """Return the script as a callable, as `common.broker.client.script` does."""
-        text, digest = load_script(name), script_digest(name)
-
-        async def call(keys: list[str], args: list[Argument]) -> Any:
-            try:
-                return await self.execute("EVALSHA", digest, len(keys), *keys, *args)
-            except NoScriptError:
-                return await self.execute("EVAL", text, len(keys), *keys, *args)
-
-        return call

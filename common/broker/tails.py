@@ -7,10 +7,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from common.broker.client import CONNECT_TIMEOUT_S
-from common.broker.committed import skip_wrong_type
+from common.broker.committed import logged_messages, skip_wrong_type
 from common.broker.keys import Keys
 from common.messages.codec import WireError, from_map, unpack
-from common.messages.events import LogEntry, Tokens
+from common.messages.events import Events, Tokens
 
 NUM_ENTRIES = 8
 """Entries of a log that are read at once: up to a millisecond of work each."""
@@ -19,7 +19,7 @@ SEAL = f"({2**64 - 1}-"
 
 
 async def read_log(redis: Redis, keys: Keys, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
-    """Yield the entries of a worker's log after one flush up to another, or with 0 up to its end."""
+    """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
     first, last = f"({after}-0", f"{until}-0" if until else "+"
     while True:
         try:
@@ -29,16 +29,16 @@ async def read_log(redis: Redis, keys: Keys, worker: str, after: int, until: int
             entries = skip_wrong_type(error) or []
         for entry_id, fields in entries:
             first = f"({entry_id.decode()}"
-            if (entry := fields.get(b"entry")) is not None:
-                yield entry
+            for message in logged_messages(fields):
+                yield message
         if len(entries) < NUM_ENTRIES or first.startswith(SEAL):
             return
 
 
-def tokens_of(entry: bytes, requests: Container[str]) -> list[Tokens]:
-    """The tokens of those requests alone in an entry of a log; none if it cannot be read."""
+def tokens_of(message: bytes, requests: Container[str]) -> list[Tokens]:
+    """The tokens of those requests alone in a message of a log; none if it cannot be read."""
     try:
-        items = unpack(LogEntry, entry)["t"]
+        items = unpack(Events, message)["t"]
         return [from_map(Tokens, item) for item in items if item["id"] in requests]
     except (WireError, KeyError, TypeError):
         return []

@@ -13,7 +13,7 @@ class Tokens:
         index: index of the first token, counted from 0 over all attempts.
         ids, logprobs: packed int32 and float32, equally many.
         top_ids, top_logprobs: the `top_n_tokens` likeliest tokens at each place, likeliest first.
-        texts: the text that each token adds; empty in logs.
+        texts: the text that each token adds.
         since_start_ms: with the request's first token, the time since this worker got it; else 0.
         num_cached: with the request's first token, tokens of the prompt whose KV this worker had; else 0.
     """
@@ -48,7 +48,8 @@ class Terminal:
 
 @dataclass(slots=True)
 class Events:
-    """A pub/sub message to a gateway.
+    """A pub/sub message to a gateway. The log of a worker has those with tokens: an entry of the stream
+    `log:{worker}` has the id `{flush}-0`, and a field for each channel.
 
     Attributes:
         source: the worker's incarnation, or the batcher.
@@ -63,10 +64,3 @@ class Events:
     tokens: list[Tokens] = wire_field("t", default_factory=list)
     terminals: list[Terminal] = wire_field("x", default_factory=list)
     flush: int = wire_field("f", default=0)
-
-
-@dataclass(slots=True)
-class LogEntry:
-    """Tokens of one flush; an entry of the stream `log:{worker}` with the id `{sequence}-0`."""
-
-    tokens: list[Tokens] = wire_field("t")

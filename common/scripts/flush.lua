@@ -4,39 +4,52 @@
 -- without the flush before this one: the broker has lost it, and what else was written last.
 -- A repeated flush appends and publishes nothing.
 -- KEYS log, reports, then request of each prompt, then request, tokens of each terminal, then of each spill
--- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, worker, numbers
---      of messages, prompts, terminals and spills, 'trim' to trim the log, 'whole' to follow whatever it has
---      (tokens of requests whose end is lost stand nowhere else), then channel, payload of each message;
---      records of each prompt; attempt, base, reason, number of tokens, error, its type, records, ttl in ms,
---      channel, payload of each terminal; attempt, base, offset, records of each spill
+-- ARGV sequence, report or '', oldest report to keep, ttl of spilled tokens in ms, worker, numbers of
+--      messages, prompts, terminals and spills, 'trim' to trim the log, 'whole' to follow whatever it has
+--      (tokens of requests whose end is lost stand nowhere else), then channel, payload of each message: the
+--      log has all of them, those with a channel are published; records of each prompt; attempt, base,
+--      reason, number of tokens, error, its type, records, ttl in ms, channel, payload of each terminal;
+--      attempt, base, offset, records of each spill
 -- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is
 -- another worker's, has ended or has other tokens; or {'GAP'}, {'MISSING'} or {'SEALED'}.
-local refusal = sealed_or_missing(KEYS[1])
-if refusal then return {refusal} end
-local id, ttl_ms, worker, mode = ARGV[1] .. '-0', ARGV[5], ARGV[6], ARGV[11]
-local messages, prompts = tonumber(ARGV[7]), tonumber(ARGV[8])
-local terminals, spills = tonumber(ARGV[9]), tonumber(ARGV[10])
+local id, ttl_ms, worker, mode = ARGV[1] .. '-0', ARGV[4], ARGV[5], ARGV[10]
+local messages, prompts = tonumber(ARGV[6]), tonumber(ARGV[7])
+local terminals, spills = tonumber(ARGV[8]), tonumber(ARGV[9])
+local key, arg = 3, 11
+
+local entry = {}
+for i = 1, messages do
+  entry[2 * i - 1], entry[2 * i] = 'entry:' .. ARGV[arg + 2 * i - 2], ARGV[arg + 2 * i - 1]
+end
+if messages == 0 then entry = {'entry', ''} end
+local function is_written(fields)
+  for i = 1, math.max(#fields, #entry) do
+    if fields[i] ~= entry[i] then return false end
+  end
+  return true
+end
 
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if not last then return {'MISSING'} end
+if last[1] == SEAL then return {'SEALED'} end
 local is_new = last[1] ~= id
 if is_new then
   local gap = tonumber(ARGV[1]) - tonumber(string.match(last[1], '^%d+'))
   if gap <= 0 then return {'SEALED'} end
   if gap > 1 and mode ~= 'whole' then return {'GAP'} end
-  redis.call('XADD', KEYS[1], id, 'entry', ARGV[2])
-elseif last[2][2] ~= ARGV[2] then
+  redis.call('XADD', KEYS[1], id, unpack(entry))
+elseif not is_written(last[2]) then
   return {'SEALED'}
 end
-if is_new and ARGV[3] ~= '' then
-  local added = redis.pcall('XADD', KEYS[2], 'MINID', ARGV[4], id, 'report', ARGV[3])
+if is_new and ARGV[2] ~= '' then
+  local added = redis.pcall('XADD', KEYS[2], 'MINID', ARGV[3], id, 'report', ARGV[2])
   if type(added) == 'table' and added.err then return {'SEALED'} end
 end
 
-local key, arg = 3, 12
 -- The flush is in the log by now, so a terminal or spill that fails (its keys have another type) must not
 -- stop the others.
 for _ = 1, messages do
-  if is_new then redis.call('PUBLISH', ARGV[arg], ARGV[arg + 1]) end
+  if is_new and ARGV[arg] ~= '' then redis.call('PUBLISH', ARGV[arg], ARGV[arg + 1]) end
   arg = arg + 2
 end
 for _ = 1, prompts do

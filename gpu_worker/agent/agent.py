@@ -76,7 +76,7 @@ class Agent:
         try:
             await run_until_one_ends(
                 self.plans.run(),
-                self.steps.run(self.watchdog),
+                self.steps.run(self.watchdog, self.flusher.flush_step),
                 self.flusher.run(),
                 self.send_heartbeats(),
                 self.watchdog.run(),
@@ -131,6 +131,7 @@ class Agent:
         StreamsGone.
         """
         while True:
+            self.flusher.poll()  # where no step comes to do so
             try:
                 await self.send_heartbeat()
                 for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):

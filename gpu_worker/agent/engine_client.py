@@ -8,28 +8,19 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from common.process.run_delay import run_delay_s
+from gpu_worker.agent.engine_link import EngineLink
 from gpu_worker.agent.metrics import BatchMetrics
-from gpu_worker.protocol import (
-    Begin,
-    EngineFailure,
-    Frame,
-    FrameDecoder,
-    Grant,
-    LoadProgress,
-    ProtocolError,
-    Ready,
-    StepResult,
-    encode,
-)
+from gpu_worker.protocol import Begin, EngineFailure, Frame, Grant, LoadProgress, Ready, StepResult
 from gpu_worker.rank import Place
 
 ENGINE_MODULE = "gpu_worker.engine"
 """What an engine process runs."""
-RECEIVE_BYTES = 2**16
+
+StepsHandler = Callable[[Sequence[StepResult]], None]
 
 
 class EngineDied(Exception):
@@ -50,9 +41,7 @@ class RankProcess:
     """The engine process of one rank, and the socket to it."""
 
     process: Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    frames: FrameDecoder = field(default_factory=FrameDecoder)
+    link: EngineLink
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], flags: Sequence[str] = ()) -> "RankProcess":
@@ -66,40 +55,15 @@ class RankProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
             )
-        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+        return cls(process, await EngineLink.open(ours))
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """Give a process that was preloaded its variables."""
-        self.writer.write(encode(Begin(environ)))
-
-    async def receive(self) -> Frame | None:
-        """Return the next frame; None once the process has closed its socket."""
-        try:
-            while (frame := next(self.buffered_frames(), None)) is None:
-                data = await self.reader.read(RECEIVE_BYTES)
-                if not data:
-                    return None
-                self.frames.feed(data)
-        except ConnectionError:
-            return None
-        except ProtocolError as error:
-            return unreadable_failure(error)
-        return frame
-
-    def buffered_frames(self) -> Iterator[Frame]:
-        """Yield the frames that have arrived."""
-        try:
-            yield from self.frames
-        except ProtocolError as error:
-            yield unreadable_failure(error)
+        self.link.send(Begin(environ))
 
     def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
-
-
-def unreadable_failure(error: ProtocolError) -> EngineFailure:
-    return EngineFailure("", str(error))
 
 
 def raise_on_failure(frame: Frame) -> Frame:
@@ -115,12 +79,13 @@ def raise_on_failure(frame: Frame) -> Frame:
     return frame
 
 
-def require_step(frame: Frame) -> StepResult:
-    """Return the step of a frame. Raises EngineDied for any other frame."""
-    frame = raise_on_failure(frame)
-    if not isinstance(frame, StepResult):
-        raise EngineDied(f"unexpected frame of the engine: {frame}")
-    return frame
+def handle_frames(frames: Sequence[Frame], handle: StepsHandler) -> None:
+    """Have the steps among frames handled. Raises EngineDied for any other."""
+    if steps := [frame for frame in frames if isinstance(frame, StepResult)]:
+        handle(steps)
+    for frame in frames:
+        if not isinstance(frame, StepResult):
+            raise EngineDied(f"unexpected frame of the engine: {raise_on_failure(frame)}")
 
 
 class EngineClient:
@@ -153,7 +118,7 @@ class EngineClient:
 
     async def kill_with(self, number: int) -> None:
         """Kill all ranks when this one ends. A rank above 0 sends no more than why it failed."""
-        frame = await self.ranks[number].receive()
+        frame = await self.ranks[number].link.receive()
         self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
 
@@ -164,7 +129,8 @@ class EngineClient:
 
     async def receive(self) -> Frame:
         """Return rank 0's next frame. Raises EngineDied when none comes any more, EngineRefused."""
-        return raise_on_failure(await self.ranks[0].receive() or self.failure or await self.wait_for_exit(0))
+        link = self.ranks[0].link
+        return raise_on_failure(await link.receive() or self.failure or await self.wait_for_exit(0))
 
     async def ready(self, progress: Callable[[str], None]) -> Ready:
         """Wait for the end of the warm-up → the engine's capacity. `progress` gets lines
@@ -180,20 +146,37 @@ class EngineClient:
                 case other:
                     raise EngineDied(f"unexpected frame of the engine: {other}")
 
-    async def steps(self) -> Sequence[StepResult]:
-        """Wait for steps → all that were completed since the last call, at least one. Raises EngineDied."""
-        self.metrics.on_wait()
+    async def run_steps(self, handle: StepsHandler) -> None:
+        """Call `handle` with steps as they come, with those that come together at once, in the call that
+        brings them. Never returns; raises EngineDied, and what `handle` raises.
+        """
+        link = self.ranks[0].link
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_frames() -> None:
+            if over.done():
+                return
+            try:
+                handle_frames(link.take(), handle)
+                if not link.is_open:
+                    over.set_result(None)
+            except Exception as error:
+                over.set_exception(error)
+
+        link.listener = on_frames
         try:
-            steps = [require_step(await self.receive()), *map(require_step, self.ranks[0].buffered_frames())]
+            on_frames()
+            await over
+            raise_on_failure(self.failure or await self.wait_for_exit(0))
         except EngineDied:
             self.metrics.on_failure()
             raise
-        self.metrics.on_steps(steps)
-        return steps
+        finally:
+            link.listener = None
 
     def send(self, grant: Grant) -> None:
         started_s = time.perf_counter()
-        self.ranks[0].writer.write(encode(grant))
+        self.ranks[0].link.send(grant)
         self.metrics.on_grant(grant, started_s)
 
     def run_delay_s(self) -> float:

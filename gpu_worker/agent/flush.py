@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from common.broker.client import ERRORS, describe_error
 from common.messages.plan import Report
@@ -23,10 +24,17 @@ RETRY_S = 0.05
 class Flusher:
     """Publishes the outbox, one flush after the other.
 
+    While the engine goes from step to step, a flush is written in the call that brings its tokens, and its
+    answer is taken with the next step: so a step wakes this process once. All else is the task's.
+
     Attributes:
         drop: stops a row that is not this worker's to go on with.
         block_size: tokens of a KV block.
         reported_s: monotonic time of the last report.
+        rests: whether the task waits for something to do.
+        started: the flush that was written in such a call, while it has no answer.
+        failed: one whose answer was an error, and that: the task goes on with it.
+        answered: set when `started` has its answer.
     """
 
     def __init__(
@@ -37,12 +45,18 @@ class Flusher:
         self.drop = drop
         self.block_size = block_size
         self.reported_s = 0.0
+        self.rests = False
+        self.started: Flush | None = None
+        self.failed: tuple[Flush, Exception] | None = None
+        self.answered = asyncio.Event()
 
     async def run(self) -> None:
         """Flush whenever something waits. Raises Sealed, StreamsGone."""
         state = self.state
         while True:
+            self.rests = True
             await state.wake.wait()
+            self.rests = False
             state.wake.clear()
             if self.may_wait:
                 await self.wait_for_step()
@@ -68,31 +82,94 @@ class Flusher:
         timer.cancel()
         wake.clear()
 
+    # --- in the call that brings a step ---------------------------------------------------------------------
+
+    def flush_step(self) -> None:
+        """Publish what a step has brought: at once if the one before is published and another will come."""
+        self.poll()
+        if not self.can_start or self.may_wait:
+            self.state.wake.set()
+        elif (flush := self.build()) is not None:
+            self.started = flush
+            self.publisher.start(flush, self.on_answer)
+
+    @property
+    def can_start(self) -> bool:
+        state = self.state
+        return (
+            self.rests
+            and not state.wake.is_set()
+            and self.started is None
+            and bool(state.table.rows)
+            and state.step < state.until
+            and self.publisher.client.is_connected
+        )
+
+    def poll(self) -> None:
+        """Take the answer to the flush that a step has started; one that is late is taken as it comes."""
+        if self.started is not None:
+            self.publisher.client.poll()
+
+    def on_answer(self, answer: Any) -> None:
+        flush, self.started = self.started, None
+        assert flush is not None
+        self.answered.set()
+        try:
+            self.drop_all(self.publisher.settle(flush, answer))
+        except Exception as error:
+            self.failed = flush, error
+            self.state.wake.set()
+
+    # --- in the task ----------------------------------------------------------------------------------------
+
     async def flush(self) -> None:
         """Publish the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
         it; where it has lost flushes, offers every row anew. Raises Sealed, StreamsGone.
         """
-        state = self.state
-        outbox, state.outbox = state.outbox, Outbox()
-        report_due = self.report_due()
-        if outbox.is_empty and not report_due:
-            return
-        needs_report = outbox.needs_report or report_due
-        report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
-        flush = self.publisher.build(outbox, report, state.acknowledged, state.table.live)
+        self.answered.clear()
+        self.poll()
+        if self.started is not None:
+            await self.answered.wait()
+        if self.failed is not None:
+            (flush, error), self.failed = self.failed, None
+            await self.prepare_again(flush, error)
+            await self.write(flush)
+        if (flush_or_none := self.build()) is not None:
+            await self.write(flush_or_none)
+
+    async def write(self, flush: Flush) -> None:
         while True:
             try:
-                for row in await self.publisher.write(flush):
-                    self.drop(row)
+                self.drop_all(await self.publisher.write(flush))
                 return
-            except FlushesLost as error:
-                log.warning("the broker has lost what was before %s: all rows are offered anew", error)
-                self.offer(flush)
-            except ERRORS as error:
-                log.warning(
-                    "flush %d failed, trying again: %s", self.publisher.sequence, describe_error(error)
-                )
-                await asyncio.sleep(RETRY_S)
+            except (FlushesLost, *ERRORS) as error:
+                await self.prepare_again(flush, error)
+
+    async def prepare_again(self, flush: Flush, error: Exception) -> None:
+        """Return when a flush can be written again that had this error. Raises the error if it never can."""
+        if isinstance(error, FlushesLost):
+            log.warning("the broker has lost what was before %s: all rows are offered anew", error)
+            self.offer(flush)
+        elif isinstance(error, ERRORS):
+            log.warning("flush %d failed, trying again: %s", flush.sequence, describe_error(error))
+            await asyncio.sleep(RETRY_S)
+        else:
+            raise error
+
+    def drop_all(self, rows: Iterable[RowText]) -> None:
+        for row in rows:
+            self.drop(row)
+
+    def build(self) -> Flush | None:
+        """Take the outbox → its flush; None where there is nothing to say."""
+        state = self.state
+        report_due = self.report_due()
+        if state.outbox.is_empty and not report_due:
+            return None
+        outbox, state.outbox = state.outbox, Outbox()
+        needs_report = outbox.needs_report or report_due
+        report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
+        return self.publisher.build(outbox, report, state.acknowledged, state.table.live)
 
     def offer(self, flush: Flush) -> None:
         """Have a flush offer every token of every row, and tell the batcher that reports are lost."""

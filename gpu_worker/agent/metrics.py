@@ -15,14 +15,11 @@ class BatchMetrics:
     Attributes:
         prefilling: rows that started and whose prompt is not computed yet → tokens that were computed before.
         running: rows that decode.
-        steps: the steps that the agent handles since `received_s`; none while it waits for the next.
     """
 
     def __init__(self) -> None:
         self.prefilling: dict[int, int] = {}
         self.running: set[int] = set()
-        self.steps: Sequence[StepResult] = ()
-        self.received_s = 0.0
 
     @property
     def method(self) -> str:
@@ -39,16 +36,9 @@ class BatchMetrics:
             catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - started_s, "decode")
         self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
 
-    def on_steps(self, steps: Sequence[StepResult]) -> None:
-        """Note the steps that the agent handles until it waits for the next."""
-        self.steps, self.received_s = steps, time.perf_counter()
-
-    def on_wait(self) -> None:
-        """Count the steps that the agent has handled."""
-        steps, self.steps = self.steps, ()
-        if not steps:
-            return
-        text_s = (time.perf_counter() - self.received_s) / len(steps)
+    def on_steps(self, steps: Sequence[StepResult], handled_s: float) -> None:
+        """Count steps, for all of which the agent needed `handled_s`."""
+        text_s = handled_s / len(steps)
         forwards: dict[str, list[float]] = {"prefill": [], "decode": []}
         for step in steps:
             if step.duration_ms:

@@ -2,16 +2,18 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.fast_client import SerialClient
+from common.broker.fast_client import ScriptCall
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
+from common.broker.serial_client import SerialClient
 from common.messages.codec import encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.finish_reasons import kept_of, terminal_for
 from common.messages.plan import Report
 from common.metrics import catalogue
@@ -75,14 +77,13 @@ class Flush:
     """One call of flush.lua; a repeated call changes nothing.
 
     Attributes:
-        messages: channel, payload of each.
+        messages: channel, payload of each; the log has the same.
         prompts, terminals: keys and arguments of each, as the script takes them.
         mode: what becomes of the log, as the script takes it.
         method: `prefill` where a prompt was computed, else `decode`.
     """
 
     sequence: int
-    entry: bytes
     report: Report | None
     acknowledged: int
     messages: list[tuple[str, bytes]]
@@ -119,19 +120,13 @@ class Publisher:
         trim = self.spill_due or (self.sequence - self.offered_at) % SPILL_EVERY == 0
         self.spill_due = False
         by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
-        new = [row.new_tokens() for row in outbox.rows]
-        for row, tokens in zip(outbox.rows, new, strict=True):
-            if channel := row.request.channel:
-                by_channel[channel].append(tokens)
-        messages = [self.events(channel, tokens) for channel, tokens in by_channel.items()]
-        for tokens in new:  # the log needs none; to copy the message would cost a tenth of a token's cost
-            tokens.texts = []
+        for row in outbox.rows:
+            by_channel[row.request.channel].append(row.new_tokens())
         return Flush(
             self.sequence,
-            encode(LogEntry(new)),
             report,
             acknowledged,
-            messages,
+            [self.events(channel, tokens) for channel, tokens in by_channel.items()],
             [(self.keys.request(row.request.request_id), bytes(row.prompt or b"")) for row in outbox.prompts],
             [
                 (self.terminal_keys(row.request.request_id), self.terminal(row, why))
@@ -158,7 +153,6 @@ class Publisher:
             args += [spill.row.attempt, spill.row.base, spill.offset, spill.records]
         head = [
             flush.sequence,
-            flush.entry,
             encode(flush.report) if flush.report else "",
             f"{flush.acknowledged}-0",
             TOKENS_TTL_MS,
@@ -172,7 +166,8 @@ class Publisher:
         return keys, [*head, *(part for message in flush.messages for part in message), *args]
 
     def events(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
-        number = self.channels.next_number(channel, self.sequence)
+        """The message of a channel; without a channel only the log has it."""
+        number = self.channels.next_number(channel, self.sequence) if channel else 0
         return channel, encode(Events(self.incarnation, number, tokens, flush=self.sequence))
 
     def terminal_keys(self, request_id: str) -> list[str]:
@@ -198,11 +193,26 @@ class Publisher:
         """
         started_s = time.perf_counter()
         keys, args = self.arguments(flush)
-        answer, *spilled = await self.script(keys=keys, args=args)
+        answer = await self.script(keys=keys, args=args)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-        if answer == b"GAP":
+        return self.settle(flush, answer)
+
+    def start(self, flush: Flush, on_answer: Callable[[Any], None]) -> None:
+        """Send a flush on the connection that there is; `on_answer` takes what `settle` needs, perhaps not
+        before `client.poll`.
+        """
+        started_s = time.perf_counter()
+        self.client.start(on_answer, *ScriptCall("flush", *self.arguments(flush)).command)
+        catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
+
+    def settle(self, flush: Flush, answer: Any) -> list[RowText]:
+        """Take the broker's answer to a flush: returns and raises as `write` does."""
+        if isinstance(answer, Exception):
+            raise answer
+        status, *spilled = answer
+        if status == b"GAP":
             raise FlushesLost(f"flush {flush.sequence}")
-        raise_refusal(answer)
+        raise_refusal(status)
         refused = []
         for spill, result in zip(flush.spills, spilled, strict=True):
             if result == SPILLED:

@@ -1,8 +1,12 @@
 """Steps, from the engine to the outbox: tokens become text, rows end, blocks are released."""
 
+import asyncio
 import logging
+import time
+from collections.abc import Callable, Sequence
 
 from common.messages.finish_reasons import INTERRUPTED
+from common.process.first_end import run_until_one_ends
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState
@@ -22,24 +26,35 @@ class StepHandler:
         self.state = state
         self.prefix_caching = prefix_caching
 
-    async def run(self, watchdog: Watchdog) -> None:
-        """Apply steps as they come. Raises EngineDied."""
-        while True:
-            await self.receive(watchdog)
-            self.state.wake.set()
+    async def run(self, watchdog: Watchdog, publish: Callable[[], None]) -> None:
+        """Apply steps as they come, and have them published. Never returns; raises EngineDied."""
 
-    async def receive(self, watchdog: Watchdog) -> None:
-        for step in await self.engine.steps():
+        def handle(steps: Sequence[StepResult]) -> None:
+            self.handle(steps, watchdog)
+            publish()
+
+        await self.engine.run_steps(handle)
+
+    def handle(self, steps: Sequence[StepResult], watchdog: Watchdog) -> None:
+        started_s = time.perf_counter()
+        for step in steps:
             self.apply(step)
+        self.engine.metrics.on_steps(steps, time.perf_counter() - started_s)
         watchdog.reset()
 
     async def stop_all(self, watchdog: Watchdog) -> None:
         """Have the engine stop every row, and return when it has released them. Raises EngineDied."""
-        state = self.state
+        state, released = self.state, asyncio.Event()
+
+        def handle(steps: Sequence[StepResult]) -> None:
+            self.handle(steps, watchdog)
+            if not state.table.rows:
+                released.set()
+
         stops = [(row, "preempted") for row in state.table.rows]
         self.engine.send(state.grant(stops=stops))
-        while state.table.rows:
-            await self.receive(watchdog)
+        if state.table.rows:
+            await run_until_one_ends(self.engine.run_steps(handle), released.wait())
 
     def apply(self, step: StepResult) -> None:
         """Add what a step brought to the rows and to the outbox."""

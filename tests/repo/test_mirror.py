@@ -11,6 +11,7 @@ BEHAVIOURS = {
     "common/scripts/test_reader_scripts.py",  # Lua
     "common/scripts/test_scripts.py",  # Lua
     "common/scripts/test_terminal_scripts.py",  # Lua
+    "gpu_worker/agent/test_flush_step.py",
     "gpu_worker/agent/test_offer.py",
     "gpu_worker/agent/test_speculation.py",
     "gpu_worker/engine/batch/test_max_rows.py",

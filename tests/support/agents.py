@@ -1,7 +1,7 @@
 """An agent with a broker, and with an engine that only records what it is sent."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -16,7 +16,7 @@ from common.messages.records import RECORD
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.protocol import SAMPLE, Grant, StepResult
@@ -38,8 +38,8 @@ class RecordingEngine(EngineClient):
     def send(self, grant: Grant) -> None:
         self.grants.append(grant)
 
-    async def steps(self) -> Sequence[StepResult]:
-        return await asyncio.Future()
+    async def run_steps(self, handle: StepsHandler) -> None:
+        await asyncio.Future()
 
 
 async def hset(redis: Redis, key: str, fields: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from common.broker.client import script
 from common.broker.committed import read
 from common.broker.keys import Keys, admission_keys
 from common.messages.codec import encode
-from common.messages.events import LogEntry, Tokens
+from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import unpack_records
@@ -87,7 +87,7 @@ def make_tokens(request_id: str, index: int, ids: Items[int], attempt: int = 1) 
 
 async def write_log(redis: Redis, incarnation: str, *tokens: Tokens) -> None:
     """Append one flush to a worker's log."""
-    await redis.xadd(KEYS.log(incarnation), {"entry": encode(LogEntry(list(tokens)))})
+    await redis.xadd(KEYS.log(incarnation), {"entry": encode(Events("w", 0, list(tokens)))})
 
 
 async def error_of(redis: Redis, request_id: str) -> bytes | None:

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from common.broker import client as brokers
 from common.broker.keys import Keys, admission_keys
 from common.messages.codec import encode
-from common.messages.events import LogEntry, Tokens
+from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
 
 KEYS = Keys("test")
@@ -58,7 +58,7 @@ async def publish_plan(
 
 def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:
     return encode(
-        LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
+        Events("w", 0, [Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
     )
 
 
@@ -75,6 +75,7 @@ async def flush(
     attempt: int = 1,
     worker: str = "w1",
 ) -> Any:
+    messages = [("", log or entry("r0", 0, [])), *messages]
     keys = [KEYS.log(worker), KEYS.reports(worker)]
     keys += [KEYS.request(name) for name, _ in prompts]
     for name, *_ in terminals:
@@ -83,7 +84,6 @@ async def flush(
         keys += [KEYS.request(name), KEYS.tokens(name)]
     args: list[Any] = [
         sequence,
-        log or entry("r0", 0, []),
         report,
         "0-0",
         60_000,

@@ -93,7 +93,7 @@ class FullPool:
                     | {"x": [], "ti": b"", "tl": b"", "ss": 0}
                     for name in ids
                 ]
-                entry = msgpack.packb({"v": VERSION, "t": tokens})
+                entry = msgpack.packb({"v": VERSION, "s": worker, "q": 0, "t": tokens})
                 pipe.xadd(KEYS.log(worker), {"entry": entry}, id=f"{flush + 1}-0")
             await pipe.execute()
 

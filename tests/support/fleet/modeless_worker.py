@@ -14,7 +14,7 @@ from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows
@@ -78,13 +78,14 @@ class ModelessEngine(EngineClient):
         assert not self.owners.keys() & set(blocks), "a block belongs to one row"
         self.owners |= dict.fromkeys(blocks, row)
 
-    async def steps(self) -> Sequence[StepResult]:
+    async def run_steps(self, handle: StepsHandler) -> None:
         while True:
             await asyncio.sleep(self.step_s)
             if (step := self.run_step()) is not None:
-                return [step]
-            self.granted.clear()
-            await self.granted.wait()
+                handle([step])
+            else:
+                self.granted.clear()
+                await self.granted.wait()
 
     def run_step(self) -> StepResult | None:
         slices = self.rows.launch()

@@ -17,7 +17,7 @@ from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.detokenize import Detokenizer
 from common.messages.codec import decode, encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.finish_reasons import kept_of
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.plan import WorkerCapacity
@@ -222,7 +222,6 @@ class FakeWorker:
         keys = [*self.streams]
         args = [
             self.sequence,
-            encode(LogEntry([tokens for _, tokens in rows])),
             "",
             "0",
             TTL_MS,

@@ -10,7 +10,7 @@ from api.streams import fill
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.messages.codec import encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.records import RECORD, pack_tokens
 from tests.support.events import IDS, KEYS, new_stream, tokens
 from tests.support.tokenizer import TOKENIZER
@@ -54,7 +54,7 @@ class Source:
         streams = self.streams[: len(self.streams) - without]
         await self.redis.xadd(
             KEYS.log(self.name),
-            {"entry": encode(LogEntry(self.new_tokens(streams)))},
+            {"entry": encode(Events("w", 0, self.new_tokens(streams)))},
             id=f"{self.num_flushes}-0",
         )
         if not lost:

@@ -12,7 +12,7 @@ from api.streams.stream import Stream
 from common.broker.client import read_server_id, script
 from common.broker.committed import Committed, read
 from common.messages.codec import decode, encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.records import pack_columns, pack_tokens, unpack_records
 from common.messages.request import Cancel, Generate, Resume
 from tests.support.events import IDS, KEYS, end, new_stream, tokens
@@ -98,7 +98,7 @@ async def test_a_run_that_began_before_what_was_shown_is_void(redis: Redis, rela
     """Its worker made other tokens than the one that the broker forgot."""
     stream = await shown(relay, 5)
     await put(redis, 2, "w2", attempt=2, base=2)
-    await redis.xadd(KEYS.log("w2"), {"entry": encode(LogEntry([tokens(2, 4, 2)]))})
+    await redis.xadd(KEYS.log("w2"), {"entry": encode(Events("w", 0, [tokens(2, 4, 2)]))})
     await publish(relay, 1, tokens(2, 3, 2), source="w2")
     await publish(relay, 2, tokens(3, 6, 2), source="w2")
     await wait_until(lambda: relay.filler.offers.num_offers)

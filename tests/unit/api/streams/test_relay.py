@@ -13,7 +13,7 @@ from common.broker.client import connect
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.events import LogEntry, Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import RECORD, pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
@@ -86,7 +86,7 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
         )
     for i in range(spilled, logged):
         await redis.xadd(
-            KEYS.log("w0"), {"entry": encode(LogEntry([tokens(i, i + 1, request_id=request_id)]))}
+            KEYS.log("w0"), {"entry": encode(Events("w", 0, [tokens(i, i + 1, request_id=request_id)]))}
         )
 
 

@@ -1,6 +1,9 @@
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -8,9 +11,11 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker.client import ERRORS, connect
-from common.broker.fast_client import FastConnection, SerialClient
+from common.broker.fast_client import FastConnection
+from common.broker.serial_client import SerialClient
 from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -135,3 +140,46 @@ async def test_a_connection_receives_messages_without_a_command(redis: Redis) ->
     connection.close()
     with pytest.raises(ERRORS):
         await connection.closed
+
+
+async def test_a_held_reply_wakes_nobody_until_it_is_polled(client: SerialClient) -> None:
+    answers: list[Any] = []
+    connection = await client.connect()
+    for number in range(3):
+        client.start(answers.append, "ECHO", str(number))
+        await wait_until(lambda: has_arrived(connection))
+        await asyncio.sleep(0)
+        assert len(answers) == number
+        client.poll()
+    assert answers == [b"0", b"1", b"2"]
+    assert await client.execute("ECHO", "next") == b"next", "it is not held"
+
+
+def has_arrived(connection: FastConnection) -> bool:
+    """Whether the kernel has something to read."""
+    assert connection.socket is not None
+    with contextlib.suppress(BlockingIOError):
+        return bool(connection.socket.recv(1, socket.MSG_PEEK))
+    return False
+
+
+async def test_a_reply_that_has_not_come_when_it_is_polled_is_taken_as_it_comes(
+    client: SerialClient, redis: Redis
+) -> None:
+    answers: list[Any] = []
+    await client.connect()
+    client.start(answers.append, "BLPOP", "late", 0)
+    client.poll()
+    await redis.lpush("late", "now")  # type: ignore[misc]
+    await wait_until(lambda: answers == [[b"late", b"now"]])
+
+
+async def test_the_end_of_a_connection_is_told_although_replies_are_held(
+    client: SerialClient, redis: Redis
+) -> None:
+    before, answers = await identity(client), list[Any]()
+    client.start(answers.append, "BLPOP", "nothing", 0)
+    await redis.client_kill_filter(_id=before)
+    await wait_until(lambda: bool(answers))
+    assert isinstance(answers[0], ConnectionError)
+    assert not client.is_connected

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from common.broker import client as access
 from common.broker import sentinel
-from common.broker.fast_client import SerialClient
+from common.broker.serial_client import SerialClient
 from common.settings.settings import SettingError
 from tests.support.broker.sentinels import watched
 from tests.support.waiting import wait_until

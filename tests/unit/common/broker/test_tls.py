@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from common.broker import client as access
-from common.broker.fast_client import SerialClient
+from common.broker.serial_client import SerialClient
 from common.settings.settings import SettingError
 from deploy.serve.embedded_broker import Broker
 from tests.support.broker.tls import make_certificate, tls_door
+from tests.support.waiting import wait_until
 
 
 async def refusal(url: str) -> str:
@@ -27,6 +28,9 @@ async def test_both_clients_work_behind_a_trusted_certificate(broker: Broker, tm
             await redis.set("key", b"x" * 10**6)
             fast = SerialClient(redis)
             assert await fast.execute("GET", "key") == b"x" * 10**6
+            answers: list[bytes] = []
+            fast.start(answers.append, "ECHO", "not held")
+            await wait_until(lambda: answers == [b"not held"])
             fast.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.messages.answer import HttpAnswer, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart, WorkerCapacity, WorkerDied
@@ -227,13 +227,6 @@ EXAMPLES = [
             | {"c": [], "hd": [], "x": [], "rq": None},
         }
         | {"d": "d", "r": "r", "t": True, "l": "l"},
-    ),
-    (
-        LogEntry([TOKENS]),
-        {
-            "v": 1,
-            "t": [TOKENS_MAP],
-        },
     ),
 ]
 

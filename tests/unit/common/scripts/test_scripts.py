@@ -9,7 +9,7 @@ from redis.asyncio.client import PubSub
 from common.broker.committed import read
 from common.broker.keys import SEALED
 from common.messages.codec import encode
-from common.messages.events import LogEntry, Tokens
+from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import RECORD, pack_tokens, unpack_records
 from tests.support.scripts import KEYS, admit, call, create_logs, entry, flush, publish_plan, seal
@@ -71,12 +71,14 @@ async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
 
 async def test_a_flush_appends_then_publishes(redis: Redis, pubsub: PubSub) -> None:
     await create_logs(redis)
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == [b"OK"]
+    messages = [("ch", b"one"), ("other", b"two")]
+    await pubsub.subscribe("other")
+    await pubsub.get_message(timeout=1)
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages) == [b"OK"]
     assert await published(pubsub) == [b"one", b"two"]
     assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == [b"OK"], (
-        "a repeated flush"
-    )
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages) == [b"OK"], "a repeated flush"
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages[:1]) == [b"SEALED"], "another one"
     assert await published(pubsub) == []
     assert await redis.xlen(KEYS.log("w1")) == 2
 
@@ -200,7 +202,7 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> 
         for i in range(3)
     ]
     await redis.set(KEYS.tokens("r1"), pack_tokens(tokens[0]) + b"half of a token")
-    await flush(redis, 1, encode(LogEntry(tokens[1:])))
+    await flush(redis, 1, encode(Events("w", 0, tokens[1:])))
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.num_tokens, state.spilled_bytes) == (3, 24)
     assert unpack_records(state.records, 3) == (

@@ -3,23 +3,15 @@
 import asyncio
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from common.metrics import catalogue
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess
-from gpu_worker.protocol import (
-    SAMPLE,
-    EngineFailure,
-    Grant,
-    LoadProgress,
-    Ready,
-    StepResult,
-    encode,
-)
-from tests.support.engine.start_rows import start_row
+from gpu_worker.agent.engine_link import EngineLink
+from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, Ready, StepResult, encode
+from tests.support.waiting import wait_until
 
 READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", token_ms=0.5)
 TWO = SAMPLE.pack(1, 0, 5, -0.5) + SAMPLE.pack(2, 0, 6, -0.5)
@@ -42,54 +34,61 @@ async def engine() -> AsyncIterator[FakeEngine]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
     )
-    rank = RankProcess(process, *await asyncio.open_unix_connection(sock=ours))
+    rank = RankProcess(process, await EngineLink.open(ours))
     with theirs:
         yield FakeEngine(EngineClient([rank]), theirs)
     rank.kill()
     await process.wait()
-    rank.writer.close()
+    rank.link.close()
 
 
-def counters() -> list[float]:
-    """Tokens, decode steps, prefill steps."""
-    steps = [catalogue.BATCH_FORWARD.series[method,] for method in ("decode", "prefill")]
-    return [
-        catalogue.TOKENS.values[()],
-        *(sum(number for bound, number in parts.items() if bound > 0) for parts in steps),
-    ]
+async def steps_until_death(engine: FakeEngine, why: str) -> list[list[int]]:
+    """The numbers of the steps that are handled, by call, until the engine dies for this reason."""
+    calls: list[list[int]] = []
+    with pytest.raises(EngineDied, match=why):
+        await engine.client.run_steps(lambda steps: calls.append([step.step for step in steps]))
+    return calls
 
 
-async def test_steps_that_arrive_together_are_returned_together_and_counted(engine: FakeEngine) -> None:
-    before = counters()
-    engine.client.send(Grant(5, 64, [start_row(row, [], 4, ignore_eos=True) for row in (1, 2)]))
-    engine.send(
-        encode(StepResult(1, TWO, prefilled=((1, 7), (2, 7)), duration_ms=5.0)),
-        encode(StepResult(2, TWO, duration_ms=2.0)),
-        encode(StepResult(2)),
+async def test_steps_that_arrive_together_are_handled_together(engine: FakeEngine) -> None:
+    calls: list[list[int]] = []
+    engine.send(*(encode(StepResult(number, TWO)) for number in (1, 2, 2)))
+    running = asyncio.create_task(
+        engine.client.run_steps(lambda steps: calls.append([step.step for step in steps]))
     )
-    assert [step.step for step in await engine.client.steps()] == [1, 2, 2]
-    engine.send(encode(StepResult(3, TWO, duration_ms=2.0)))
-    assert [step.step for step in await engine.client.steps()] == [3]
-    assert [now - then for now, then in zip(counters(), before, strict=True)] == [4, 1, 1]
+    await wait_until(lambda: calls == [[1, 2, 2]])
+    engine.send(encode(StepResult(3, TWO)))
+    await wait_until(lambda: calls == [[1, 2, 2], [3]])
+    running.cancel()
+    await asyncio.wait([running])
+    engine.send(encode(StepResult(4)), encode(EngineFailure("", "out of luck")))
+    await wait_until(lambda: len(engine.client.ranks[0].link.frames) == 2)
+    assert await steps_until_death(engine, "out of luck") == [[4]], "what came meanwhile is kept"
+
+
+async def test_what_a_handler_raises_ends_the_run(engine: FakeEngine) -> None:
+    def fail(steps: Sequence[StepResult]) -> None:
+        raise ZeroDivisionError(steps)
+
+    engine.send(encode(StepResult(1)))
+    with pytest.raises(ZeroDivisionError):
+        await engine.client.run_steps(fail)
 
 
 async def test_an_engine_failure_raises_engine_died(engine: FakeEngine) -> None:
     engine.send(encode(StepResult(1, TWO)), encode(EngineFailure("", "out of luck")))
-    with pytest.raises(EngineDied, match=r"engine failed: out of luck"):
-        await engine.client.steps()
+    assert await steps_until_death(engine, r"engine failed: out of luck") == [[1]]
 
 
 async def test_unreadable_bytes_end_the_engine(engine: FakeEngine) -> None:
     engine.send(encode(StepResult(1)), b"\xc1", encode(StepResult(2)))
-    with pytest.raises(EngineDied, match=r"engine failed: not a frame: FormatError"):
-        await engine.client.steps()
+    assert await steps_until_death(engine, r"engine failed: not a frame: FormatError") == [[1]]
 
 
 async def test_the_end_of_its_process_ends_the_engine(engine: FakeEngine) -> None:
     engine.client.kill()
     engine.peer.close()
-    with pytest.raises(EngineDied, match=r"the process of rank 0 ended with -9"):
-        await engine.client.steps()
+    assert await steps_until_death(engine, r"the process of rank 0 ended with -9") == []
 
 
 async def test_ready_returns_the_capacity_and_passes_progress_on(engine: FakeEngine) -> None:
@@ -98,8 +97,7 @@ async def test_ready_returns_the_capacity_and_passes_progress_on(engine: FakeEng
     assert await engine.client.ready(progress.append) == READY
     assert (progress, engine.client.token_ms) == (["loading", "warm"], 0.5)
     engine.send(encode(READY))
-    with pytest.raises(EngineDied, match="unexpected frame of the engine: Ready"):
-        await engine.client.steps()
+    assert await steps_until_death(engine, "unexpected frame of the engine: Ready") == []
 
 
 async def test_a_setting_that_cannot_be_served_raises_engine_refused(engine: FakeEngine) -> None:

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
+from common.broker.committed import logged_messages
 from common.messages.codec import decode
-from common.messages.events import LogEntry
+from common.messages.events import Events
 from common.messages.packing import unpack_ids
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.flush_pace import FEW_ROWS, MAX_STEPS, MAX_WAIT_S, may_wait
@@ -45,9 +46,9 @@ async def logged(redis: Redis, ids: list[list[int]]) -> None:
 
     async def flushes() -> list[list[int]]:
         entries = [
-            decode(LogEntry, fields[b"entry"])
+            decode(Events, message)
             for _, fields in await redis.xrange(KEYS.log("w0-1"))
-            if b"entry" in fields
+            for message in logged_messages(fields)
         ]
         return [[one for tokens in entry.tokens for one in unpack_ids(tokens.ids)] for entry in entries]
 

@@ -1,16 +1,19 @@
 """The publisher: contents of a flush, and the rows after it is written."""
 
+from dataclasses import replace
+
 import pytest
 from redis.asyncio import Redis
 
+from common.broker.committed import logged_messages
 from common.messages.codec import decode
-from common.messages.events import LogEntry
+from common.messages.events import Events
 from common.messages.packing import unpack_ids
 from gpu_worker.agent import publish
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.publish import StreamsGone
-from tests.support.agents import KEYS, start, step
+from tests.support.agents import CHANNEL, KEYS, start, step
 
 
 async def test_every_flush_has_the_next_sequence_number(agent: Agent) -> None:
@@ -18,12 +21,18 @@ async def test_every_flush_has_the_next_sequence_number(agent: Agent) -> None:
     assert [flush.sequence for flush in flushes] == [1, 2, 3]
 
 
-async def test_the_log_entry_has_no_text(agent: Agent) -> None:
-    await start(agent)
-    step(agent, {1: (0, 5)})
+async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent: Agent, redis: Redis) -> None:
+    await start(agent, row=1)
+    await start(agent, row=2)
+    agent.state.table.rows[2].request = replace(agent.state.table.rows[2].request, channel="")
+    step(agent, {1: (0, 5), 2: (0, 6)})
     flush = agent.publisher.build(agent.state.outbox, None, 0, [])
-    [tokens] = decode(LogEntry, flush.entry).tokens
-    assert (unpack_ids(tokens.ids), tokens.texts) == ([5], [])
+    assert await agent.publisher.write(flush) == []
+    [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
+    logged = [decode(Events, message) for message in logged_messages(fields)]
+    assert {(unpack_ids(one.tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
+    assert [message for _, message in flush.messages] == [*logged_messages(fields)]
+    assert [*agent.publisher.channels.last_number] == [CHANNEL]
 
 
 async def test_live_rows_are_spilled_at_intervals(

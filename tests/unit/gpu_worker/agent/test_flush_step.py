@@ -1,0 +1,130 @@
+"""A step that is flushed in the call that brings it: its answer is taken with the next one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker.committed import read
+from common.messages.records import unpack_records
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.publish import Sealed
+from tests.support.agents import KEYS, grants, hset, reports, start, step
+from tests.support.broker.rollback import Snapshot
+from tests.support.broker_state import seal
+from tests.support.waiting import PATIENCE_S, wait_until
+
+
+@pytest.fixture
+async def flushing(agent: Agent) -> AsyncIterator[Agent]:
+    """An agent whose task has published a row's first token, and rests."""
+    task = asyncio.create_task(agent.flusher.run())
+    await start(agent, max_new_tokens=1000)
+    complete(agent, 0, prefilled=[(1, 2)])
+    await wait_until(lambda: agent.flusher.rests and agent.publisher.sequence == 1)
+    yield agent
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def complete(agent: Agent, index: int, **fields: object) -> None:
+    """One step, whose token has its index as id."""
+    step(agent, {1: (index, index)}, **fields)
+    agent.flusher.flush_step()
+
+
+async def ids(redis: Redis) -> list[int]:
+    return unpack_records((await read(redis, KEYS, ["r1"]))["r1"].records)[0]
+
+
+async def has_ids(redis: Redis, count: int) -> None:
+    """Returns when the broker has so many tokens."""
+
+    async def are_there() -> bool:
+        return await ids(redis) == list(range(count))
+
+    await wait_until(are_there)
+
+
+async def test_a_step_is_sent_at_once_and_its_answer_waits_for_the_next(flushing: Agent) -> None:
+    for index in range(1, 5):
+        complete(flushing, index)
+        assert flushing.state.outbox.is_empty, "it is on its way"
+        await has_ids(flushing.redis, index + 1)
+        assert flushing.flusher.started is not None, "nobody was woken for the answer"
+    flushing.flusher.poll()
+    assert flushing.flusher.started is None
+
+
+async def test_an_answer_that_is_late_is_taken_as_it_comes(flushing: Agent) -> None:
+    complete(flushing, 1)
+    flushing.flusher.poll()
+    assert flushing.flusher.started is not None, "it cannot have come"
+    await wait_until(lambda: flushing.flusher.started is None)
+    complete(flushing, 2)
+    complete(flushing, 3)
+    assert not flushing.state.outbox.is_empty, "a flush waits for the answer to the one before it"
+    await has_ids(flushing.redis, 4)
+
+
+async def test_the_last_step_leaves_nothing_to_be_answered(flushing: Agent) -> None:
+    complete(flushing, 1)
+    complete(flushing, 2, ended=[(1, "length", 3)], released=[(1, 4)])
+    await asyncio.wait_for(flushing.state.idle.wait(), PATIENCE_S)
+    assert flushing.flusher.started is None
+    assert (await read(flushing.redis, KEYS, ["r1"]))["r1"].terminal == "length"
+
+
+async def test_a_row_that_the_broker_refuses_is_dropped_with_the_next_step(flushing: Agent) -> None:
+    await hset(flushing.redis, KEYS.request("r1"), {"worker": "w2", "attempt": 2})
+    flushing.publisher.spill_due = True
+    complete(flushing, 1)
+    assert flushing.flusher.started is not None
+    complete(flushing, 2)
+    await wait_until(lambda: grants(flushing)[-1].stops == [(1, "preempted")])
+
+
+async def test_a_flush_whose_connection_is_lost_is_written_again(flushing: Agent) -> None:
+    redis = flushing.redis
+    complete(flushing, 1)
+    await has_ids(redis, 2)
+    await redis.client_kill_filter(_id=await connection_id(flushing))
+    await wait_until(lambda: flushing.flusher.started is None)
+    complete(flushing, 2)
+    await has_ids(redis, 3)
+    assert await redis.xlen(KEYS.log("w0-1")) == 4, "the entry that creates the stream, and three flushes"
+
+
+async def connection_id(agent: Agent) -> str:
+    """The broker's number of the connection for flushes: of those that ran a script last."""
+    clients = await agent.redis.client_list()
+    connection = agent.publisher.client.connection
+    assert connection is not None
+    own = "{}:{}".format(*connection.transport.get_extra_info("sockname"))
+    return str(next(client["id"] for client in clients if client["addr"] == own))
+
+
+async def test_a_broker_that_lost_the_last_flushes_is_offered_all(flushing: Agent) -> None:
+    snapshot = await Snapshot.of(flushing.redis)
+    complete(flushing, 1)
+    await has_ids(flushing.redis, 2)
+    flushing.flusher.poll()
+    await snapshot.restore(flushing.redis)
+    complete(flushing, 2)
+    complete(flushing, 3)
+    await has_ids(flushing.redis, 4)
+    assert (await reports(flushing.redis))[-1].reports_lost
+
+
+async def test_a_sealed_agent_ends_with_the_next_step(agent: Agent) -> None:
+    running = asyncio.create_task(agent.flusher.run())
+    await start(agent, max_new_tokens=1000)
+    complete(agent, 0, prefilled=[(1, 2)])
+    await wait_until(lambda: agent.flusher.rests and agent.publisher.sequence == 1)
+    await seal(agent.redis, "w0-1")
+    complete(agent, 1)
+    assert agent.flusher.started is not None
+    complete(agent, 2)
+    with pytest.raises(Sealed):
+        await asyncio.wait_for(running, PATIENCE_S)
