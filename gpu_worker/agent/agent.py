@@ -88,6 +88,7 @@ class Agent:
         else:
             return True
         finally:
+            self.engine.metrics.count_steps()
             self.publisher.client.close()
 
     async def next_incarnation(self) -> "Agent":
@@ -132,6 +133,7 @@ class Agent:
         """
         while True:
             self.flusher.poll()  # where no step comes to do so
+            self.engine.metrics.count_steps()
             try:
                 await self.send_heartbeat()
                 for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):

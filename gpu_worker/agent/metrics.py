@@ -1,5 +1,5 @@
 """Batch metrics of a worker: its steps, the rows that start in them, and the agent's time for each step.
-Nothing is counted token by token.
+Nothing is counted token by token, and steps are counted several at once.
 """
 
 import time
@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from common.metrics import catalogue
 from gpu_worker.protocol import Grant, StepResult
 
+MAX_STEPS = 64
+"""Steps that are counted at once, at most: what counts them is not in the caches then."""
+
 
 class BatchMetrics:
     """Counts grants and steps as they pass the engine client.
@@ -15,11 +18,14 @@ class BatchMetrics:
     Attributes:
         prefilling: rows that started and whose prompt is not computed yet → tokens that were computed before.
         running: rows that decode.
+        steps, handled_s: those that are not counted yet, and what the agent needed for them.
     """
 
     def __init__(self) -> None:
         self.prefilling: dict[int, int] = {}
         self.running: set[int] = set()
+        self.steps: list[StepResult] = []
+        self.handled_s = 0.0
 
     @property
     def method(self) -> str:
@@ -30,6 +36,7 @@ class BatchMetrics:
         """Count a grant that was sent; `started_s` is when its sending began."""
         if not grant.starts:
             return
+        self.count_steps()
         catalogue.BATCH_NEXT_SIZE.observe(len(grant.starts))
         if self.running:
             catalogue.BATCH_CONCAT.add(1, "chunking")
@@ -37,8 +44,18 @@ class BatchMetrics:
         self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
 
     def on_steps(self, steps: Sequence[StepResult], handled_s: float) -> None:
-        """Count steps, for all of which the agent needed `handled_s`."""
-        text_s = handled_s / len(steps)
+        """Note steps, for all of which the agent needed `handled_s`."""
+        self.steps += steps
+        self.handled_s += handled_s
+        if len(self.steps) >= MAX_STEPS:
+            self.count_steps()
+
+    def count_steps(self) -> None:
+        """Count the steps that were noted since the last call."""
+        steps, self.steps = self.steps, []
+        if not steps:
+            return
+        text_s, self.handled_s = self.handled_s / len(steps), 0.0
         forwards: dict[str, list[float]] = {"prefill": [], "decode": []}
         for step in steps:
             if step.duration_ms:
@@ -71,6 +88,7 @@ class BatchMetrics:
 
     def on_failure(self) -> None:
         """Count the batch that the engine lost when it died."""
+        self.count_steps()
         if self.prefilling or self.running:
             catalogue.BATCH_COUNT.add(1, self.method)
             catalogue.BATCH_FAILURE.add(1, self.method)

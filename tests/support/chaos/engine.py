@@ -34,7 +34,7 @@ BLOCKS = "CHAOS_NUM_BLOCKS"
 """Variable: blocks of the KV cache, if not so many as here."""
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
 MAX_BATCH_PREFILL_TOKENS = 256
-FIRST_ID, NUM_IDS = 1_000, 40_000
+FIRST_ID, NUM_IDS = 1_000, 1_000
 
 
 class ScriptedEngine:

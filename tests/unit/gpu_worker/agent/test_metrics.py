@@ -15,4 +15,7 @@ def test_steps_beside_a_row_that_stands_by_are_those_that_they_are() -> None:
     chunk = StepResult(1, prefill_tokens=7, duration_ms=2.0)
     last = StepResult(2, prefilled=[(1, 8)], duration_ms=2.0)
     metrics.on_steps([chunk, last, *(StepResult(step, duration_ms=2.0) for step in (3, 4, 5))], 0.005)
+    assert counts["decode",] == before["decode"], "a step costs nothing by itself"
+    metrics.count_steps()
+    metrics.count_steps()
     assert {method: counts[method,] - before[method] for method in before} == {"prefill": 2, "decode": 3}
