@@ -10,7 +10,7 @@ import time
 from common.beats import until_beat
 from common.metrics.catalogue import LOOP_HOLD
 
-INTERVAL_S = 0.05
+INTERVAL_S = 0.1
 """A timer wakes the process, which costs some 100 µs where caches are cold, also without requests. A shorter
 hold is seen if a timer was due in it: as often as anything else that came would have had to wait.
 """
