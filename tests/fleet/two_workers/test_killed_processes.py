@@ -35,6 +35,7 @@ SETTINGS = {
     "debug_kv": True,
     "kv_cache_bytes": "128MiB",
     "worker_ttl_s": 3,
+    "stopped_grace_s": 0,
 }
 
 
