@@ -34,6 +34,7 @@ brokers.
 """
 Fleet.start_process = forks.ForkedProcess
 FLEETS = ("clients", "fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet")
+LOADED = ("tests/unit/gpu_worker/engine", "tests/unit/gpu_worker/engine/sampling")
 LONG = ("unit/gpu_worker", "integration", "repo")
 
 
@@ -131,11 +132,15 @@ def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
 
 
 class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a module to one process as a whole, and a folder of tests/fleet, which shares a fleet."""
+    """Gives a module to one process as a whole, a folder of tests/fleet, which shares a fleet, and the folders
+    whose modules share the engine `loaded`.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
         folder = path.rpartition("/")[0]
+        if folder in LOADED:
+            return LOADED[0]
         return folder if folder.startswith(("tests/fleet/", "tests/clients")) else path
 
 
