@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
+from api.http.body import with_one_error
 from api.inference.fields import Listed
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -22,11 +23,18 @@ class ContentPart(BaseModel):
     text: str | None = Field(default=None, json_schema_extra={"type": "string"})
 
 
+Content = Annotated[
+    str | Listed[ContentPart],
+    with_one_error("Input should be a string, or a list of parts, each an object with a `type`"),
+]
+Arguments = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
+
+
 class EarlierFunction(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str
-    arguments: str | dict[str, Any] | None = Field(
+    arguments: Arguments | None = Field(
         default=None, description="The JSON text of an object, or the object itself."
     )
 
@@ -45,7 +53,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
-    content: str | Listed[ContentPart] | None = Field(
+    content: Content | None = Field(
         default=None,
         description="A text, or parts that make up one text. Null where the assistant only called tools.",
     )

@@ -2,10 +2,11 @@
 would take silence for support.
 """
 
-from collections.abc import Collection, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid
@@ -32,7 +33,7 @@ async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
-    """The body, which claims to be JSON. Raises ApiError: 413, 415."""
+    """The body, which claims to be plain JSON. Raises ApiError: 413, 415."""
     check_content_type(request)
     return await read_bytes(request, max_bytes)
 
@@ -54,14 +55,36 @@ def schema_error(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     if problems[0]["type"] == "json_invalid":
         return ApiError(400, "invalid_json", problems[0]["msg"])
-    fields = [".".join(map(str, problem["loc"])) or "body" for problem in problems[:MAX_PROBLEMS]]
+    fields = [field_name(problem["loc"]) for problem in problems[:MAX_PROBLEMS]]
     return invalid(
         "; ".join(f"`{field}`: {problem['msg']}" for field, problem in zip(fields, problems, strict=False)),
         fields[0],
     )
 
 
+def field_name(path: Sequence[str | int]) -> str:
+    """`messages[0].content`, of the names and indices that lead to a field; `body` for none."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return "".join(steps).removeprefix(".") or "body"
+
+
+def with_one_error(text: str) -> WrapValidator:
+    """For a field of several types: one error in place of one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            raise PydanticCustomError("shape", text) from error
+
+    return WrapValidator(check)
+
+
 def check_content_type(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        why = f"Bodies are not decoded: send them without `Content-Encoding: {encoding[:32]}`"
+        raise ApiError(415, "unsupported_media_type", why)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(

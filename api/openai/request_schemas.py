@@ -8,8 +8,9 @@ from pydantic import Field
 from api.chat.messages import ChatMessage
 from api.chat.prompt import EFFORTS, TOOL_PROMPT
 from api.chat.tools import FunctionSchema, ToolSchema
+from api.http.body import with_one_error
 from api.inference.fields import Listed, least
-from api.openai.shared_fields import OpenAIRequest, openai_fields, with_one_error
+from api.openai.shared_fields import OpenAIRequest, openai_fields
 from common.messages.answer import Rendering
 
 Prompt = Annotated[
@@ -19,6 +20,7 @@ Prompt = Annotated[
     ),
 ]
 
+Chosen = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
 CHOICES: Any = {"enum": ["none", "auto", None]}
 """What of a `tool_choice` is proposed."""
 
@@ -50,7 +52,7 @@ class ChatRequest(OpenAIRequest):
     )
 
     tools: Listed[ToolSchema] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(
+    tool_choice: Chosen | None = Field(
         default=None,
         description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
@@ -63,7 +65,7 @@ class ChatRequest(OpenAIRequest):
     functions: Listed[FunctionSchema] | None = Field(
         default=None, description="OpenAI's older form of `tools`; the answer has a `function_call`."
     )
-    function_call: str | dict[str, Any] | None = Field(
+    function_call: Chosen | None = Field(
         default=None, description="OpenAI's older form of `tool_choice`.", json_schema_extra=CHOICES
     )
     tool_prompt: str | None = Field(

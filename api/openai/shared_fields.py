@@ -5,20 +5,12 @@ another route has. Unknown names are ignored.
 """
 
 import functools
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
-from api.http.body import reject_unsupported
+from api.http.body import reject_unsupported, with_one_error
 from api.inference.fields import (
     BIAS_SCHEMA,
     DETACHED,
@@ -33,19 +25,6 @@ from api.inference.fields import (
 from api.inference.ranges import MAX_STOP_CHARS
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from common.messages.answer import Rendering
-
-
-def with_one_error(text: str) -> WrapValidator:
-    """For a field of several types: one error in place of one for each type."""
-
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError as error:
-            raise PydanticCustomError("shape", text) from error
-
-    return WrapValidator(check)
-
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 

@@ -42,7 +42,9 @@ async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
             "unsupported_media_type",
         )
         assert tgi_error(await client.post("/generate", content=b"{}")) == (415, "unsupported_media_type")
-        odd = {"content-type": "Application/vnd.api+JSON; charset=utf-8"}
+        packed = await client.post("/generate", content=b"x", headers=JSON | {"content-encoding": "gzip"})
+        assert tgi_error(packed) == (415, "unsupported_media_type") and "Encoding: gzip`" in packed.text
+        odd = {"content-type": "Application/vnd.api+JSON; charset=utf-8", "content-encoding": "identity"}
         assert (await client.post("/generate", content=b'{"inputs":"a"}', headers=odd)).status_code == 200
         assert (
             await client.post(

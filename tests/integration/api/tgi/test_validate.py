@@ -32,7 +32,7 @@ CASES: list[
     ({"stop": ["a"] * 5}, 422, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, 422, "`stop`"),
     ({"stop": "a"}, 422, "`parameters.stop`"),
-    ({"stop": [1]}, 422, "`parameters.stop.0`"),
+    ({"stop": [1]}, 422, "`parameters.stop[0]`"),
     (
         {"stop_token_ids": [1, SIZE]},
         422,
@@ -90,7 +90,7 @@ CASES: list[
     ({"decoder_input_details": 1}, 422, "`parameters.decoder_input_details`"),
     ({"grammar": {"type": "json_object"}}, 422, "`grammar.value` is required"),
     ({"grammar": {"type": "regex", "value": "("}}, 422, "`grammar.value` cannot be compiled: "),
-    ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids.0`: Input should be a valid integer"),
+    ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids[0]`: Input should be a valid integer"),
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),
     ({"max_tokens": 5}, 422, "`max_tokens` is not a field of this route"),
     ({"response_format": {"type": "json_object"}}, 422, "`response_format` is not a field of this route"),
