@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
-from api.http.body import with_one_error
-from api.inference.fields import Listed
+from api.inference.fields import Listed, with_one_error
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

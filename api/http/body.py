@@ -3,10 +3,9 @@ would take silence for support.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid
@@ -66,18 +65,6 @@ def field_name(path: Sequence[str | int]) -> str:
     """`messages[0].content`, of the names and indices that lead to a field; `body` for none."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return "".join(steps).removeprefix(".") or "body"
-
-
-def with_one_error(text: str) -> WrapValidator:
-    """For a field of several types: one error in place of one for each type."""
-
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError as error:
-            raise PydanticCustomError("shape", text) from error
-
-    return WrapValidator(check)
 
 
 def check_content_type(request: Request) -> None:

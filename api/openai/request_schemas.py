@@ -8,8 +8,7 @@ from pydantic import Field
 from api.chat.messages import ChatMessage
 from api.chat.prompt import EFFORTS, TOOL_PROMPT
 from api.chat.tools import FunctionSchema, ToolSchema
-from api.http.body import with_one_error
-from api.inference.fields import Listed, least
+from api.inference.fields import Listed, least, with_one_error
 from api.openai.shared_fields import OpenAIRequest, openai_fields
 from common.messages.answer import Rendering
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
-from api.http.body import reject_unsupported, with_one_error
+from api.http.body import reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
     DETACHED,
@@ -21,6 +21,7 @@ from api.inference.fields import (
     StructuredOutputFields,
     least,
     ranged,
+    with_one_error,
 )
 from api.inference.ranges import MAX_STOP_CHARS
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED

@@ -9,8 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.chat.prompt import EFFORTS
 from api.errors import invalid
-from api.http.body import UnsupportedFields, reject_unsupported, with_one_error
-from api.inference.fields import PRIORITY, RESUME_S, SERVICE_TIER, Listed, SamplingFields, least
+from api.http.body import UnsupportedFields, reject_unsupported
+from api.inference.fields import (
+    PRIORITY,
+    RESUME_S,
+    SERVICE_TIER,
+    Listed,
+    SamplingFields,
+    least,
+    with_one_error,
+)
 from api.responses.input_items import ROLES
 
 LOGPROBS = "message.output_text.logprobs"
