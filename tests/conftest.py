@@ -132,8 +132,8 @@ def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
 
 
 class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a module to one process as a whole, a folder of tests/fleet, which shares a fleet, and the folders
-    whose modules share the engine `loaded`.
+    """Gives a module to one process as a whole, a folder of tests/fleet, which shares a fleet, and the
+    folders whose modules share the engine `loaded`.
     """
 
     def _split_scope(self, nodeid: str) -> str:

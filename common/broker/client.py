@@ -27,7 +27,13 @@ from common.settings.settings import SettingError, Settings
 CONNECT_TIMEOUT_S = 5.0
 MIN_VERSION = (7, 0)
 NO_EVICTION = "noeviction"
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+FOLDER = Path(__file__).parents[1] / "scripts"
+SCRIPTS = {
+    path.relative_to(FOLDER).with_suffix("").as_posix(): path.read_text() for path in FOLDER.rglob("*.lua")
+}
+"""Texts by name, read when the process starts: a version that is installed while it runs may have scripts
+that do not take what this process sends.
+"""
 ERRORS = (RedisError, OSError)
 """What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
 
@@ -160,7 +166,7 @@ def load_script(name: str) -> str:
 
     That line is `-- needs: lib/one, lib/other`.
     """
-    text = (SCRIPTS / f"{name}.lua").read_text()
+    text = SCRIPTS[name]
     needs = re.match(r"-- needs: ([\w/, ]+)\n", text)
     return (
         "".join(load_script(other) + "\n" for other in (re.findall(r"[\w/]+", needs[1]) if needs else ()))

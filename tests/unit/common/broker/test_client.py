@@ -162,12 +162,14 @@ async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
 
 
 async def test_scripts_load_what_they_need_and_survive_a_broker_that_forgot_them(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "double.lua").write_text("local function double(x) return 2 * x end\n")
-    (tmp_path / "inc.lua").write_text("local function inc(x) return x + 1 end\n")
-    (tmp_path / "answer.lua").write_text("-- needs: double, inc\nreturn inc(double(tonumber(ARGV[1])))\n")
-    monkeypatch.setattr(access, "SCRIPTS", tmp_path)
+    scripts = {
+        "double": "local function double(x) return 2 * x end\n",
+        "inc": "local function inc(x) return x + 1 end\n",
+        "answer": "-- needs: double, inc\nreturn inc(double(tonumber(ARGV[1])))\n",
+    }
+    monkeypatch.setattr(access, "SCRIPTS", scripts)
     async with access.connect(broker.url) as client:
         answer = access.script(client, "answer")
         assert await answer(args=[20]) == 41

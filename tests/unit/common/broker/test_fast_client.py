@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError, ResponseError
 
-from common.broker.client import ERRORS, connect
+from common.broker.client import ERRORS, SCRIPTS, connect
 from common.broker.fast_client import FastConnection
 from common.broker.serial_client import SerialClient
 from deploy.serve.embedded_broker import Broker
@@ -120,10 +119,9 @@ async def test_the_password_of_the_url_is_sent() -> None:
 
 
 async def test_scripts_survive_a_broker_that_forgot_them(
-    client: SerialClient, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: SerialClient, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "twice.lua").write_text("return {KEYS[1], 2 * tonumber(ARGV[1])}\n")
-    monkeypatch.setattr("common.broker.client.SCRIPTS", tmp_path)
+    monkeypatch.setitem(SCRIPTS, "twice", "return {KEYS[1], 2 * tonumber(ARGV[1])}\n")
     answer = client.script("twice")
     assert await answer(keys=["a"], args=[20]) == [b"a", 40]
     await redis.script_flush()
