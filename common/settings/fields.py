@@ -158,7 +158,7 @@ class SettingFields(BaseModel):
     horizon: Count = 256
     """most steps granted ahead; 32 are usual, more where grants take long to arrive"""
     speculate: Annotated[Number, Field(le=15)] = 0
-    """tokens that a step checks beyond a row's next, found in what the row has so far (0: none; CPU only)"""
+    """tokens that a step checks beyond a row's next, found in what the row has so far (0: none)"""
 
     device: Device = "auto"
     """cpu, cuda or auto"""

@@ -43,7 +43,7 @@ class Engine:
     again once granted.
 
     Attributes:
-        runs_ahead: the next step is launched before the last one is read; not on CPU.
+        runs_ahead: the next step is launched before the last one is read, unless that `is_open`; not on CPU.
         in_flight: the step that is launched and not read.
         collected_step: the last step read.
     """
@@ -71,6 +71,7 @@ class Engine:
             loaded.recompute_length,
             self.prefix_caching,
             partial(make_proposer, settings.speculate),
+            warmup.max_decoded_tokens(settings.max_batch_size),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"
@@ -111,14 +112,13 @@ class Engine:
             log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
-        """Capture steps in which up to `max_rows` rows decode; with `deterministic` one step of fixed shape
-        that runs everything.
-        """
-        loaded, size = self.loaded, FIXED_TOKENS if deterministic else max_rows
+        """Capture steps that decode rows and proposals; with `deterministic` one of fixed shape for all."""
+        loaded = self.loaded
+        size = FIXED_TOKENS if deterministic else warmup.max_decoded_tokens(max_rows)
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
         shapes = size, max_blocks, loaded.vocab_size, loaded.geometry.dtype
         graphs = CudaGraphs(loaded.decode, loaded.plan_decode, *shapes, loaded.device)
-        graphs.capture(capture, [size] if deterministic else graph_sizes(size))
+        graphs.capture(capture, [size] if deterministic else graph_sizes(max_rows, size))
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:
@@ -157,7 +157,8 @@ class Engine:
         after that, while the forward runs: by then the rows' sampling states know the tokens just read.
         """
         in_flight = self.in_flight or self.sample(self.launch())
-        following = self.launch(in_flight) if in_flight and self.runs_ahead else None
+        leads = in_flight and self.runs_ahead and not in_flight.is_open
+        following = self.launch(in_flight) if leads else None
         duration_ms = self.collect(in_flight) if in_flight else 0.0
         self.in_flight = self.sample(following)
         result = self.rows.take_result()
@@ -170,7 +171,7 @@ class Engine:
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """Launch the forward of the next step, if there is one; `before` is in flight."""
         started_s = time.monotonic()
-        slices = self.rows.launch(self.runs_ahead)
+        slices = self.rows.launch()
         if not slices:
             return None
         if before:

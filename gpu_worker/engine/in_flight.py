@@ -28,13 +28,16 @@ class LaunchedStep:
 
 
 def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
-    """The requests of the rows that sample, valid once the host has read the step before."""
+    """The requests of the rows that sample, valid once the host has read the step before; None for samples
+    that nobody takes.
+    """
     requests: list[SampleRequest | None] = []
     for row_slice in slices:
-        if row_slice.samples:
-            requests += (
-                row_slice.sample_requests if row_slice.row.sampling_state else [None] * row_slice.num_samples
-            )
+        row = row_slice.row
+        if row.sampling_state is None or row.ended or row_slice.is_void:
+            requests += [None] * row_slice.num_samples
+        elif row_slice.samples:
+            requests += row_slice.sample_requests
     return requests
 
 
@@ -77,6 +80,11 @@ class InFlightStep:
         self.copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self.copied:
             self.copied.record()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next step can be launched only once this one is read."""
+        return any(row_slice.is_open for row_slice in self.slices)
 
     @property
     def is_done(self) -> bool:

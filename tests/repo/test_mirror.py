@@ -15,6 +15,7 @@ BEHAVIOURS = {
     "gpu_worker/agent/test_offer.py",
     "gpu_worker/agent/test_speculation.py",
     "gpu_worker/engine/batch/test_max_rows.py",
+    "gpu_worker/engine/batch/test_proposals.py",
     "gpu_worker/engine/cuda/test_kernels.py",
     "gpu_worker/engine/model/test_families.py",
     "gpu_worker/engine/parallel/test_speculation.py",

@@ -29,10 +29,19 @@ MAX_FORCED = 15
 
 
 class Proposer(Protocol):
-    """Proposes what a row samples next; the model checks all proposals in one step."""
+    """Proposes what a row samples next; the model checks all proposals in one step.
 
-    def propose(self, most: int) -> Sequence[int]:
-        """Return at most so many ids, in order; none where that would not pay."""
+    Attributes:
+        is_sure: but for rare cases all proposals are sampled, so a next step may be launched behind them
+            before they are checked.
+    """
+
+    is_sure: bool
+
+    def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
+        """Return at most `most` ids, in order, behind the next `skipped` ones, which are sampled by a step
+        that is not read yet; none where that would not pay.
+        """
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
         """Take what a step sampled, of whose proposals all but the last of these tokens were right."""
@@ -49,6 +58,8 @@ class NgramProposer:
         pause, next_pause: tokens until the next proposal; how long the next pause is.
     """
 
+    is_sure = False
+
     def __init__(self, num_speculated: int, ids: Int32) -> None:
         self.num_speculated = num_speculated
         self.known = np.array(ids, np.int32)
@@ -58,16 +69,16 @@ class NgramProposer:
         self.pause = 0
         self.next_pause = FIRST_PAUSE
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int, skipped: int = 0) -> list[int]:
         """Return what followed the match; a match that reaches into its own continuation repeats it."""
         place = self.find() if self.pause == 0 else None
         if place is None:
             return []
-        count = min(most, self.num_speculated)
+        count = skipped + min(most, self.num_speculated)
         following: list[int] = self.known[place : min(place + count, self.length)].tolist()
         while len(following) < count:
             following.append(following[place + len(following) - self.length])
-        return following
+        return following[skipped:]
 
     def find(self) -> int | None:
         """The place behind the longest earlier occurrence of the last ids."""
@@ -109,11 +120,13 @@ class NgramProposer:
 class ForcedProposer:
     """Proposes what follows by the row's grammar alone: these tokens cost one step together."""
 
+    is_sure = True
+
     def __init__(self, grammar: GrammarMask) -> None:
         self.grammar = grammar
 
-    def propose(self, most: int) -> Sequence[int]:
-        return self.grammar.forced()[: min(most, MAX_FORCED)]
+    def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
+        return self.grammar.forced()[skipped : skipped + min(most, MAX_FORCED)]
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
         """The grammar has taken them."""

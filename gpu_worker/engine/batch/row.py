@@ -41,8 +41,10 @@ class Row:
         sampling_state: None is greedy without penalties.
         last_id: the last token generated, once the step that sampled it is read: input of the next decode
             step.
-        sample_place: place of its token among those sampled by the last launched step that held it.
+        sample_place: place of its last token among those sampled by the last launched step that held it.
         in_flight: steps launched with this row and not read yet.
+        num_unread: tokens that these steps sample, behind which the row goes on.
+        num_returns: how often it went back from proposals; a slice launched before that is void.
         proposer: proposes tokens that are checked in the step of the one before them; None proposes none.
         priority: the lower, the sooner its prompt is computed.
         num_passed: steps that began with another's prompt since one began with its own.
@@ -63,6 +65,8 @@ class Row:
     last_id: int = 0
     sample_place: int = 0
     in_flight: int = 0
+    num_unread: int = 0
+    num_returns: int = 0
     proposer: Proposer | None = None
     ended: bool = False
     priority: int = 0
@@ -121,16 +125,23 @@ class Row:
         return self.sampling_state is None or self.sampling_state.is_ready
 
     def propose(self, room: int) -> Sequence[int]:
-        """Propose the tokens behind the next one: KV of at most `room` fits into its blocks. None where the
-        host does not know the last token yet.
-        """
+        """Propose the tokens behind the next one: KV of at most `room` fits into its blocks."""
         most = min(room, self.max_new_tokens - self.index - 1)
-        return self.proposer.propose(most) if self.proposer and most > 0 and not self.in_flight else ()
+        return self.proposer.propose(most, self.num_unread) if self.proposer and most > 0 else ()
 
-    def confirm(self, kv_len: int) -> None:
-        """Go back from what a step computed to the `kv_len` tokens whose ids are certain."""
+    def go_on(self, kv_len: int, num_samples: int) -> None:
+        """Go on behind a step that is launched."""
+        self.kv_len = kv_len
+        self.index += num_samples
+        self.num_unread += num_samples
+        self.in_flight += 1
+
+    def go_back(self, kv_len: int) -> None:
+        """Go back from what was launched to the `kv_len` tokens whose ids are certain."""
         self.kv_len = kv_len
         self.index = kv_len - (len(self.ids) - self.base) + 1
+        self.num_unread = 0
+        self.num_returns += 1
 
     @property
     def first_length(self) -> int:

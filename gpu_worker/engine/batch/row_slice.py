@@ -19,6 +19,7 @@ class RowSlice:
         num_scored: tokens of the prompt whose log-probabilities are reported, from position `begin + 1` on.
         proposed: of a row that decodes: its last `proposed` positions hold these ids, which count as far as
             the samples before them are the same.
+        num_returns: of its row, as of its launch.
     """
 
     row: Row
@@ -28,6 +29,7 @@ class RowSlice:
     source_place: int | None = None
     num_scored: int = 0
     proposed: Sequence[int] = ()
+    num_returns: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -48,6 +50,19 @@ class RowSlice:
         behind.
         """
         return self.num_scored + self.num_samples
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its row goes on before it: proposals were wrong that it took for right. What it wrote into
+        the cache is written again.
+        """
+        return self.num_returns != self.row.num_returns
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody can tell, until it is read, behind how many of its proposals the row goes on."""
+        proposer = self.row.proposer
+        return bool(self.proposed) and proposer is not None and not proposer.is_sure
 
     @property
     def first_index(self) -> int:
@@ -89,21 +104,23 @@ def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
     return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts
 
 
-def decode_slice(row: Row, room: int, recompute_length: int | None, is_read_late: bool) -> RowSlice:
-    """A token of a row that decodes, and proposals as far as there is room in its blocks, and its rotary
-    frequencies stay as they are; none in a step that is read after the next one is launched.
+def decode_slice(row: Row, room: int, recompute_length: int | None) -> RowSlice:
+    """A token of a row that decodes, and proposals as far as there is room for them, and its rotary
+    frequencies stay as they are.
     """
     begin = row.kv_len
     if recompute_length and begin < recompute_length:
         room = min(room, recompute_length - begin)
-    proposed = () if is_read_late else row.propose(room - 1)
-    source_place = row.sample_place if row.in_flight else None
-    return RowSlice(row, begin, 1 + len(proposed), True, source_place, proposed=proposed)
+    proposed = row.propose(room - 1)
+    source_place = row.sample_place if row.num_unread else None
+    return RowSlice(
+        row, begin, 1 + len(proposed), True, source_place, proposed=proposed, num_returns=row.num_returns
+    )
 
 
 def place_samples(slices: Sequence[RowSlice]) -> None:
-    """Tell each row the place of its token among those that a step samples."""
-    place = 0
+    """Tell each row the place of its last token among those that a step samples."""
+    end = 0
     for row_slice in slices:
-        row_slice.row.sample_place = place
-        place += row_slice.num_samples
+        end += row_slice.num_samples
+        row_slice.row.sample_place = end - 1

@@ -40,6 +40,8 @@ class Rows:
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
         make_proposer: ids of a row, and its grammar → what proposes its tokens; None: nothing does.
+        max_decoded: tokens of one step that decode at most: those of rows, and proposals as far as there is
+            room beside these.
         step, until: the last step launched, and the last one granted.
         result: what happened since the last `take_result`.
     """
@@ -53,6 +55,7 @@ class Rows:
         recompute_length: int | None = None,
         prefix_caching: bool = False,
         make_proposer: ProposerFactory | None = None,
+        max_decoded: int = sys.maxsize,
     ) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
@@ -61,6 +64,7 @@ class Rows:
         self.recompute_length = recompute_length
         self.prefix_caching = prefix_caching
         self.make_proposer = make_proposer
+        self.max_decoded = max_decoded
         self.rows: dict[int, Row] = {}
         self.step = 0
         self.until = 0
@@ -101,17 +105,16 @@ class Rows:
         """Whether a row waits until its grammar is compiled."""
         return not all(row.is_ready for row in self.rows.values())
 
-    def launch(self, is_read_late: bool = False) -> list[RowSlice]:
-        """Launch the next step → its slices, arranged; empty where no step may or can run."""
+    def launch(self) -> list[RowSlice]:
+        """Launch the next step → its slices, arranged; empty where no step may or can run. Not behind one
+        with a slice that `is_open`.
+        """
         if self.step >= self.until:
             return []
-        slices = arrange(self.schedule_slices(is_read_late))
+        slices = arrange(self.schedule_slices())
         self.step += bool(slices)
         for row_slice in slices:
-            row = row_slice.row
-            row.kv_len = row_slice.kv_len
-            row.index += row_slice.num_samples
-            row.in_flight += 1
+            row_slice.row.go_on(row_slice.kv_len, row_slice.num_samples)
         place_samples(slices)
         return slices
 
@@ -129,11 +132,12 @@ class Rows:
                 self.finish(row, "forward")
         place_samples(computed)
 
-    def schedule_slices(self, is_read_late: bool) -> list[RowSlice]:
+    def schedule_slices(self) -> list[RowSlice]:
         """Choose what the next step computes: a token of each row that decodes and its proposals, then
         chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
         """
         slices, prompts, places = [], [], self.max_rows
+        spare = max(0, self.max_decoded - min(len(self.rows), self.max_rows))
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens:
                 continue
@@ -146,7 +150,8 @@ class Rows:
             if row.kv_len < len(row.ids):
                 prompts.append(row)
             else:
-                slices.append(decode_slice(row, room, self.recompute_length, is_read_late))
+                slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
+                spare -= len(slices[-1].proposed)
         budget = self.mixed_prefill_tokens if slices else self.prefill_tokens
         line = prefill.line_up(prompts, self.step + 1)
         slices += prefill.chunks(line, self.block_size, budget, self.max_scored_tokens)
@@ -166,14 +171,15 @@ class Rows:
         """
         sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
         for row_slice in slices:
-            row_slice.row.in_flight -= 1
             if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
             self.result.proposed_tokens += len(row_slice.proposed)
             if row_slice.num_scored:
                 self.add_prompt_logprobs(row_slice, next(scored))
-            if row_slice.samples:
-                self.add_tokens(row_slice, list(islice(sampled, row_slice.num_samples)), top_logprobs)
+            samples = list(islice(sampled, row_slice.num_samples))
+            if samples and not row_slice.is_void:
+                self.add_tokens(row_slice, samples, top_logprobs)
+            row_slice.row.in_flight -= 1
             if row_slice.row.ended:
                 self.release(row_slice.row)
 
@@ -189,14 +195,15 @@ class Rows:
     ) -> None:
         """Add (place, (id, log-probability)) of each sample as far as proposals before it were right."""
         row, proposed = row_slice.row, row_slice.proposed
+        row.num_unread -= row_slice.num_samples
         tokens = confirmed([token for _, (token, _) in samples], proposed)
         first_kv_len = row_slice.kv_len - len(proposed)
         for kv_len, (place, (token, logprob)) in enumerate(samples[: len(tokens)], first_kv_len):
-            if proposed:
-                row.confirm(kv_len)
             self.add_token(row_slice, kv_len, token, logprob, top_logprobs.get(place))
             if row.ended:
                 break
+        if kv_len < row_slice.kv_len:
+            row.go_back(kv_len)
         if row.proposer:
             row.proposer.learn(tokens, len(proposed))
 

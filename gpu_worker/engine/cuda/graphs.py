@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.inputs import decode_ids, fill_pending_ids
+from gpu_worker.engine.batch.inputs import decode_ids, fill_pending_ids, positions_of
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
@@ -24,14 +24,19 @@ class CaptureError(Exception):
     """A step cannot be captured: it waits for the device."""
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that are captured; a step runs in the smallest that has room for its rows."""
-    return sorted({min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))})
+def graph_sizes(max_rows: int, max_tokens: int) -> list[int]:
+    """Numbers of tokens that are captured; a step runs in the smallest that has room for its rows and their
+    proposals. Beyond `max_rows` steps have proposals, so few sizes are enough.
+    """
+    sizes = {min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))}
+    while max(sizes) < max_tokens:
+        sizes.add(min(2 * max(sizes), max_tokens))
+    return sorted(sizes)
 
 
 class CudaGraphs:
     """One graph for each number of rows. They read and write tensors that stay where they are: what a step
-    needs is copied there.
+    needs is copied there. A proposal is a row of its own here, as in batch/inputs.py.
 
     Attributes:
         ids: int32 [max_rows]; below 0 the token that the step in flight samples, as in batch/inputs.py.
@@ -77,19 +82,20 @@ class CudaGraphs:
         """Whether all rows decode, and are no more than the largest graph has. Slices are in the order of the
         batch: rows that decode come first.
         """
-        rows = max(len(slices), 0 if previous is None else len(previous))
+        rows = max(num_tokens(slices), 0 if previous is None else len(previous))
         return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """Launch a step of rows that decode → logits, which the next step overwrites. `previous`: what the
         step in flight samples.
         """
-        size = next(size for size in self.graphs if size >= len(slices))
+        rows = num_tokens(slices)
+        size = next(size for size in self.graphs if size >= rows)
         self.copy_inputs(inputs_of(slices, size), size)
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
         self.graphs[size]()
-        return self.logits[: len(slices)]
+        return self.logits[:rows]
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
         """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks,
@@ -102,13 +108,21 @@ class CudaGraphs:
         self.table[:size, : len(staged) - 2].copy_(staged[2:].T)
 
 
+def num_tokens(slices: Sequence[RowSlice]) -> int:
+    return sum(row_slice.count for row_slice in slices)
+
+
 def inputs_of(slices: Sequence[RowSlice], size: int) -> Int32:
-    """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, each in its column."""
+    """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, a column for each token."""
     inputs = np.zeros((2 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
-    inputs[0, : len(slices)] = decode_ids(slices)
-    inputs[1, : len(slices)] = [row_slice.begin for row_slice in slices]
-    for column, row_slice in enumerate(slices):
-        inputs[2 : 2 + len(row_slice.row.blocks), column] = row_slice.row.blocks
+    ids = decode_ids(slices)
+    inputs[0, : len(ids)] = ids
+    inputs[1, : len(ids)] = positions_of(slices)
+    begin = 0
+    for row_slice in slices:
+        blocks = row_slice.row.blocks
+        inputs[2 : 2 + len(blocks), begin : begin + row_slice.count] = blocks[:, None]
+        begin += row_slice.count
     return inputs
 
 

@@ -34,7 +34,7 @@ from gpu_worker.engine.model.kv_scales import scale_layers
 from gpu_worker.engine.model.layer_blocks import find_blocks, replace_linears, shard_blocks
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.tp_weights import read_shard
-from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
+from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import connect_shards
@@ -53,10 +53,6 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     checked before.
     """
     device = choose_device(settings.device, communicator.place)
-    if settings.speculate and device.type != "cpu":
-        raise SettingError(
-            "speculate", f"{settings.speculate}, but steps on {device.type} are launched ahead"
-        )
     dtype = choose_dtype(settings.dtype, device)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
@@ -115,7 +111,8 @@ def assemble(
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
     context = int(model_config.context_length(path) * (settings.rope_factor or 1))
     geometry = Geometry(list(layers.values()), block_size, dtype, kv_dtype)
-    backend = choose_backend(geometry, device, settings.max_batch_size, -(-context // block_size))
+    max_rows = max_decoded_tokens(settings.max_batch_size)
+    backend = choose_backend(geometry, device, max_rows, -(-context // block_size))
     return LoadedModel(
         directory=path,
         model=model,
@@ -185,7 +182,7 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     block_size = loaded.geometry.block_size
     shape = (loaded.context, loaded.vocab_size, block_size)
     tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
-    rows = settings.max_batch_size
+    rows = max_decoded_tokens(settings.max_batch_size)
 
     def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
         return loaded.forward(build_inputs(slices, block_size, loaded.device))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from common.messages.request import SamplingParams, StoppingParams
+from gpu_worker.engine.batch.proposer import MAX_FORCED
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
@@ -24,12 +25,22 @@ CUDA_TOKENS = 8192
 arithmetic.
 """
 
+PROPOSING_TOKENS = 256
+"""Up to so many tokens a step has room for all proposals of all rows, also of few: their logits take memory.
+Where weights are read from memory, a step of so many takes hardly longer than one of a single token.
+"""
+
 Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
 
 
 def max_prompt_tokens(setting: int | None, context: int, device: torch.device) -> int:
     """Prompt tokens that a step may ever have."""
     return setting or (CUDA_TOKENS if device.type == "cuda" else context)
+
+
+def max_decoded_tokens(max_batch_size: int) -> int:
+    """Tokens of rows that decode, and their proposals, that a step may ever have."""
+    return max(max_batch_size, min((1 + MAX_FORCED) * max_batch_size, PROPOSING_TOKENS))
 
 
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:

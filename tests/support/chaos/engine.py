@@ -110,12 +110,14 @@ class ScriptedEngine:
 class Guesser:
     """Proposes what a row of the scripted engine will sample; each fifth time the last of them is wrong."""
 
+    is_sure = False
+
     def __init__(self, engine: ScriptedEngine, row: int) -> None:
         self.engine = engine
         self.row = row
         self.num_tokens = 0
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int, skipped: int = 0) -> list[int]:
         chain, last_id = self.engine.chains[self.row], unpack_ids(self.engine.ids[self.row][-4:])[0]
         proposed: list[int] = []
         for _ in range(min(most, self.engine.num_speculated, self.num_tokens % 7)):

@@ -11,7 +11,7 @@ from gpu_worker.engine.batch.step_result import Int32
 
 
 class KnowingProposer:
-    """Proposes `answer`, which follows `length` ids, with a share `wrong` of other ids.
+    """Proposes `answer`, from a place on, with a share `wrong` of other ids.
 
     Attributes:
         steps: how many tokens each step brought that checked proposals.
@@ -25,6 +25,7 @@ class KnowingProposer:
         seed: int,
         steps: list[int],
         num_speculated: int,
+        is_sure: bool,
     ) -> None:
         self.answer = answer
         self.place = place
@@ -32,10 +33,11 @@ class KnowingProposer:
         self.random = random.Random(seed)
         self.steps = steps
         self.num_speculated = num_speculated
+        self.is_sure = is_sure
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int, skipped: int = 0) -> list[int]:
         count = self.random.randint(0, min(most, self.num_speculated))
-        right = self.answer[self.place : self.place + count]
+        right = self.answer[self.place + skipped : self.place + skipped + count]
         return [abs(token - (self.random.random() < self.wrong)) for token in right]
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
@@ -48,11 +50,16 @@ class KnowingProposers:
     """Makes one for each row. `answers`: what follows a prompt; `steps`: as of the proposers, of all rows."""
 
     def __init__(
-        self, answers: Mapping[tuple[int, ...], Sequence[int]], wrong: float, num_speculated: int = 4
+        self,
+        answers: Mapping[tuple[int, ...], Sequence[int]],
+        wrong: float,
+        num_speculated: int = 4,
+        is_sure: bool = False,
     ) -> None:
         self.answers = answers
         self.wrong = wrong
         self.num_speculated = num_speculated
+        self.is_sure = is_sure
         self.steps: list[int] = []
 
     def __call__(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
@@ -65,4 +72,5 @@ class KnowingProposers:
             len(known),
             self.steps,
             self.num_speculated,
+            self.is_sure,
         )

@@ -18,6 +18,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.tiny_models import FAMILIES
+from tests.support.speculation.knowing_proposer import KnowingProposers
 
 NEW_TOKENS = 6
 WAITING = {
@@ -87,7 +88,15 @@ def test_no_operation_waits_for_the_device_before_a_step_is_read(
     tiny_models.save(tmp_path, *FAMILIES[family])
     monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 40, until=engine.rows.step)
     with Waits() as waits:
-        played.run([played.start(row, ids, NEW_TOKENS, **ASKED[row]) for row, ids in enumerate(prompts())])
+        played = run(engine)
+        answers = {tuple(ids): played.ids[row] for row, ids in enumerate(prompts())}
+        engine.rows.make_proposer = KnowingProposers(answers, 0.3, is_sure=True)
+        assert run(engine).ids == played.ids
     assert waits.found == set()
+
+
+def run(engine: Engine) -> Player:
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 40, until=engine.rows.step)
+    played.run([played.start(row, ids, NEW_TOKENS, **ASKED[row]) for row, ids in enumerate(prompts())])
+    return played

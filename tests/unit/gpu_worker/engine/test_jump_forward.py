@@ -66,7 +66,9 @@ def play(engine: Engine, shown: dict[int, list[int]] | None = None, **run: Any) 
 def test_tokens_are_those_of_the_plain_way(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, finish_json: bool
 ) -> None:
-    """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks."""
+    """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
+    where steps are launched ahead.
+    """
     monkeypatch.setattr(engine.endings, "steers", finish_json)
     with monkeypatch.context() as patch:
         patch.setattr(engine.rows, "make_proposer", None)
@@ -76,9 +78,13 @@ def test_tokens_are_those_of_the_plain_way(
     shown = {row: tokens[: 3 + row] for row, tokens in ids.items()}
     resumed = play(engine, shown)[0]
     assert {row: shown[row] + tokens for row, tokens in resumed.items()} == ids
+    monkeypatch.setattr(engine, "runs_ahead", True)
+    assert play(engine) == (ids, tops, ended)
 
 
-def test_forced_tokens_come_in_one_step(engine: Engine) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_forced_tokens_come_in_one_step(engine: Engine, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "runs_ahead", ahead)
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
     played.run([played.start(0, prompt, MAX_TOKENS, sampling=SAMPLING[0])])

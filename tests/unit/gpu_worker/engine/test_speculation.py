@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.messages.request import SamplingParams
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import Settings
 from gpu_worker.engine.batch.proposer import make_proposer
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids
@@ -100,14 +98,25 @@ def plain(engine: Engine) -> Told:
     return play(engine)
 
 
-@pytest.fixture(params=[0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
+WAYS = {
+    "right": (0.0, False, False),
+    "mixed": (0.3, False, False),
+    "wrong": (1.0, False, False),
+    "ahead": (0.3, True, False),
+    "ahead-sure": (0.3, True, True),
+}
+"""Which share of proposals is wrong, whether steps are launched ahead, also behind proposals."""
+
+
+@pytest.fixture(params=WAYS)
 def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Told) -> Iterator[KnowingProposers]:
+    wrong, engine.runs_ahead, is_sure = WAYS[request.param]
     answers = {tuple(ids_of(row)): ids for row, (ids, _) in plain.items()}
-    engine.rows.make_proposer = made = KnowingProposers(answers, request.param)
+    engine.rows.make_proposer = made = KnowingProposers(answers, wrong, is_sure=is_sure)
     yield made
-    engine.rows.make_proposer = None
-    assert (max(made.steps) > 1) == (request.param < 1)
-    if not request.param:
+    engine.rows.make_proposer, engine.runs_ahead = None, False
+    assert (max(made.steps) > 1) == (wrong < 1)
+    if not wrong:
         assert max(made.steps) == 1 + made.num_speculated
 
 
@@ -196,12 +205,6 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     num_steps = sum(bool(step.num_samples) for step in played.steps)
     num_proposed = sum(step.proposed_tokens for step in played.steps)
     assert num_proposed and num_steps < 40 + len(indices)
-
-
-def test_speculation_on_cuda_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "choose_device", lambda name, place: torch.device("cuda"))
-    with pytest.raises(SettingError, match="SPECULATE: 2, but steps on cuda are launched ahead"):
-        Engine(Settings(speculate=2))
 
 
 def test_speculate_is_how_many_an_engine_proposes(tmp_path: Path) -> None:

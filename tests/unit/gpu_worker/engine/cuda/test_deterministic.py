@@ -16,6 +16,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
 from tests.support.engine.tiny_models import FAMILIES
+from tests.support.speculation.knowing_proposer import KnowingProposers
 
 
 def bits(
@@ -66,6 +67,9 @@ def test_bits_do_not_depend_on_the_batch(tmp_path: Path, like_cuda: Callable[...
     assert alone[0][0] == tiny_models.generate(model, prompts()[0], NEW_TOKENS)
     assert bits(engine, rows, 1000, {}) == alone, "batched"
     assert bits(engine, rows[::-1], 7, {}) == alone, "chunked, in another order"
+    answers = {tuple(prompts()[row]): alone[row][0] for row in rows}
+    engine.rows.make_proposer = KnowingProposers(answers, 0.3)
+    assert bits(engine, rows, 1000, {}) == alone, "with proposals"
     resumed = bits(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows})
     assert resumed == {
         row: (ids[5 + row :], logprobs[4 * (5 + row) :]) for row, (ids, logprobs) in alone.items()

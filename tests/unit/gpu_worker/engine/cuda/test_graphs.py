@@ -14,8 +14,10 @@ from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import fake_flashinfer, tiny_models
+from tests.support.engine.on_cuda import noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
+from tests.support.speculation.knowing_proposer import KnowingProposers
 from tests.unit.gpu_worker.engine.test_split_step import limit
 
 AMPERE, HOPPER = 8, 9
@@ -67,7 +69,25 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     }
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
-    assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+    assert list(graphs) == [1, 2, 3, 6, 12, 24, 48] and seen == [2] * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("generation", [AMPERE, HOPPER])
+def test_proposals_come_from_graphs(
+    generation: int, tmp_path: Path, like_cuda: Callable[..., Engine]
+) -> None:
+    """A proposal is a row of its own there: steps that check some take a larger graph, and give the ids of
+    those that check none, whether they are launched behind what is checked or not.
+    """
+    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
+    engine, fresh = like_cuda(tmp_path, generation=generation), dict(enumerate(prompts()))
+    expected = play(engine, fresh)
+    answers = {tuple(ids): expected[row] for row, ids in fresh.items()}
+    for is_sure in (False, True):
+        engine.rows.make_proposer = made = KnowingProposers(answers, 0.3, is_sure=is_sure)
+        with noted(engine) as (computed, replayed):
+            assert play(engine, fresh) == expected
+        assert len(replayed) == sum(computed) > 0 and max(made.steps) > 1
 
 
 def test_planned_steps_are_planned_before_they_are_replayed(
@@ -145,5 +165,11 @@ def test_halves_of_a_step_use_graphs(tmp_path: Path, like_cuda: Callable[[Path],
 
 
 def test_sizes_of_graphs() -> None:
-    assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3] and graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(256)[-3:] == [240, 248, 256] and len(graph_sizes(256)) == 35
+    assert graph_sizes(1, 1) == [1] and graph_sizes(3, 3) == [1, 2, 3]
+    assert graph_sizes(20, 256) == [1, 2, 4, 8, 16, 20, 40, 80, 160, 256] and graph_sizes(2, 5) == [
+        1,
+        2,
+        4,
+        5,
+    ]
+    assert graph_sizes(256, 256)[-3:] == [240, 248, 256] and len(graph_sizes(256, 256)) == 35

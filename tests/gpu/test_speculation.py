@@ -1,0 +1,122 @@
+"""Speculation and jump-forward on CUDA: ids are those of one token a step."""
+
+from pathlib import Path
+
+import pytest
+
+from api.structured_output.grammar import Grammar, source_of
+from common import model_files
+from common.messages.request import SamplingParams
+from common.settings.settings import SettingError
+from gpu_worker.engine import engine as engines
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import load
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.on_cuda import (  # noqa: F401
+    ANYWHERE,
+    FLASH_FAMILIES,
+    check_near,
+    engine_on,
+    needs_flash,
+    noted,
+    nothing_is_left,
+)
+from tests.support.engine.reference import prompt_ids
+from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
+from tests.support.engine.tiny_models import FAMILIES
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.speculation.knowing_proposer import KnowingProposers
+
+SEEDED = SamplingParams(temperature=0.8, seed=3)
+ROWS: list[SamplingParams | None] = [
+    None,
+    SEEDED,
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, seed=5),
+    SamplingParams(temperature=1.0, top_k=20, bad_words=[[7, 9], [11]], seed=6),
+]
+SENTENCE = source_of(Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f"))
+
+
+def play(engine: Engine, rows: list[SamplingParams | None], prefill_tokens: int = 1000) -> Player:
+    free = list(range(1, 1 + engine.ready.num_blocks))
+    played, lines = Player(engine, free, prefill_tokens, until=engine.rows.step), prompts()
+    played.run(
+        [
+            played.start(row, lines[row], NEW_TOKENS, sampling=sampling, ignore_eos=True)
+            for row, sampling in enumerate(rows)
+        ]
+    )
+    return played
+
+
+def proposers(played: Player, wrong: float, is_sure: bool) -> KnowingProposers:
+    answers = {tuple(ids): played.ids[row] for row, ids in enumerate(prompts())}
+    return KnowingProposers(answers, wrong, is_sure=is_sure)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("is_sure", [False, True])
+def test_float32_gives_the_ids_of_the_plain_way(
+    device: str, is_sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's attention, without graphs."""
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine = engine_on(device, tmp_path, monkeypatch, dtype="float32")
+    plain = play(engine, ROWS)
+    engine.rows.make_proposer = made = proposers(plain, 0.3, is_sure)
+    assert play(engine, ROWS).ids == plain.ids
+    assert play(engine, ROWS, prefill_tokens=7).ids == plain.ids, "beside chunks of prompts"
+    assert max(made.steps) > 1
+
+
+@ANYWHERE
+@pytest.mark.parametrize("is_sure", [False, True])
+def test_deterministic_gives_the_ids_of_the_plain_way(
+    device: str, is_sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, by FlashInfer and from a graph: a token has the same bits as a proposal."""
+    needs_flash(device)
+    tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
+    if device == "cpu":
+        monkeypatch.setattr(load, "nondeterministic_because", lambda *arguments: "")
+        monkeypatch.setattr(engines, "FIXED_TOKENS", 12)
+    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
+    plain = play(engine, ROWS)
+    engine.rows.make_proposer = proposers(plain, 0.3, is_sure)
+    assert play(engine, ROWS).ids == plain.ids
+    assert play(engine, ROWS, prefill_tokens=7).ids == plain.ids, "beside chunks of prompts"
+
+
+@ANYWHERE
+def test_proposals_come_from_graphs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps without prompts, also those that check proposals: of the row's own ids, by settings."""
+    needs_flash(device)
+    model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
+    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", speculate=3)
+    lines = {row: [8 + row, *[5, 6] * 9] for row in range(4)}
+    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    with noted(engine) as (computed, replayed):
+        played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True) for row, ids in lines.items()])
+    assert len(replayed) == sum(computed) > 0
+    assert sum(step.proposed_tokens for step in played.steps) > 0
+    check_near(model, lines, played.ids, "with proposals")
+
+
+@ANYWHERE
+def test_what_a_grammar_forces_comes_in_few_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_flash(device)
+    try:
+        model_files.resolve("smollm2", dtype="bfloat16")
+    except SettingError as error:
+        pytest.skip(str(error))
+    settings = {"dtype": "bfloat16", "kv_cache_bytes": 2**28}
+    engine = engine_on(device, "smollm2", monkeypatch, **settings)
+    monkeypatch.setattr(engine.matchers, "waits", True)
+    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    prompts = enumerate(prompt_ids([PROMPTS[place] for place in FEW[:2]]))
+    sampling = SamplingParams(grammar=SENTENCE, temperature=1.4, seed=7)
+    played.run([played.start(row, prompt, 60, sampling=sampling) for row, prompt in prompts])
+    counts = [step.num_samples for step in played.steps if step.num_samples]
+    assert max(counts) >= 16 and sum(counts) == sum(map(len, played.ids.values()))
+    assert [why for why, _ in played.ended.values()] == ["eos_token"] * 2
