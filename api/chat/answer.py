@@ -55,6 +55,8 @@ class AnswerReader:
         name: of the choice among all that were ever requested; ids of calls follow from it.
         num_tokens: tokens read.
         num_reasoning_tokens: those of them that came before content and calls, if there is reasoning.
+        last_call: the arguments of the last call so far.
+        goes_on: text follows the last call.
     """
 
     def __init__(self, reading: Reading, name: str) -> None:
@@ -64,12 +66,15 @@ class AnswerReader:
         self.num_reasoning_tokens = 0
         self.reasons = False
         self.answers = False
+        self.last_call = ""
+        self.goes_on = False
         tools = [Tool(tool, json.loads(schema)) for tool, schema in reading.tools]
         self.parser = AnswerParser(
             tools,
             CALL_FORMATS.get(reading.calls),
             REASONING_FORMATS.get(reading.reasoning),
             reading.prompt_end,
+            reading.is_either,
         )
 
     def read(self, text: str, num_tokens: int, ended: bool) -> list[Delta]:
@@ -82,7 +87,19 @@ class AnswerReader:
         self.num_tokens += num_tokens
         if self.reasons and not self.answers:
             self.num_reasoning_tokens = self.num_tokens
-        return [one for one in deltas if self.is_shown(one)]
+        shown = [one for one in deltas if self.is_shown(one)]
+        self.note_calls(shown)
+        return shown
+
+    def note_calls(self, deltas: Iterable[Delta]) -> None:
+        for one in deltas:
+            match one:
+                case CallStart():
+                    self.last_call, self.goes_on = "", False
+                case CallArguments(_, text):
+                    self.last_call += text
+                case ContentDelta(text):
+                    self.goes_on |= bool(text.strip())
 
     def is_shown(self, delta: Delta) -> bool:
         match delta:
@@ -96,6 +113,13 @@ class AnswerReader:
     @property
     def has_calls(self) -> bool:
         return self.parser.num_calls > 0
+
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether the answer's last call is complete, and nothing follows it: that `max_tokens` ends the
+        answer there takes nothing from it.
+        """
+        return self.has_calls and not self.goes_on and is_json(self.last_call)
 
     def call_id(self, index: int) -> str:
         """The id of a call: the same at whichever gateway it is read, and no other call's."""
@@ -172,10 +196,20 @@ def render_call_delta(reader: AnswerReader, index: int, call: dict[str, Any]) ->
     return {"tool_calls": [{"index": index, **call}]}
 
 
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def finish_reason(reader: AnswerReader, reason: str) -> str:
     """OpenAI's reason for the end of an answer; `reason` is that of a text. A call of the function that the
     client chose is an answer like any other.
     """
+    if reason == "length" and reader.ends_in_call:
+        reason = "stop"
     if reason != "stop" or not reader.has_calls or reader.reading.is_named:
         return reason
     return "function_call" if reader.reading.is_older else "tool_calls"

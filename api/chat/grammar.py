@@ -1,14 +1,51 @@
 """Grammar of a chat's answer: its structured output, the calls that it must have, and reasoning before."""
 
+import functools
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from api.chat.tools import ToolChoice
+from api.event_loop.offload import LONG, offload
+from api.structured_output.check import can_begin
 from api.structured_output.grammar import CompiledGrammar, Grammar, compile_grammar
 from api.tokenizer import ModelTokenizer
-from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar, named
+from api.tool_calls.forcing.grammar import HARMONY, CallChoice, after_thinking, call_grammar, named
 from api.tool_calls.formats.table import CALL_FORMATS
 from api.tool_calls.reasoning import REASONING_FORMATS
 from common.messages.answer import Reading
+
+CALL_HEADS: Mapping[str, Sequence[str]] = {
+    "llama3_json": ('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
+    "tgi": ('{"function": {"_name": %s', '{"function":{"_name":%s'),
+}
+"""How calls without marks begin, by their formats."""
+ANY_NAME = '{"any name'
+
+
+async def reading_beside(
+    grammar: Grammar | None, tools: ToolChoice | None, reading: Reading, tokenizer: ModelTokenizer
+) -> Reading:
+    """How an answer is read of which the client says what it must look like: it is that, or calls. Where that
+    is an object whose schema has the very properties of a call without a mark, it is never a call. Raises
+    ApiError.
+    """
+    if grammar is None or tools is None or tools.is_forced or reading.calls == HARMONY:
+        return reading
+    heads = [
+        head % json.dumps(tool.name) for head in CALL_HEADS.get(reading.calls, ()) for tool in tools.callable
+    ]
+    if heads:
+        source = await compile_grammar(replace(grammar, closed=True), tokenizer)
+        if await offload(LONG, lambda: names_of_call(source, tuple(heads), tokenizer.size)):
+            return replace(reading, calls="")
+    return replace(reading, is_either=True)
+
+
+@functools.lru_cache(maxsize=64)
+def names_of_call(source: str, heads: tuple[str, ...], size: int) -> bool:
+    """Whether objects of a grammar may begin as calls do, but not with just any name."""
+    return not can_begin(source, ANY_NAME, size) and any(can_begin(source, head, size) for head in heads)
 
 
 async def answer_grammar(
@@ -19,7 +56,9 @@ async def answer_grammar(
     """
     if reading is None:
         return grammar
-    calls = "" if tools is None else await forced_calls(tools, grammar, reading, tokenizer)
+    calls = (
+        "" if tools is None or not reading.calls else await forced_calls(tools, grammar, reading, tokenizer)
+    )
     if grammar is None or (tools is not None and tools.is_forced):
         return CompiledGrammar(calls, "tools") if calls else None
     reasoning = REASONING_FORMATS.get(reading.reasoning)

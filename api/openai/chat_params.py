@@ -5,7 +5,7 @@ import json
 import logging
 from dataclasses import dataclass, replace
 
-from api.chat.grammar import answer_grammar
+from api.chat.grammar import answer_grammar, reading_beside
 from api.chat.messages import join_parts, template_messages
 from api.chat.prompt import Chat, reasoning_variables, render_prompt
 from api.chat.tools import ToolChoice, read_functions, read_tools
@@ -56,9 +56,10 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     reading = None if chat.is_open else new_reading(body, pool, tools, prompt[-PROMPT_END_CHARS:])
     params = from_chat(body, prompt)
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
-    forced = await answer_grammar(
-        grammar or body.grammar(), tools if may_force else None, reading, pool.tokenizer
-    )
+    asked = grammar or body.grammar()
+    if reading is not None:
+        reading = await reading_beside(asked, tools, reading, pool.tokenizer)
+    forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
     rendering = replace(body.rendering, reading=reading)
     return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
 

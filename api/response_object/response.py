@@ -135,7 +135,8 @@ class ResponsesRenderer:
         if terminal is None:
             return "in_progress" if self.stream.ids or self.stream.worker else "queued"
         if self.stream.finished:
-            return "incomplete" if terminal.reason == "length" else "completed"
+            is_whole = self.ended and self.reader is not None and self.reader.ends_in_call
+            return "incomplete" if terminal.reason == "length" and not is_whole else "completed"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
 
     def render(self, status: str) -> dict[str, Any]:

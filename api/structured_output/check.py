@@ -28,6 +28,13 @@ def error_of(source: str, size: int = NUM_BYTES) -> str:
     return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
 
 
+def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
+    """Whether a text of the grammar can begin with this one."""
+    matcher = llguidance.LLMatcher(byte_vocabulary(size), source, log_level=0)
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens)
+
+
 def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:
     """The last token that may come next, but for the end; -1 if none may."""
     if matcher.is_stopped():

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 
 from api.tool_calls.formats.table import CallFormat
 from api.tool_calls.reading.deltas import Delta, Tool
-from api.tool_calls.reading.reader import Reader
+from api.tool_calls.reading.reader import Reader, Waiting
 from api.tool_calls.reasoning import ReasoningFormat, read_reasoning
 
 
@@ -19,6 +19,7 @@ class AnswerParser:
         calls: how the model writes calls; None if all is content.
         reasoning: how the model thinks; None if it does not.
         prompt: the end of the prompt, in which thinking may have begun.
+        is_either: an answer that does not begin with a call has none.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class AnswerParser:
         calls: CallFormat | None = None,
         reasoning: ReasoningFormat | None = None,
         prompt: str = "",
+        is_either: bool = False,
     ) -> None:
-        self.reader = Reader()
+        self.reader = Reader(is_either)
         self.reading = read_answer(self.reader, tools, calls, reasoning, prompt)
         next(self.reading, None)
 
@@ -61,7 +63,16 @@ def read_answer(
     yield
     if reasoning is not None:
         yield from read_reasoning(reader, reasoning, reasoning.is_open(prompt))
-    if calls is not None:
+    if calls is not None and (not reader.is_either or (yield from begins_call(reader, calls))):
         yield from calls.read(reader, tools)
     else:
         yield from reader.content_until()
+
+
+def begins_call(reader: Reader, calls: CallFormat) -> Waiting:
+    """Whether a call may follow at once; nothing is read."""
+    start = reader.position
+    yield from reader.skip()
+    found = yield from reader.next_is(*calls.marks, *calls.unmarked)
+    reader.position = start
+    return found

@@ -22,6 +22,7 @@ class Reading:
         parallel: there may be several calls.
         is_older: a call is shown as OpenAI's older `function_call`.
         shows_reasoning: reasoning is part of the answer.
+        is_either: the answer is calls, or else all of it has the form that the client asked for.
     """
 
     calls: str = wire_field("ca", default="")
@@ -32,6 +33,7 @@ class Reading:
     parallel: bool = wire_field("pa", default=True)
     is_older: bool = wire_field("ol", default=False)
     shows_reasoning: bool = wire_field("sr", default=True)
+    is_either: bool = wire_field("ei", default=False)
 
 
 @dataclass(frozen=True, slots=True)

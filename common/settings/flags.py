@@ -11,13 +11,13 @@ import ast
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.settings.compat import ALIASES, FLAG_ALIASES, IMPLIED, OPTIONS, SHORT, VARIABLE_ALIASES
 from common.settings.fields import SettingFields
 from common.settings.flag_parser import FlagParser, refuse_unknown
-from common.settings.option import ANY, Option
-from common.settings.types import SettingError, convert
+from common.settings.option import ANY, GivenValue
+from common.settings.types import SettingError
 
 SECTIONS = {
     "model_id": "Model",
@@ -31,13 +31,6 @@ SECTIONS = {
 }
 """The first field of each section of the help → the section's title."""
 OTHERS = "options of text-generation-inference and vLLM"
-
-
-class GivenValue(NamedTuple):
-    """One text that a person gave, with the name that the person used."""
-
-    name: str
-    text: str
 
 
 def read(
@@ -213,13 +206,6 @@ def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
     values |= {"const": "true"} if nargs == "?" else {}
     text = argparse.SUPPRESS if help is None else help.replace("%", "%%")
     parser.add_argument(*names, dest=name, help=text, default=argparse.SUPPRESS, metavar="X", **values)
-
-
-def check_option(option: Option, given: GivenValue, own: Any) -> None:
-    """Raises SettingError where the option asks for what is not the case."""
-    value = convert(option.kind, given.text, given.name)
-    if option.accepts is not ANY and value not in option.accepts and (own is None or value != own):
-        raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")
 
 
 def flag_of(name: str) -> str:

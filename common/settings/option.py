@@ -5,7 +5,9 @@ Nothing is ignored.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from common.settings.types import SettingError, convert
 
 ANY: tuple[Any, ...] = ("*",)
 
@@ -17,6 +19,8 @@ class Option:
     Attributes:
         accepts: values that ask for what is the case; `ANY` where all do.
         why: what is the case.
+        known: if not empty, the only values that the other server knows, in small letters; the part before a
+            colon counts.
         kind: type of its values.
         same_as: a setting whose own value is accepted, too.
         variable: whether the variable is read.
@@ -32,6 +36,7 @@ class Option:
     variable: bool = True
     flag: bool = True
     secret: bool = False
+    known: tuple[str, ...] = ()
 
     @property
     def answer(self) -> str:
@@ -54,3 +59,20 @@ def options(
 OFF = (False,)
 ON = (True,)
 NONE: tuple[Any, ...] = ()
+
+
+class GivenValue(NamedTuple):
+    """One text that a person gave, with the name that the person used."""
+
+    name: str
+    text: str
+
+
+def check_option(option: Option, given: GivenValue, own: Any) -> None:
+    """Raises SettingError where the option asks for what is not the case."""
+    value = convert(option.kind, given.text, given.name)
+    if option.known and given.text.split(":")[0].lower() not in option.known:
+        known = ", ".join(option.known)
+        raise SettingError(given.name, f"{given.text} is not one of {known}")
+    if option.accepts is not ANY and value not in option.accepts and (own is None or value != own):
+        raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from common.settings import flags
 from common.settings.compat import OPTIONS
 from common.settings.fields import SettingFields
+from common.settings.option import check_option
 from common.settings.types import SettingError, one_line_errors
 
 __all__ = ["SettingError", "Settings"]
@@ -49,7 +50,7 @@ class Settings(SettingFields):
             settings = cls.model_validate(texts)
         for name, value in given.items():
             if name in OPTIONS:
-                flags.check_option(OPTIONS[name], value, getattr(settings, OPTIONS[name].same_as, None))
+                check_option(OPTIONS[name], value, getattr(settings, OPTIONS[name].same_as, None))
         settings.check()
         return settings
 

@@ -1,5 +1,6 @@
 """Options of vLLM that are no settings of ours."""
 
+from common.settings import vllm_names as names
 from common.settings.option import ANY, NONE, OFF, ON, Option, options
 from common.settings.tgi_options import (
     CHUNKED,
@@ -62,7 +63,8 @@ VLLM = (
     Option("exclude_tools_when_tool_choice_none", ON, "the prompt has no tools that may not be called", bool),
     Option("tool_parser_plugin", NONE, IN_PYTHON),
     Option("tool_server", NONE, "the client calls the tools"),
-    *options("guided_decoding_backend structured_outputs_config", ANY, BY_LLGUIDANCE),
+    Option("guided_decoding_backend", ANY, BY_LLGUIDANCE, known=names.GUIDED_BACKENDS),
+    Option("structured_outputs_config", ANY, BY_LLGUIDANCE),
     Option("reasoning_parser_plugin", NONE, IN_PYTHON),
     Option("reasoning_config", NONE, "thinking is not cut; its marks are the chat template's"),
     Option("enable_reasoning", ANY, "reasoning is apart from content (REASONING_PARSER)", bool),
@@ -138,7 +140,7 @@ VLLM = (
         int,
     ),
     *options("dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", ANY, ONE_WORKERS_RANKS, int),
-    Option("dcp_comm_backend", ANY, ONE_WORKERS_RANKS),
+    Option("dcp_comm_backend", ANY, ONE_WORKERS_RANKS, known=("ag_rs", "a2a")),
     Option("disable_nccl_for_dp_synchronization", ANY, "workers do not wait for each other", bool),
     Option(
         "distributed_timeout_seconds",
@@ -147,8 +149,13 @@ VLLM = (
         float,
     ),
     *options("enable_eplb enable_dbo ubatch_size enable_elastic_ep", ANY, EXPERTS, bool),
-    *options("eplb_config all2all_backend expert_placement_strategy moe_backend", ANY, EXPERTS),
-    *options("mamba_ssm_cache_dtype mamba_cache_dtype mamba_cache_mode mamba_block_size", ANY, NO_MAMBA),
+    Option("eplb_config", ANY, EXPERTS),
+    Option("all2all_backend", ANY, EXPERTS, known=names.ALL_TO_ALL),
+    Option("expert_placement_strategy", ANY, EXPERTS, known=("linear", "round_robin")),
+    Option("moe_backend", ANY, EXPERTS, known=names.MOE_BACKENDS),
+    *options("mamba_ssm_cache_dtype mamba_cache_dtype", ANY, NO_MAMBA, known=names.STATE_DTYPES),
+    Option("mamba_cache_mode", ANY, NO_MAMBA, known=("all", "align", "none")),
+    Option("mamba_block_size", ANY, NO_MAMBA, int),
     Option("mamba_backend", ANY, NO_MAMBA),
     Option("numa_bind", ANY, "the operating system places processes", bool),
     # memory
@@ -156,8 +163,9 @@ VLLM = (
     Option("preemption_mode", ("recompute",), "nothing is swapped: what is preempted is computed again"),
     *options("cpu_offload_gb kv_offloading_size", (0.0,), "weights and caches stay on the device", float),
     Option("num_gpu_blocks_override", NONE, BLOCKS, int),
-    *options("kv_offloading_backend offload_backend", ANY, "caches stay on the device"),
-    Option("prefix_caching_hash_algo", ANY, "blocks are named by BLAKE2b"),
+    Option("kv_offloading_backend", ANY, "caches stay on the device", known=("native", "lmcache")),
+    Option("offload_backend", ANY, "caches stay on the device"),
+    Option("prefix_caching_hash_algo", ANY, "blocks are named by BLAKE2b", known=names.HASHES),
     Option("kv_sharing_fast_prefill", ANY, "every layer computes the whole prompt", bool),
     Option("calculate_kv_scales", OFF, "scales of an 8-bit KV cache are the checkpoint's, or 1", bool),
     # scheduling and speed
@@ -174,14 +182,15 @@ VLLM = (
     Option("async_scheduling", ANY, AHEAD, bool),
     Option("stream_interval", ANY, "each token is sent as soon as it is there", int),
     Option("linear_backend", ANY, "each device has its own kernels for products"),
-    *options("compilation_config optimization_level cudagraph_capture_sizes", ANY, CAPTURES),
-    *options("cuda_graph_sizes kernel_config performance_mode", ANY, CAPTURES),
+    *options("compilation_config cudagraph_capture_sizes cuda_graph_sizes kernel_config", ANY, CAPTURES),
+    Option("optimization_level", ANY, CAPTURES, known=("0", "1", "2", "3")),
+    Option("performance_mode", ANY, CAPTURES, known=("balanced", "interactivity", "throughput")),
     *options(
         "max_seq_len_to_capture max_context_len_to_capture max_cudagraph_capture_size", ANY, CAPTURES, int
     ),
-    *options(
-        "attention_backend mm_encoder_attn_backend attention_config flash_attn_version", ANY, OWN_ATTENTION
-    ),
+    *options("attention_backend mm_encoder_attn_backend", ANY, OWN_ATTENTION, known=names.ATTENTION_BACKENDS),
+    Option("attention_config", ANY, OWN_ATTENTION),
+    Option("flash_attn_version", ANY, OWN_ATTENTION, known=("2", "3", "4")),
     Option(
         "enable_flashinfer_autotune", ANY, "FlashInfer compiles its kernels when they are first used", bool
     ),

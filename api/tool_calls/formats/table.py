@@ -24,12 +24,14 @@ class CallFormat:
             text must be among what the parser is fed.
         read: the generator that reads an answer.
         short_ids: the model's template takes ids of calls of 9 letters and digits.
+        unmarked: what a call without a mark begins with.
     """
 
     name: str
     marks: tuple[str, ...]
     read: Read
     short_ids: bool = False
+    unmarked: tuple[str, ...] = ()
 
 
 def json_between(name: str, open: str, close: str = "") -> CallFormat:
@@ -37,11 +39,12 @@ def json_between(name: str, open: str, close: str = "") -> CallFormat:
 
 
 def python_between(name: str, open: str, close: str) -> CallFormat:
-    return CallFormat(name, tuple(mark for mark in (open, close) if mark), pythonic(open, close))
+    marks = tuple(mark for mark in (open, close) if mark)
+    return CallFormat(name, marks, pythonic(open, close), unmarked=("[",))
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:
-    return CallFormat(name, (open, close), tagged.tagged_functions(open, close))
+    return CallFormat(name, (open, close), tagged.tagged_functions(open, close), unmarked=(tagged.FUNCTION,))
 
 
 HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
@@ -54,7 +57,7 @@ CALL_FORMATS = {
         json_between("hermes", "<tool_call>", "</tool_call>"),
         functions_between("qwen3_coder", tagged.OPEN, tagged.CLOSE),
         functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
-        CallFormat("llama3_json", (llama_json.PYTHON_TAG,), llama_json.read_llama_json),
+        CallFormat("llama3_json", (llama_json.PYTHON_TAG,), llama_json.read_llama_json, unmarked=("{",)),
         python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
         python_between("pythonic", "<|python_tag|>", ""),
         CallFormat("mistral", MISTRAL_MARKS, mistral.read_mistral, short_ids=True),
@@ -68,7 +71,7 @@ CALL_FORMATS = {
         json_between("jamba", "<tool_calls>", "</tool_calls>"),
         json_between("phi4_mini_json", "functools"),
         python_between("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-        CallFormat("tgi", (), read_tgi),
+        CallFormat("tgi", (), read_tgi, unmarked=("{",)),
     )
 }
 """Those that vLLM does not have: `lfm2`; `tgi`, for models that have none of their own."""

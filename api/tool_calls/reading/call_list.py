@@ -24,6 +24,9 @@ def next_call(reader: Reader, mark: str, line: str) -> Waiting:
     """Passes on the content before a mark, which is read over, or before a line that begins as a call does.
     False at the end of the text.
     """
+    if reader.is_either and not reader.num_calls:
+        yield from reader.content_until()
+        return False
     found = yield from reader.content_until(mark, line)
     if found == line:
         reader.position = 0

@@ -37,9 +37,11 @@ class Reader:
         trims: white space that follows is dropped.
         num_calls: calls that have begun.
         committed: a call has begun since the last mark.
+        is_either: an answer that does not begin with a call has none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_either: bool = False) -> None:
+        self.is_either = is_either
         self.text = ""
         self.position = 0
         self.content_to = 0

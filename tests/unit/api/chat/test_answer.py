@@ -42,7 +42,22 @@ def test_the_reason_of_the_end() -> None:
         reader = AnswerReader(Reading(calls="hermes", **fields), "r.0")  # type: ignore[arg-type]
         assert finish_reason(reader, "stop") == "stop"
         reader.read(CALL % "f", 9, True)
-        assert (finish_reason(reader, "stop"), finish_reason(reader, "length")) == (expected, "length")
+        assert {finish_reason(reader, reason) for reason in ("stop", "length")} == {expected}
+
+
+def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
+    whole = CALL % "f"
+    for text, expected in (
+        (whole.removesuffix("\n</tool_call>\n"), "tool_calls"),
+        (whole + "<tool_call>\n", "length"),
+        (whole[: whole.index("}")], "length"),
+        (whole + "And", "length"),
+        (whole + '<tool_call>\n{"name": "g"', "length"),
+        (whole + '<tool_call>\n{"name": "g", "arguments": {', "length"),
+    ):
+        reader = AnswerReader(Reading(calls="hermes", tools=[("f", "{}"), ("g", "{}")]), "r.0")
+        reader.read(text, 9, True)
+        assert finish_reason(reader, "length") == expected, text
 
 
 def test_what_the_client_did_not_ask_for_is_left_out() -> None:

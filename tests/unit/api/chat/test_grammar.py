@@ -1,9 +1,12 @@
 """Grammars of answers: what they may be, where the client says something of calls, of text, or of both."""
 
+import json
+from dataclasses import replace
+
 import llguidance
 import pytest
 
-from api.chat.grammar import answer_grammar
+from api.chat.grammar import answer_grammar, reading_beside
 from api.chat.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
 from api.structured_output.grammar import CompiledGrammar, Grammar
 from api.structured_output.vocabulary import byte_vocabulary
@@ -60,3 +63,26 @@ async def test_text_that_calls_nothing_has_the_response_format() -> None:
     assert await accepted(FORMAT, tools()) == {CALL, FITS}
     assert await accepted(FORMAT, tools(), "qwen3") == {CALL, FITS, THOUGHT + CALL, THOUGHT + FITS}
     assert await accepted(FORMAT, None, "qwen3") == {FITS, THOUGHT + FITS}
+
+
+def of_object(**properties: str) -> Grammar:
+    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in properties.items()}}
+    return Grammar("json", json.dumps(schema), "response_format")
+
+
+@pytest.mark.parametrize("form", ["llama3_json", "tgi"])
+async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> None:
+    """A client that asks for just such an object does not mean a call; one that takes any object may."""
+    reading = Reading(calls=form)
+    like_calls = of_object(name="string", parameters="object", function="object")
+    others = [of_object(name="string", age="integer"), Grammar("json", "{}", "f"), FORMAT]
+    assert await reading_beside(like_calls, tools(), reading, model_tokenizer()) == Reading()
+    for grammar in others:
+        found = await reading_beside(grammar, tools(), reading, model_tokenizer())
+        assert found == replace(reading, is_either=True)
+    for choice in (None, tools("required"), tools("f")):
+        assert await reading_beside(like_calls, choice, reading, model_tokenizer()) == reading
+    assert await reading_beside(None, tools(), reading, model_tokenizer()) == reading
+    forced = await answer_grammar(like_calls, tools(), Reading(), model_tokenizer())
+    assert isinstance(forced, CompiledGrammar) and not matches(forced.source, CALL)
+    assert matches(forced.source, '{"name": "f", "parameters": {}}')

@@ -69,3 +69,18 @@ def test_without_formats_all_is_content_at_once() -> None:
 def test_aliases_are_other_names_of_formats() -> None:
     assert set(ALIASES.values()) <= set(CALL_FORMATS)
     assert not set(ALIASES) & set(CALL_FORMATS)
+
+
+@EVERY_FORMAT
+def test_an_answer_of_the_clients_form_is_no_call_behind_its_beginning(form: CallFormat) -> None:
+    """Only its first text says whether an answer is calls, where another form was asked for."""
+    texts = [
+        '{"a": [\n{"name": "now", "parameters": {}}]}',
+        '{"a": "<tool_call>{\\"name\\": \\"now\\"}"}',
+        "12",
+    ]
+    for text in [*texts, *(f'"{mark}\n' + '{"name": "now", "arguments": {}}"' for mark in form.marks)]:
+        parser = AnswerParser(TOOLS, form, is_either=True)
+        read = [*(delta for char in text for delta in parser.feed(char)), *parser.finish()]
+        content = "".join(one.text for one in read if isinstance(one, ContentDelta))
+        assert (content, parser.num_calls) == (text, 0) or form.name == "openai"

@@ -117,7 +117,7 @@ EXAMPLES = [
             "re": {"dt": True, "lp": False, "us": False, "ru": False, "sk": True, "is": False, "po": False}
             | {
                 "rd": {"ca": "hermes", "re": "qwen3", "pe": "<think>", "to": [["f", "{}"]], "na": False}
-                | {"pa": True, "ol": False, "sr": True}
+                | {"pa": True, "ol": False, "sr": True, "ei": False}
             }
             | {"ti": False, "ni": False, "pt": None}
         }

@@ -17,7 +17,7 @@ SERVED = """
 --no-enable-prefix-caching --no-enforce-eager --async-scheduling
 --limit-mm-per-prompt image=2 --max-model-len 8k
 --limit-mm-per-prompt {"image":2} --served-model-name gpt-4o gpt-4o-mini --api-key token
--O3 --attention-backend FLASHINFER
+-O3 --attention-backend FLASHINFER --guided-decoding-backend xgrammar:disable-any-whitespace
 -O 2 --compilation-config {"level":3}
 -cc {"mode":3} --max-num-batched-tokens 8192 --max-num-partial-prefills 4
 --swap-space 16 --disable-log-stats --trust-remote-code
@@ -55,6 +55,11 @@ REFUSED = {
     "-dcp 4": "DECODE_CONTEXT_PARALLEL_SIZE: 4 is not served: one sequence",
     "-n 2 -r 1": "NNODES: 2 is not served: workers of other machines",
     "--reasoning-config {}": "REASONING_CONFIG: {} is not served: thinking is not cut",
+    "--attention-backend NOPE": "ATTENTION_BACKEND: NOPE is not one of auto, flash_attn,",
+    "--mamba-cache-mode some": "MAMBA_CACHE_MODE: some is not one of all, align, none",
+    "-O9": "OPTIMIZATION_LEVEL: 9 is not one of 0, 1, 2, 3",
+    "--flash-attn-version 9": "FLASH_ATTN_VERSION: 9 is not one of 2, 3, 4",
+    "--mamba-block-size x": "MAMBA_BLOCK_SIZE: ",
     "--load-format mistral": "LOAD_FORMAT: 'mistral' is not one of auto, dummy",
     "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
     "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: no other model proposes",
