@@ -20,7 +20,8 @@ MAX_EXITS = 256
 SPECIAL_TOKEN = re.compile(r"<\[([0-9]{1,9})\]>")
 FINAL_MESSAGE = re.compile(r'<\[([0-9]{1,9})\]> "final" <\[([0-9]{1,9})\]>')
 """How an answer begins in Harmony, where a call could begin, too."""
-LAZY_MARK = re.compile(r'^\w+\[lazy\]: .* ("(?:[^"\\]|\\.)*")$', re.MULTILINE)
+MARK_BEHIND_TEXT = re.compile(r'^(?:\w+\[lazy\]|[A-Z]\w*): .* ("(?:[^"\\]|\\.)*")$', re.MULTILINE)
+"""The last literal of a lazy rule, or of a lexeme, as which gateways write free text up to a mark."""
 JSON_RULE = "%json "
 
 
@@ -57,7 +58,7 @@ def ends_of(search: EndingSearch, texts: list[bytes]) -> list[list[int]]:
 def marks_of(rules: str) -> list[bytes]:
     """Texts at which free text ends. Those that are no JSON, as rules of a client may be, are not tried."""
     found: list[bytes] = []
-    for mark in LAZY_MARK.findall(rules)[:MAX_TEXTS]:
+    for mark in MARK_BEHIND_TEXT.findall(rules)[:MAX_TEXTS]:
         with suppress(ValueError):
             found.append(json.loads(mark).encode())
     return found

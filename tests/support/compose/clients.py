@@ -126,7 +126,7 @@ class Clients:
 
     async def num_workers(self) -> int:
         async with httpx.AsyncClient() as client:
-            processes = (await client.get(f"{self.url}/fleet", timeout=5)).json()["processes"]
+            processes = (await client.get(f"{self.url}/fleet", timeout=60)).json()["processes"]
         return sum(one["kind"] == "worker" and one["state"] == "ready" for one in processes)
 
     async def settle(self, num_workers: int = 1) -> None:

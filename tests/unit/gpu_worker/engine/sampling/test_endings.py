@@ -7,6 +7,7 @@ import llguidance
 import pytest
 
 from api.structured_output.grammar import Grammar, source_of
+from api.structured_output.lark import Lark
 from common import model_files
 from gpu_worker.engine.sampling.ending_search import Ending, EndingSearch
 from gpu_worker.engine.sampling.endings import steering_of
@@ -64,6 +65,12 @@ def test_the_ending_of_a_json(search: EndingSearch, schema: Any, text: str, expe
         assert search.find(further, tokens[place - 1]) == Ending([*tokens[place:], EOS], is_whole=True)
 
 
+def thought() -> Grammar:
+    """As a gateway writes it."""
+    lark = Lark({})
+    return Grammar("grammar", lark.source(f"{lark.until('</think>')} {lark.json({'type': 'object'})}"), "f")
+
+
 THOUGHT = 'start: thought answer\nthought[lazy]: /(.|\\n)*/ "</think>"\nanswer: %json {"type": "object"}'
 PATTERNS: list[tuple[Grammar, str, str]] = [
     (json_of({"type": "string", "pattern": "push"}), '"ab pu', 'sh"'),
@@ -77,6 +84,7 @@ PATTERNS: list[tuple[Grammar, str, str]] = [
         '_":""}',
     ),
     (Grammar("grammar", THOUGHT, "f"), "We think </th", "ink>{}"),
+    (thought(), "We think </th", "ink>{}"),
     (Grammar("grammar", 'start: /(.|\\n)*/ <[1]> "b"', "f"), "We think", "<|im_start|>b"),
 ]
 
