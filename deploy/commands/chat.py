@@ -128,8 +128,8 @@ def run_terminal(conversation: Conversation) -> None:
 def next_line(console: Console) -> str | None:
     """Return the line that the person typed, None at Ctrl-D."""
     while True:
-        console.print()
         try:
+            console.print()
             return input(PROMPT)
         except EOFError:
             console.print()

@@ -43,7 +43,7 @@ async def test_what_is_wrong_is_said_with_its_instance(broker: Broker) -> None:
         ([], "1 to 2 items. Given: 0"),
         ([good] * 3, "Given: 3"),
         ([good, {"inputs": ""}], "`inputs` cannot be empty"),
-        ([good, {"parameters": {}}], "instances.1.prompt.inputs"),
+        ([good, {"parameters": {}}], "instances[1].prompt.inputs"),
         ([good, {"inputs": "a", "parameters": {"best_of": 2}}], "`instances[1]`: `best_of` must be 1"),
         ([good | {"resume_s": 5}], "`instances[0]`: `resume_s` needs a stream"),
         ([CHAT | {"stream": True}], "`instances[0]`: `stream` must be false"),

@@ -239,6 +239,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         person.types("Go on\r")
         person.waits_for(f"{len(WORDS)} tokens")
         assert server.bodies[1]["messages"][1]["content"].startswith("The sky")
+        person.waits_for("› ")
         person.process.send_signal(signal.SIGINT)
         person.waits_for("/exit ends")
         person.types("\x04")
