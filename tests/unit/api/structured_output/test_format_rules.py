@@ -11,6 +11,7 @@ from api.structured_output.shapes import from_response_format
 from api.structured_output.vocabulary import byte_vocabulary
 from common import model_files
 from tests.support.tokenizer import model_tokenizer
+from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
 
 AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
 OBJECT = {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": False}}
@@ -24,28 +25,8 @@ YES = {"type": "grammar", "grammar": 'root ::= answer "!"\nanswer ::= "yes" | "n
 NESTED = {"type": "grammar", "grammar": 'root ::= "(" root ")" | rule_0\nrule_0 ::= [a-z]'}
 
 
-def text(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
-def regex(pattern: str) -> dict[str, Any]:
-    return {"type": "regex", "pattern": pattern}
-
-
-def sequence(*elements: Any) -> dict[str, Any]:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def one_of(*elements: Any) -> dict[str, Any]:
-    return {"type": "or", "elements": list(elements)}
-
-
 def loop(kind: str, content: Any, **fields: int) -> dict[str, Any]:
     return {"type": kind, "content": content, **fields}
-
-
-def tag(content: Any, begin: Any = "<t>", end: Any = "</t>") -> dict[str, Any]:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def token(value: int | str) -> dict[str, Any]:

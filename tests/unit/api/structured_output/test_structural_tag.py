@@ -13,27 +13,7 @@ from api.structured_output.shapes import from_response_format, from_structured_o
 from api.structured_output.vocabulary import byte_vocabulary
 from common import model_files
 from tests.support.tokenizer import model_tokenizer
-
-
-def regex(pattern: str) -> dict[str, Any]:
-    return {"type": "regex", "pattern": pattern}
-
-
-def text(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
-def sequence(*elements: Any) -> dict[str, Any]:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def one_of(*elements: Any) -> dict[str, Any]:
-    return {"type": "or", "elements": list(elements)}
-
-
-def tag(content: Any, begin: str = "<t>", end: str = "</t>") -> dict[str, Any]:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
+from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
 
 AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
 DAY = {"begin": "<call=day>", "content": {"type": "any_text"}, "end": "</call>"}
