@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from api.chat.tools import ToolChoice
@@ -15,11 +14,6 @@ from api.tool_calls.formats.table import CALL_FORMATS
 from api.tool_calls.reasoning import REASONING_FORMATS
 from common.messages.answer import Reading
 
-CALL_HEADS: Mapping[str, Sequence[str]] = {
-    "llama3_json": ('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
-    "tgi": ('{"function": {"_name": %s', '{"function":{"_name":%s'),
-}
-"""How calls without marks begin, by their formats."""
 ANY_NAME = '{"any name'
 
 
@@ -32,9 +26,8 @@ async def reading_beside(
     """
     if grammar is None or tools is None or tools.is_forced or reading.calls == HARMONY:
         return reading
-    heads = [
-        head % json.dumps(tool.name) for head in CALL_HEADS.get(reading.calls, ()) for tool in tools.callable
-    ]
+    form = CALL_FORMATS.get(reading.calls)
+    heads = [head % json.dumps(tool.name) for head in (form.heads if form else ()) for tool in tools.callable]
     if heads:
         source = await compile_grammar(replace(grammar, closed=True), tokenizer)
         if await offload(LONG, lambda: names_of_call(source, tuple(heads), tokenizer.size)):

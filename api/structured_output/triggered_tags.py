@@ -35,9 +35,8 @@ class TagLists:
 
     def in_text(self, form: Mapping[str, Any], tags: list[Tag], field: str, behind: Behind) -> str:
         excludes = texts_of(form, "excludes", field)
-        is_needed = flag_of(form, "at_least_one", field)
-        is_single = flag_of(form, "stop_after_first", field) or not flag_of(form, "loop", field, default=True)
-        behind_tag = behind if is_single or behind == END else SOMETHING._replace(ends=behind.ends)
+        is_needed, is_single = flag_of(form, "at_least_one", field), is_one(form, field)
+        behind_tag = behind if is_single else behind_each(behind)
         groups: dict[str, list[str]] = {}
         for place, tag, trigger in self.with_triggers(form, tags, field):
             groups.setdefault(trigger, []).append(self.tag(tag, place, behind_tag, trigger))
@@ -78,11 +77,10 @@ class TagLists:
         """Any tokens, with tags among them wherever the tokens come that trigger them."""
         is_dispatch = form["type"] == "token_dispatch"
         tags = dispatched(form, field) if is_dispatch else tags_of(form, field)
-        is_needed = flag_of(form, "at_least_one", field)
-        is_single = flag_of(form, "stop_after_first", field) or not flag_of(form, "loop", field, default=True)
+        is_needed, is_single = flag_of(form, "at_least_one", field), is_one(form, field)
         excluded = self.tokens.ids_of(form, "exclude_tokens", field)
         triggers = self.tokens.ids_of(form, "trigger_tokens", field)
-        behind_tag = behind if is_single or behind == END else SOMETHING._replace(ends=behind.ends)
+        behind_tag = behind if is_single else behind_each(behind)
         groups: dict[int, list[str]] = {}
         for place, tag in tags:
             begin = f"{place}.begin"
@@ -113,6 +111,16 @@ class TagLists:
         one = self.lark.rule(one_of(self.tag(tag, place, inside, "") for place, tag in tags))
         many = one if is_single else f"{one} ({self.lark.marked(separator)} {one})*"
         return many if flag_of(form, "at_least_one", field) else f"({many})?"
+
+
+def is_one(form: Mapping[str, Any], field: str) -> bool:
+    """Whether nothing may follow the first tag."""
+    return flag_of(form, "stop_after_first", field) or not flag_of(form, "loop", field, default=True)
+
+
+def behind_each(behind: Behind) -> Behind:
+    """What stands behind each of several tags, where this stands behind them all."""
+    return behind if behind == END else SOMETHING._replace(ends=behind.ends)
 
 
 def tags_of(form: Mapping[str, Any], field: str) -> list[Tag]:

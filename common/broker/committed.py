@@ -174,8 +174,8 @@ def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
 
 
 def logged_messages(fields: dict[bytes, bytes]) -> Iterator[bytes]:
-    """Yield the messages in the fields of one entry of a worker's log."""
-    return (value for name, value in fields.items() if name.startswith(b"entry"))
+    """Yield the messages in the fields of one entry of a worker's log: none where it is a report's."""
+    return (value for name, value in fields.items() if value and name.startswith(b"entry"))
 
 
 def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> None:

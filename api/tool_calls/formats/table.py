@@ -25,6 +25,8 @@ class CallFormat:
         read: the generator that reads an answer.
         short_ids: the model's template takes ids of calls of 9 letters and digits.
         unmarked: what a call without a mark begins with.
+        heads: how an object that is such a call begins, as models space it; `%s` is its function's name in
+            quotes.
     """
 
     name: str
@@ -32,6 +34,7 @@ class CallFormat:
     read: Read
     short_ids: bool = False
     unmarked: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
 
 def json_between(name: str, open: str, close: str = "") -> CallFormat:
@@ -57,7 +60,13 @@ CALL_FORMATS = {
         json_between("hermes", "<tool_call>", "</tool_call>"),
         functions_between("qwen3_coder", tagged.OPEN, tagged.CLOSE),
         functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
-        CallFormat("llama3_json", (llama_json.PYTHON_TAG,), llama_json.read_llama_json, unmarked=("{",)),
+        CallFormat(
+            "llama3_json",
+            (llama_json.PYTHON_TAG,),
+            llama_json.read_llama_json,
+            unmarked=("{",),
+            heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
+        ),
         python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
         python_between("pythonic", "<|python_tag|>", ""),
         CallFormat("mistral", MISTRAL_MARKS, mistral.read_mistral, short_ids=True),
@@ -71,7 +80,13 @@ CALL_FORMATS = {
         json_between("jamba", "<tool_calls>", "</tool_calls>"),
         json_between("phi4_mini_json", "functools"),
         python_between("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-        CallFormat("tgi", (), read_tgi, unmarked=("{",)),
+        CallFormat(
+            "tgi",
+            (),
+            read_tgi,
+            unmarked=("{",),
+            heads=('{"function": {"_name": %s', '{"function":{"_name":%s'),
+        ),
     )
 }
 """Those that vLLM does not have: `lfm2`; `tgi`, for models that have none of their own."""
