@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from api.errors import ApiError
 from common.broker.client import ERRORS, describe_error
+from common.broker.failures import FailureLog
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +40,13 @@ async def retry_forever(error: Exception) -> None:
     await asyncio.sleep(PAUSE_S)
 
 
-async def repeat_forever(step: Callable[[], Awaitable[None]], failure: str) -> None:
-    """Run `step` again and again, whatever the broker does; a new error is logged once, after `failure`."""
-    last_error = ""
+async def repeat_forever(step: Callable[[], Awaitable[None]], name: str) -> None:
+    """Run `step` again and again, whatever the broker does; its failures are logged as those of `name`."""
+    failures = FailureLog(log, name)
     while True:
         try:
             await step()
-            last_error = ""
+            failures.succeeded()
         except ERRORS as error:
-            if last_error != describe_error(error):
-                last_error = describe_error(error)
-                log.warning("%s: %s", failure, last_error)
+            failures.failed(describe_error(error))
             await asyncio.sleep(PAUSE_S)

@@ -12,6 +12,7 @@ from typing import NoReturn
 from redis.asyncio import Redis
 
 from common.broker.client import ERRORS, describe_error, read_server_id, script
+from common.broker.failures import FailureLog
 from common.broker.keys import Keys
 from common.process.readiness import READY
 
@@ -90,9 +91,11 @@ class Lease:
         """Wait until the lease is free, and take it. Return the new epoch."""
         self.epoch = ""
         standing_by = False
+        failures = FailureLog(log, "asking for the lease")
         while True:
             try:
                 server_id = await read_server_id(self.redis)
+                failures.succeeded()
                 READY.set()
                 if epoch := await self.request(self.ttl_s, await self.watch_clock()):
                     held_ms = self.clock.now_ms() if self.server_id else 0
@@ -104,7 +107,7 @@ class Lease:
                     log.info("another batcher is active: standing by")
                 standing_by = True
             except ERRORS as error:
-                log.warning("waiting for the broker: %s", describe_error(error))
+                failures.failed(describe_error(error))
                 self.stopped_since_s = time.monotonic()  # the holder could not renew either
             await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
 
@@ -129,12 +132,14 @@ class Lease:
 
     async def keep(self) -> NoReturn:
         """Renew it while it is held, whatever else the batcher does. Raises LeaseLost, WritesLost."""
+        failures = FailureLog(log, "renewing the lease")
         while True:
             try:
                 await self.renew()
+                failures.succeeded()
                 await asyncio.sleep(self.ttl_s / 4)
             except ERRORS as error:
-                log.warning("the lease is not renewed: %s", describe_error(error))
+                failures.failed(describe_error(error))
                 await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
 
     async def confirm(self) -> None:

@@ -23,6 +23,7 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
 from common.broker.client import ERRORS, describe_error
+from common.broker.failures import FailureLog
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
@@ -67,6 +68,7 @@ class Batcher:
         self.housekeeping = Housekeeping(settings, redis, keys, lease.holder, *state)
         self.pending = ActionQueue(redis)
         self.undecodable = 0
+        self.failures = FailureLog(log, "a turn")
 
     async def run(self) -> NoReturn:
         """Raises LeaseLost when another batcher took over."""
@@ -79,9 +81,10 @@ class Batcher:
         while True:
             try:
                 await action()
+                self.failures.succeeded()
                 return
             except ERRORS as error:
-                log.warning("%s", describe_error(error))
+                self.failures.failed(describe_error(error))
                 self.detector.pause()
                 await asyncio.sleep(RETRY_S)
 
@@ -177,9 +180,8 @@ class Batcher:
             case "worker_ready":
                 self.pending.add(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
             case "died":
-                self.pending.add(
-                    partial(self.recovery.seal_process, decode(WorkerDied, entry.data).incarnation)
-                )
+                died = decode(WorkerDied, entry.data)
+                self.pending.add(partial(self.recovery.seal_process, died.incarnation))
             case other:
                 raise WireError(f"unknown kind {other!r}")
 

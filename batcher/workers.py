@@ -16,6 +16,7 @@ from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerCapacity
+from common.plural import plural
 from common.process.incarnations import first_incarnation
 
 log = logging.getLogger(__name__)
@@ -159,12 +160,13 @@ class WorkerRegistry:
         worker.state = WorkerState.ACTIVE
         if worker.draining:
             self.scheduler.drain(incarnation)
+        held = len(sequences) - len(left)
         log.info(
-            "worker %s joined: %d blocks of %d tokens; %d rows go on",
+            "worker %s joined: %d blocks of %d tokens%s",
             incarnation,
             worker.capacity.num_blocks,
             worker.capacity.block_size,
-            len(sequences) - len(left),
+            f"; {plural(held, 'row')} adopted" if held else "",
         )
         return left
 

@@ -80,7 +80,7 @@ class JobWorker(Worker):
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.client.run())
-            tasks.create_task(repeat_forever(self.run_arq, "arq cannot read jobs"))
+            tasks.create_task(repeat_forever(self.run_arq, "reading the queue of arq"))
 
     async def run_arq(self) -> None:
         """arq's own loop; a malformed name ends it, and is dropped."""

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from api.inference.validate import Limits
 from api.streams.stream import Stream
 from common.metrics import catalogue
+from common.plural import plural
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,10 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     request_id, age_s = stream.request.request_id, time.monotonic() - stream.started_s
     log.info(
-        "request %s: %s after %d tokens and %.3f s",
+        "request %s: %s after %s and %.3f s",
         request_id,
         reason,
-        stream.num_tokens,
+        plural(stream.num_tokens, "token"),
         age_s,
         extra=for_request(request_id),
     )

@@ -25,6 +25,7 @@ from api.retry import repeat_forever
 from common.beats import until_beat
 from common.broker.client import script
 from common.messages.service_class import SERVICE_CLASSES
+from common.plural import plural
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ MAX_PENDING = 1_000_000
 BLOCK_MS = 1000
 TOMBSTONE_MS = 60_000
 """Time for which a cancel that comes before its job is remembered."""
-BROKER_FAILED = "cannot read jobs"
 
 Fields = dict[bytes, bytes]
 
@@ -76,8 +76,8 @@ class JobConsumer:
     async def run(self) -> None:
         """Never returns."""
         async with asyncio.TaskGroup() as self.tasks:
-            self.tasks.create_task(repeat_forever(self.read_entries, BROKER_FAILED))
-            self.tasks.create_task(repeat_forever(self.claim_entries, BROKER_FAILED))
+            self.tasks.create_task(repeat_forever(self.read_entries, "reading jobs"))
+            self.tasks.create_task(repeat_forever(self.claim_entries, "claiming jobs"))
             self.tasks.create_task(self.start_jobs())
 
     # --- reading entries ------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class JobConsumer:
                 args = [GROUP, consumer["name"], self.name, NUM_CLAIMED]
                 claimed = await self.claim_script(keys=keys, args=args)
                 if claimed:
-                    log.warning("%d jobs of gateway %s are claimed", len(claimed), other)
+                    log.warning("claimed of gateway %s: %s", other, plural(len(claimed), "job"))
                 for entry_id in claimed:
                     self.hold(entry_id.decode())
         await asyncio.sleep(until_beat(self.settings.heartbeat_s))

@@ -20,6 +20,7 @@ from api.streams.sources import Sources
 from api.streams.stream import Stream
 from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed, read_tails
+from common.broker.failures import FailureLog
 from common.broker.keys import Keys
 from common.broker.tails import read_log, tokens_of
 from common.messages import finish_reasons
@@ -61,6 +62,7 @@ class Filler:
         self.requested = asyncio.Event()
         self.pace = Pace()
         self.num_fills = 0
+        self.failures = FailureLog(log, "filling streams")
 
     def request(self, streams: Iterable[Stream], since_s: float = math.inf) -> None:
         """Request a fill of these streams, unless they get an event after `since_s` that fits."""
@@ -90,8 +92,9 @@ class Filler:
             doubtful = self.take_admitted()
             try:
                 await self.fill(lost, doubtful)
+                self.failures.succeeded()
             except ERRORS as error:
-                log.warning("cannot fill %d streams: %s", len(doubtful), describe_error(error))
+                self.failures.failed(describe_error(error))
                 self.request_again(lost, doubtful)
                 await asyncio.sleep(RETRY_S)
 

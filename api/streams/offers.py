@@ -17,12 +17,14 @@ from redis.asyncio import Redis
 from api.streams.stream import Stream
 from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id, script
+from common.broker.failures import FailureLog
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.messages import finish_reasons
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.records import pack_columns
 from common.messages.request import Resume
+from common.plural import plural
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Offers:
         self.connected = asyncio.Event()
         self.server_id = ""
         self.num_offers = 0
+        self.failures = FailureLog(log, "offering streams")
 
     async def run(self) -> None:
         """Never returns."""
@@ -93,6 +96,7 @@ class Offers:
 
     async def watch_server(self) -> None:
         """Offer all streams to a broker that is not the one before."""
+        failures = FailureLog(log, "asking which server the broker is")
         while True:
             await self.connected.wait()
             self.connected.clear()
@@ -100,12 +104,14 @@ class Offers:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     server_id = await read_server_id(self.redis)
             except ERRORS as error:
-                log.warning("cannot tell which server the broker is: %s", describe_error(error))
+                failures.failed(describe_error(error))
                 await asyncio.sleep(RETRY_S)
                 self.connected.set()
                 continue
+            failures.succeeded()
             if self.server_id and server_id != self.server_id:
-                log.warning("the broker was restarted or replaced: %d streams are offered", len(self.streams))
+                num_streams = plural(len(self.streams), "stream")
+                log.warning("the broker was restarted or replaced: offering it %s", num_streams)
                 self.request(self.streams.values())
             self.server_id = server_id
 
@@ -133,10 +139,11 @@ class Offers:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 answer, *attempt = await self.send(stream, ttl_ms, reopen)
         except ERRORS as error:
-            log.warning("cannot offer a stream: %s", describe_error(error))
+            self.failures.failed(describe_error(error))
             await asyncio.sleep(RETRY_S)
             self.request([stream], reopen)
             return
+        self.failures.succeeded()
         self.num_offers += 1
         self.apply(stream, answer.decode(), attempt)
         if answer == b"queued" and (stream.terminal or stream.released):
@@ -156,18 +163,12 @@ class Offers:
     def apply(self, stream: Stream, answer: str, attempt: list[int]) -> None:
         request_id = stream.request.request_id
         extra = for_request(request_id)
+        shown = plural(stream.num_tokens, "token")
         match answer:
             case "queued":
-                log.warning(
-                    "request %s is queued again, behind %d tokens", request_id, stream.num_tokens, extra=extra
-                )
+                log.warning("request %s is queued again, behind %s", request_id, shown, extra=extra)
             case "void":
-                log.warning(
-                    "request %s goes on behind the %d tokens shown",
-                    request_id,
-                    stream.num_tokens,
-                    extra=extra,
-                )
+                log.warning("request %s goes on behind %s", request_id, shown, extra=extra)
             case "superseded":
                 supersede(stream)
             case "foreign":

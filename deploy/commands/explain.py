@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.messages import finish_reasons
+from common.plural import plural
 from common.settings.flag_parser import FlagParser
 from deploy.commands.client import (
     ServerError,
@@ -134,10 +135,6 @@ def describe_event(one: Event) -> str:
             return f"ended with {plural(tokens, 'token')}: {ENDS.get(why, why)}"
         case other:
             return str(other)
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def seconds(begin: Event, end: Event) -> str:

@@ -64,6 +64,8 @@ async def run(fleet: LocalFleet) -> int:
         await kill(fleet.brokers)  # last: the others log errors without it
     if str(over):
         log.error("%s", over)
+    elif fleet.is_ending:
+        log.info("the fleet has ended")
     return over.exit_code
 
 

@@ -6,6 +6,7 @@ import signal
 
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
+from common.plural import plural
 from common.settings.settings import Settings
 from deploy.serve.fleet import LocalFleet
 from deploy.serve.supervised_process import stop
@@ -39,7 +40,9 @@ async def end_on_signals(fleet: LocalFleet) -> None:
     again = asyncio.create_task(second_signal(signalled))
     try:
         await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
-        raise FleetEnded(0 if drained.done() else 1)
+        if drained.done():
+            raise FleetEnded(0)
+        raise FleetEnded(1, "a second signal: the fleet ends without waiting for requests")
     finally:
         drained.cancel()
         again.cancel()
@@ -64,23 +67,29 @@ async def drain(fleet: LocalFleet) -> None:
     fleet.is_ending = True
     fleet.keeper.close()  # first: a gateway without it finishes its answers itself
     timeout_s = fleet.settings.graceful_termination_timeout
-    log.info(
-        "waiting up to %.0f s for %s to finish; new ones get 503. Signal again (Ctrl-C) to end now",
-        timeout_s,
-        await live_requests(fleet.settings),
-    )
+    log.info("%s", waits_for(await count_live(fleet.settings), timeout_s))
     await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
     rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
     await stop([*fleet.batchers, *fleet.workers], rest_s)
     await stop(fleet.brokers, SHORT_STOP_S)
 
 
-async def live_requests(settings: Settings) -> str:
-    """`3 requests`, queued and running; `running requests` where the broker does not answer."""
+def waits_for(num_requests: int | None, timeout_s: float) -> str:
+    """Word what the shutdown waits for."""
+    if num_requests == 0:
+        return "no request runs: the fleet ends"
+    found = "running requests" if num_requests is None else plural(num_requests, "request")
+    return (
+        f"waiting up to {timeout_s:.0f} s for {found} to finish; new ones get 503."
+        " Signal again (Ctrl-C) to end now"
+    )
+
+
+async def count_live(settings: Settings) -> int | None:
+    """Count requests that wait or run; None where the broker does not answer."""
     assert settings.redis_url is not None
     try:
         async with asyncio.timeout(COUNT_TIMEOUT_S), connect(settings.redis_url) as redis:
-            count = await redis.xlen(Keys(settings.pool).requests)
+            return int(await redis.xlen(Keys(settings.pool).requests))
     except (*ERRORS, TimeoutError):
-        return "running requests"
-    return f"{count} request{'s' * (count != 1)}"
+        return None

@@ -12,9 +12,11 @@ from redis.asyncio import Redis
 
 from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error, script
+from common.broker.failures import FailureLog
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.broker.sequences import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
+from common.plural import plural
 from common.process.first_end import run_until_one_ends
 from common.process.incarnations import next_incarnation
 from common.settings.settings import Settings
@@ -107,13 +109,15 @@ class Agent:
         """
         create_logs = script(self.redis, "create_logs")
         keys = [self.keys.log(self.worker.incarnation), self.keys.reports(self.worker.incarnation)]
+        failures = FailureLog(log, "creating streams")
         while True:
             try:
                 if not await create_logs(keys=keys, args=[self.owner, STREAMS_TTL_MS]):
                     raise Sealed(f"another process has the incarnation {self.worker.incarnation}")
+                failures.succeeded()
                 return
             except ERRORS as error:
-                log.warning("creating streams failed, trying again: %s", describe_error(error))
+                failures.failed(describe_error(error))
                 await asyncio.sleep(RETRY_S)
 
     def is_busy(self) -> bool:
@@ -131,6 +135,7 @@ class Agent:
         """Send a heartbeat every few seconds, and repeat the last event of each channel. Raises Sealed,
         StreamsGone.
         """
+        failures = FailureLog(log, "a heartbeat")
         while True:
             self.flusher.poll()  # where no step comes to do so
             self.engine.metrics.count_steps()
@@ -138,8 +143,9 @@ class Agent:
                 await self.send_heartbeat()
                 for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):
                     await self.redis.publish(channel, payload)
+                failures.succeeded()
             except ERRORS as error:
-                log.warning("heartbeat failed: %s", describe_error(error))
+                failures.failed(describe_error(error))
             pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.heartbeat_now.wait(), pause_s)
@@ -156,7 +162,7 @@ class Agent:
         come; GRACEFUL_TERMINATION_TIMEOUT after a signal at the latest.
         """
         await self.state.draining.wait()
-        log.info("draining %d rows", len(self.state.table.rows))
+        log.info("draining, with %s", plural(len(self.state.table.rows), "row"))
         self.heartbeat_now.set()
         await run_until_one_ends(self.become_idle(), self.run_out_of_time())
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.broker.client import ERRORS, describe_error
+from common.broker.failures import FailureLog
 from common.messages.plan import Report
 from gpu_worker.agent.flush_pace import MAX_WAIT_S, may_wait
 from gpu_worker.agent.outbox import Outbox
@@ -35,6 +36,7 @@ class Flusher:
         started: the flush that was written in such a call, while it has no answer.
         failed: one whose answer was an error, and that: the task goes on with it.
         answered: set when `started` has its answer.
+        failures: what is said of flushes that the broker does not take.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Flusher:
         self.started: Flush | None = None
         self.failed: tuple[Flush, Exception] | None = None
         self.answered = asyncio.Event()
+        self.failures = FailureLog(log, "a flush")
 
     async def run(self) -> None:
         """Flush whenever something waits. Raises Sealed, StreamsGone."""
@@ -141,6 +144,7 @@ class Flusher:
         while True:
             try:
                 self.drop_all(await self.publisher.write(flush))
+                self.failures.succeeded()
                 return
             except (FlushesLost, *ERRORS) as error:
                 await self.prepare_again(flush, error)
@@ -151,7 +155,7 @@ class Flusher:
             log.warning("the broker has lost what was before %s: all rows are offered anew", error)
             self.offer(flush)
         elif isinstance(error, ERRORS):
-            log.warning("flush %d failed, trying again: %s", flush.sequence, describe_error(error))
+            self.failures.failed(describe_error(error))
             await asyncio.sleep(RETRY_S)
         else:
             raise error

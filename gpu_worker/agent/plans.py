@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from common.broker.client import ERRORS, describe_error
+from common.broker.failures import FailureLog
 from common.messages.codec import WireError, decode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
@@ -33,6 +34,7 @@ class PlanHandler:
         self.engine = engine
         self.state = state
         self.steps = steps
+        self.failures = FailureLog(log, "reading plans")
 
     async def run(self) -> None:
         """Apply plans as they come. A plan that cannot be read is counted and skipped."""
@@ -49,9 +51,11 @@ class PlanHandler:
 
     async def next_entries(self) -> list[Entry]:
         try:
-            return await self.stream.next()
+            entries = await self.stream.next()
+            self.failures.succeeded()
+            return entries
         except ERRORS as error:
-            log.warning("reading plans failed, trying again: %s", describe_error(error))
+            self.failures.failed(describe_error(error))
             await asyncio.sleep(RETRY_S)
             return []
 

@@ -73,7 +73,7 @@ FLOORS = {
         "process",
         "metrics model_files",
         "broker model_config",
-        "beats block_hashes detokenize messages settings",
+        "beats block_hashes detokenize messages plural settings",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module beside folders. One imports only what is

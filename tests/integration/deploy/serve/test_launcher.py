@@ -193,7 +193,8 @@ def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched], numb
     )
     assert fleet.process.returncode != 0
     assert not [child for child in children if child.is_running()]
-    assert "waiting up to 90 s for 0 requests to finish; new ones get 503" in fleet.error()
+    assert "no request runs: the fleet ends" in fleet.error()
+    assert "a second signal: the fleet ends without waiting for requests" in fleet.error()
     assert "Unknown child process" not in fleet.error()
 
 
@@ -209,6 +210,7 @@ def test_simultaneous_signals_count_as_one(launch: Callable[[], Launched]) -> No
     (fleet.directory / "hold").unlink()
     assert fleet.process.wait(60) == 0
     assert {"g0 end", "b0 end", "w1 end"} <= set(fleet.notes())
+    assert fleet.error().endswith("I serve the fleet has ended\n")
 
 
 def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(launch: Callable[[], Launched]) -> None:

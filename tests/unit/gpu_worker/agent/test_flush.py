@@ -1,15 +1,20 @@
 """What a flush writes to the broker."""
 
+import logging
+
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from common.broker.committed import read
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.packing import unpack_ids
 from common.messages.records import unpack_records
+from gpu_worker.agent import flush
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.publish import Flush, Sealed
+from gpu_worker.agent.row_text import RowText
 from tests.support.agents import CHANNEL, KEYS, ids_of, reports, start, step
 from tests.support.broker_state import seal
 
@@ -96,3 +101,25 @@ async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agen
     step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
     await agent.flusher.flush()
     assert unpack_records(await redis.get(KEYS.tokens("r2")))[0] == [6]
+
+
+async def test_a_flush_that_fails_for_long_is_said_once_and_so_is_its_end(
+    agent: Agent, redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, failures = agent.publisher.write, [RedisError("away")] * 5
+
+    async def fail_first(flush: Flush) -> list[RowText]:
+        if failures:
+            raise failures.pop()
+        return await write(flush)
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(agent.publisher, "write", fail_first)
+    monkeypatch.setattr(flush, "RETRY_S", 0.0)
+    await start(agent)
+    step(agent, {1: (0, 5)})
+    await agent.flusher.flush()
+    said, over = [message for message in caplog.messages if message.startswith("a flush")]
+    assert said == "a flush failed, trying again: the broker refused (away)"
+    assert over.startswith("a flush has succeeded again, after 5 failures in ")
+    assert (await read(redis, KEYS, ["r1"]))["r1"].records

@@ -1,0 +1,55 @@
+"""FailureLog: what is said of a step that fails again and again while the broker is away."""
+
+import logging
+import time
+
+from common.plural import plural
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+
+
+class FailureLog:
+    """Logs each new cause at once, then what repeats at growing intervals with its count, and the end.
+
+    Attributes:
+        step: what fails, as in "reading plans".
+        causes: those that have been logged since the step last succeeded.
+        count: failures since then; none where there was none.
+        since_s: monotonic time of the first of them.
+        due_s: when a repeated cause is logged again.
+    """
+
+    def __init__(self, log: logging.Logger, step: str) -> None:
+        self.log = log
+        self.step = step
+        self.causes: set[str] = set()
+        self.count = 0
+        self.since_s = 0.0
+        self.due_s = 0.0
+
+    def failed(self, cause: str) -> None:
+        """Count a failure; `cause` is one line."""
+        now_s = time.monotonic()
+        if not self.count:
+            self.since_s = now_s
+        self.count += 1
+        if cause not in self.causes:
+            self.causes.add(cause)
+            self.log.warning("%s failed, trying again: %s", self.step, cause)
+            self.due_s = max(self.due_s, now_s + FIRST_PAUSE_S)
+        elif now_s >= self.due_s:
+            age_s = now_s - self.since_s
+            self.log.warning("%s has failed %d times in %.0f s: %s", self.step, self.count, age_s, cause)
+            self.due_s = now_s + min(max(age_s, FIRST_PAUSE_S), MAX_PAUSE_S)
+
+    def succeeded(self) -> None:
+        """Say that it is over, if the step had failed."""
+        if not self.count:
+            return
+        age_s = time.monotonic() - self.since_s
+        count = plural(self.count, "failure")
+        self.log.info("%s has succeeded again, after %s in %.1f s", self.step, count, age_s)
+        self.causes.clear()
+        self.count = 0
+        self.due_s = 0.0

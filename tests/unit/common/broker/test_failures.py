@@ -1,0 +1,77 @@
+"""What is said of a step that fails again and again."""
+
+import logging
+
+import pytest
+
+from common.broker import failures
+from common.broker.failures import FailureLog
+
+AWAY, LOADING = "no connection to the broker (refused)", "the broker is loading its data (LOADING)"
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    monkeypatch.setattr(failures, "time", clock)
+    return clock
+
+
+def fail(failing: FailureLog, clock: Clock, seconds: float, cause: str = AWAY) -> None:
+    """Sixteen failures a second."""
+    for _ in range(round(seconds * 16)):
+        failing.failed(cause)
+        clock.now_s += 1 / 16
+
+
+def test_a_repeated_cause_is_said_at_growing_intervals_and_its_end_is_said(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    failing.succeeded()
+    fail(failing, clock, 9.0)
+    failing.succeeded()
+    failing.succeeded()
+    assert caplog.messages == [
+        f"a flush failed, trying again: {AWAY}",
+        f"a flush has failed 17 times in 1 s: {AWAY}",
+        f"a flush has failed 33 times in 2 s: {AWAY}",
+        f"a flush has failed 65 times in 4 s: {AWAY}",
+        f"a flush has failed 129 times in 8 s: {AWAY}",
+        "a flush has succeeded again, after 144 failures in 9.0 s",
+    ]
+
+
+def test_intervals_end_at_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    fail(failing, clock, 600.0)
+    assert len(caplog.messages) == 7 + 9, "up to the 64th second, then each minute"
+
+
+def test_a_new_cause_is_said_at_once_and_causes_in_turn_are_not(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    for _ in range(5):
+        fail(failing, clock, 1 / 16, AWAY)
+        fail(failing, clock, 1 / 16, LOADING)
+    assert caplog.messages == [f"a flush failed, trying again: {cause}" for cause in (AWAY, LOADING)]
+
+
+def test_the_next_outage_is_one_of_its_own(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    for _ in range(2):
+        fail(failing, clock, 1 / 16)
+        failing.succeeded()
+    said = f"a flush failed, trying again: {AWAY}", "a flush has succeeded again, after 1 failure in 0.1 s"
+    assert caplog.messages == [*said, *said]
