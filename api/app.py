@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
@@ -10,14 +11,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
-from api.heir.answer_socket import KeepingMiddleware
+from api.event_loop.pace import Turns
+from api.heir.answer_socket import give_answer_socket
 from api.heir.keeper_channel import KeeperChannel
 from api.http.auth import check_key
 from api.http.draining import Draining
 from api.http.error_handlers import add_error_handlers
-from api.http.middleware import ArrivalMiddleware, RequestIdMiddleware
+from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
-from api.http.raw_send import RawSendMiddleware
+from api.http.raw_send import keep_raw_send
 from api.http.state import set_pools
 from api.http.unread import UNREAD
 from api.lifecycle import Gateway
@@ -25,7 +27,7 @@ from api.openai import routes_chat, routes_completions, routes_models
 from api.responses import routes_create, routes_stored
 from api.resume import routes_requests, routes_resume
 from api.resume.inherit import InheritedAnswers
-from api.resume.middleware import ResumeMiddleware
+from api.resume.middleware import resume_posts
 from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize, routes_vertex
 from api.vllm import routes_detokenize, routes_version
 from common.metrics.aggregate import publishing_metrics
@@ -93,12 +95,12 @@ def build(
     set_pools(app, gateway.pools)
     add_routes(app, gateway.settings, draining or Draining())
     add_error_handlers(app)
-    served = add_cors(ResumeMiddleware(app), gateway.settings)
-    return wrap(ArrivalMiddleware(served), channel or KeeperChannel(None))
+    served = add_cors(partial(resume_posts, app), gateway.settings)
+    return wrap(served, channel or KeeperChannel(None), partial(note_arrival, Turns(MAX_ARRIVALS)))
 
 
-def wrap(app: ASGIApp, channel: KeeperChannel) -> ASGIApp:
-    return RawSendMiddleware(KeepingMiddleware(RequestIdMiddleware(app), channel))
+def wrap(app: ASGIApp, channel: KeeperChannel, *inner: Middleware) -> ASGIApp:
+    return around(app, keep_raw_send, partial(give_answer_socket, channel), give_request_id, *inner)
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:

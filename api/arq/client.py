@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 from redis.asyncio import Redis
 
-from api.retry import attempt, retry_forever
-from common.broker.client import ERRORS, describe_error
+from api.retry import attempt, repeat_forever, retry_forever
 from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -78,18 +77,16 @@ class ArqClient:
 
     async def run(self) -> None:
         """Never returns."""
-        while True:
-            if not self.waiting:
-                self.submitted.clear()
-                await self.submitted.wait()
-            await asyncio.sleep(POLL_S)
-            try:
-                await self.poll()
-            except ERRORS as error:
-                log.info("cannot poll for answers: %s", describe_error(error))
+        await repeat_forever(self.poll, "cannot poll for answers")
 
     async def poll(self) -> None:
-        """Hand out the answers that have come; from time to time submit again what the broker has lost."""
+        """Once jobs wait: hand out the answers that have come; from time to time submit again what the broker
+        has lost.
+        """
+        if not self.waiting:
+            self.submitted.clear()
+            await self.submitted.wait()
+        await asyncio.sleep(POLL_S)
         waiting = list(self.waiting)
         for job, answer in zip(waiting, await self.answers(waiting), strict=True):
             if answer and not await self.has_entry(job):

@@ -216,28 +216,23 @@ async def flush_socket(scope: Scope) -> None:
         await flush(cycle)
 
 
-class KeepingMiddleware:
-    """Gives each HTTP request the socket of its answer, which a route may have kept."""
+async def give_answer_socket(
+    channel: KeeperChannel, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """The middleware that gives each HTTP request the socket of its answer, which a route may have kept."""
+    cycle = scope.get("extensions", {}).get(CYCLE)
+    if cycle is None:
+        await app(scope, receive, send)
+        return
+    answer_socket: AnswerSocket = scope["state"].setdefault(STATE_KEY, AnswerSocket(channel, cycle))
 
-    def __init__(self, app: ASGIApp, channel: KeeperChannel) -> None:
-        self.app = app
-        self.channel = channel
+    async def send_start(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await answer_socket.start(message, send)
+        else:
+            await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = scope.get("extensions", {}).get(CYCLE)
-        if cycle is None:
-            await self.app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        answer_socket: AnswerSocket = state.setdefault(STATE_KEY, AnswerSocket(self.channel, cycle))
-
-        async def send_start(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await answer_socket.start(message, send)
-            else:
-                await send(message)
-
-        try:
-            await self.app(scope, receive, send_start)
-        finally:
-            await answer_socket.finish()
+    try:
+        await app(scope, receive, send_start)
+    finally:
+        await answer_socket.finish()

@@ -1,7 +1,11 @@
-"""Middlewares: ASGI applications around the routes; they give requests their ids and count their arrival."""
+"""Middlewares: what HTTP requests pass on their way to an application; here they get their ids, and their
+arrival is counted.
+"""
 
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +17,8 @@ from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
+Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
+"""Calls the application behind it with an HTTP request."""
 MAX_ARRIVALS = 4
 """Each takes up to a millisecond until it waits for the broker."""
 COUNTED_ROUTES = (
@@ -27,45 +33,43 @@ COUNTED_ROUTES = (
 )
 
 
-class RequestIdMiddleware:
-    """Gives every HTTP request an id, and every response its header."""
+def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
+    """An application whose HTTP requests pass these middlewares, the outermost first."""
+    served = app
+    for middleware in reversed(middlewares):
+        served = partial(middleware, served)
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await (served if scope["type"] == "http" else app)(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        ours, theirs = state.setdefault("request_id", uuid.uuid4().hex), client_request_id(scope)
-        REQUEST_ID.set(ours)
-        if theirs:
-            log.info("request %s: its client calls it %s", ours, theirs)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = theirs or ours
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_with_id)
-        except Exception as error:  # the server logs the traceback
-            log.error("request %s crashed: %s", ours, type(error).__name__)
-            raise
+    return serve
 
 
-class ArrivalMiddleware:
-    """Notes when a request for tokens arrives; of many that arrive at once, only some begin in one turn of
-    the event loop.
+async def give_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Give a request an id, and its response the header."""
+    state = scope["state"]
+    ours, theirs = state.setdefault("request_id", uuid.uuid4().hex), client_request_id(scope)
+    REQUEST_ID.set(ours)
+    if theirs:
+        log.info("request %s: its client calls it %s", ours, theirs)
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[HEADER] = theirs or ours
+        await send(message)
+
+    try:
+        await app(scope, receive, send_with_id)
+    except Exception as error:  # the server logs the traceback
+        log.error("request %s crashed: %s", ours, type(error).__name__)
+        raise
+
+
+async def note_arrival(turns: Turns, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Note when a request for tokens arrives; of many that arrive at once, only some begin in one turn of the
+    event loop.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self.turns = Turns(MAX_ARRIVALS)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
-            count_arrival()
-            await self.turns.take()
-        await self.app(scope, receive, send)
+    if scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
+        count_arrival()
+        await turns.take()
+    await app(scope, receive, send)

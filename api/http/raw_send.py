@@ -17,19 +17,11 @@ from api.streams.feed import MAX_ITEMS, Feed
 STATE_KEY = "raw_send"
 
 
-class RawSendMiddleware:
+async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """The outermost middleware: keeps the server's `send` in the request's state."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        scope.setdefault("state", {})[STATE_KEY] = send
-        await self.app(scope, receive, send)
-        scope.clear()  # what is in it refers to it: it would stay until a full garbage collection
+    scope.setdefault("state", {})[STATE_KEY] = send
+    await app(scope, receive, send)
+    scope.clear()  # what is in it refers to it: it would stay until a full garbage collection
 
 
 class RawEventSourceResponse(EventSourceResponse):

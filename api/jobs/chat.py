@@ -1,7 +1,5 @@
 """Jobs with `messages`: they have the fields, chunks and answers of /v1/chat/completions."""
 
-from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from api.answer import describe_answer
@@ -11,7 +9,6 @@ from api.http.body import parse_body
 from api.inference.pool import Pool
 from api.inference.validate import validate
 from api.jobs.job import Job
-from api.jobs.reply import Frame
 from api.json import to_json
 from api.openai.accept import fill_defaults
 from api.openai.chat_params import read_chat
@@ -28,18 +25,14 @@ NOT_PARAMETERS = ("messages", "model", "stream", "resume_s", "detached")
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
+    """A validated job; its `requests` have no ids yet."""
+
     requests: list[Generate]
     described: HttpAnswer
 
-    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
-        """New chunks; no `[DONE]`, which is not JSON."""
-        num_frames: Counter[int] = Counter()
-        async for chunks in ChunkFeed(self.renderer(streams)):
-            new = []
-            for lane, chunk in chunks:
-                new.append((lane, num_frames[lane], chunk))
-                num_frames[lane] += 1
-            yield new
+    def frames(self, streams: list[Stream]) -> ChunkFeed:
+        """Chunks with their lanes; no `[DONE]`, which is not JSON."""
+        return ChunkFeed(self.renderer(streams))
 
     def answer(self, streams: list[Stream]) -> bytes:
         return self.renderer(streams).render_whole()
@@ -55,7 +48,7 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     for name in NOT_PARAMETERS:
         if name in parameters:
             raise invalid(f"`{name}` is no parameter of a job", name)
-    is_whole = not (job.reply_to or job.in_stream) and parameters.get("prompt_logprobs") is not None
+    is_whole = not job.has_listeners and parameters.get("prompt_logprobs") is not None
     content = to_json(parameters | {"messages": job.body.messages, "stream": not is_whole})
     chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()

@@ -12,11 +12,10 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from api.errors import conflict, internal_error, openai, overloaded, tgi
+from api.errors import conflict, internal_error, overloaded
 from api.event_loop.offload import offload
 from api.inference import metrics
 from api.inference.pool import Pool
-from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read_job
 from api.jobs.lost_entries import submit_lost
 from api.jobs.reply import Reply
@@ -200,7 +199,7 @@ class JobConsumer:
         """Returns when the job is answered."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
-        reply = self.reply_to(job)
+        reply = Reply(self.pool, job)
         match await reply.register():
             case "conflict":
                 await reply.send_error(conflict("job"), job.entry_id)
@@ -215,9 +214,6 @@ class JobConsumer:
                 finally:
                     self.running.pop(job.entry_id, None)
 
-    def reply_to(self, job: Job) -> Reply:
-        return Reply(self.redis, self.keys, self.admission.retry_forever, job)
-
     async def join_or_run(self, job: Job, reply: Reply) -> None:
         if (run := self.runs.get(job.id)) is not None:
             run.join(reply)
@@ -226,10 +222,7 @@ class JobConsumer:
         run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.priority])
         run.join(reply)
         try:
-            if job.is_chat:
-                await run.run(chat.accept, openai)
-            else:
-                await run.run(generate.accept, tgi)
+            await run.run()
         finally:
             # The last reply is finished: an entry that comes now starts a run of its own.
             del self.runs[job.id]
@@ -244,5 +237,5 @@ class JobConsumer:
         metrics.count_error(429, "overloaded")
         job = await self.parse(entry_id, fields)
         known = await self.redis.exists(self.keys.job(job.id))
-        await self.reply_to(job).send_error(overloaded(), entry_id if known else job.id)
+        await Reply(self.pool, job).send_error(overloaded(), entry_id if known else job.id)
         await self.delete_entry(entry_id)

@@ -10,7 +10,6 @@ from api.http.body import parse_body
 from api.inference.pool import Pool
 from api.inference.validate import validate
 from api.jobs.job import Job
-from api.jobs.reply import Frame
 from api.json import to_json
 from api.streams.stream import Stream
 from api.tgi import best_of, render
@@ -20,17 +19,17 @@ from common.messages.request import Generate
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
+    """A validated job; its `requests` have no ids yet."""
+
     requests: list[Generate]
     prefix: str
     details: bool
 
-    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
-        """New frames; none with `best_of`, whose best answer is known at the end."""
-        num_frames = 0
+    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
+        """Frames with their lane; none with `best_of`, whose best answer is known at the end."""
         for stream in streams if len(streams) == 1 else []:
             async for bodies in render.StreamBodies(stream, self.prefix, self.details):
-                yield [(0, num_frames + i, body) for i, body in enumerate(bodies)]
-                num_frames += len(bodies)
+                yield [(0, body) for body in bodies]
 
     def answer(self, streams: list[Stream]) -> bytes:
         best, *others = best_of.rank_by_logprob(streams)
@@ -43,9 +42,8 @@ async def accept(pool: Pool, job: Job) -> GenerateJob:
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})
     body = await offload(len(content), lambda: parse_body(GenerateRequest, content))
     parameters = body.parameters or GenerateParameters()
-    streamed = bool(job.reply_to or job.in_stream)
-    params, limits = body.generation_params(streamed), pool.workers.limits
-    best_of.check(params, limits, streamed)
+    params, limits = body.generation_params(job.has_listeners), pool.workers.limits
+    best_of.check(params, limits, job.has_listeners)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, limits, pool.tokenizer)
     if params.n > 1:

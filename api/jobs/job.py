@@ -3,13 +3,13 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, Family, invalid, openai, tgi
 from api.http.body import parse_body
 from api.service.terms import ServiceTerms, chosen_class, read_class, read_deadline, read_tenant
 
@@ -64,6 +64,16 @@ class Job:
     first_entry_id: str = ""
 
     @property
+    def family(self) -> Family:
+        """In whose words its errors are."""
+        return openai if self.is_chat else tgi
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether frames are sent, and not the answer alone."""
+        return bool(self.reply_to or self.in_stream)
+
+    @property
     def entry_ms(self) -> int:
         """The broker's time of the job's first entry."""
         return int((self.first_entry_id or self.entry_id).partition("-")[0])
@@ -94,28 +104,22 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     job_id, reply_to = parsed.get("id"), parsed.get("reply_to")
     known_id = job_id if isinstance(job_id, str) and re.fullmatch(NAME, job_id) else entry_id
     known_channel = reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else ""
-    in_stream = parsed.get("reply") == "stream"
-    body: JobBody | None = None
-    terms = ServiceTerms()
-    fault: ApiError | None = None
-    try:
-        body = parse_body(JobBody, orjson.dumps(parsed))
-        check_prompt(body)
-        terms = read_job_terms(body)
-    except ApiError as error:
-        fault = error
-    return Job(
+    job = Job(
         known_id,
         entry_id,
         digest_of(parsed),
         known_channel,
-        in_stream,
-        "messages" in parsed,
-        body,
-        terms,
-        fault,
-        first_entry_id(fields),
+        in_stream=parsed.get("reply") == "stream",
+        is_chat="messages" in parsed,
+        body=None,
+        first_entry_id=first_entry_id(fields),
     )
+    try:
+        body = parse_body(JobBody, orjson.dumps(parsed))
+        check_prompt(body)
+        return replace(job, body=body, terms=read_job_terms(body))
+    except ApiError as error:
+        return replace(job, fault=error)
 
 
 def first_entry_id(fields: Mapping[bytes, bytes]) -> str:

@@ -4,23 +4,21 @@ Frames are numbered, so that each is sent once, even if two gateways serve the j
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import Redis
-
-from api.errors import ApiError, openai, tgi
+from api.errors import ApiError
+from api.inference.pool import Pool
 from api.jobs.job import Job
 from api.json import to_json
 from common.broker.client import script
-from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
+from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS
 
 log = logging.getLogger(__name__)
 
 Frame = tuple[int, int, bytes]
 """Lane, index in its lane, text. Every gateway makes the same frames for a lane; lanes may mix in any order.
 """
-RetryForever = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 NOT_A_JOB, FRAMES_LOST = -1, -2
 """What `reply` answers where it sends nothing."""
@@ -35,20 +33,16 @@ class Reply:
         num_sent: frames of the job that this reply has sent.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, retry_forever: RetryForever, job: Job) -> None:
-        self.redis: Any = redis
-        self.keys = keys
-        self.retry_forever = retry_forever
+    def __init__(self, pool: Pool, job: Job) -> None:
+        self.redis: Any = pool.redis
+        self.keys = keys = pool.keys
+        self.retry_forever = pool.admission.retry_forever
         self.job = job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""
         self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
-        self.register_script = script(redis, "jobs/register_job")
-        self.reply_script = script(redis, "jobs/reply")
+        self.register_script = script(self.redis, "jobs/register_job")
+        self.reply_script = script(self.redis, "jobs/reply")
         self.num_sent = 0
-
-    @property
-    def has_listeners(self) -> bool:
-        return bool(self.channel or self.job.in_stream)
 
     async def register(self) -> str:
         """Register the entry's job: `live`, `ended`, `conflict` or `spoiled`. An ended job is answered
@@ -62,20 +56,13 @@ class Reply:
 
     async def send_new(self, frames: list[Frame], max_frames: int) -> None:
         """Send those of the job's frames that are not sent yet; the job has at most `max_frames` in all."""
-        if self.has_listeners and len(frames) > self.num_sent:
-            await self.send(frames, max_frames, b"")
-        self.num_sent = len(frames)
-
-    async def finish(
-        self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]
-    ) -> None:
-        """Send the last frames together with the answer: after the last frame a client finds the answer."""
-        await self.send(frames, max_frames, answer, request_ids)
+        if self.job.has_listeners and len(frames) > self.num_sent:
+            await self.send(frames, max_frames)
         self.num_sent = len(frames)
 
     async def send_error(self, error: ApiError, result_id: str) -> None:
         """Answer this entry alone; the record of a job with its id does not change."""
-        body = to_json((openai if self.job.is_chat else tgi)(error)[1])
+        body = to_json(self.job.family(error)[1])
 
         async def command() -> None:
             async with self.redis.pipeline() as pipe:
@@ -87,12 +74,14 @@ class Reply:
         await self.retry_forever(command)
 
     async def send(
-        self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None
+        self, frames: list[Frame], max_frames: int, answer: bytes = b"", request_ids: Sequence[str] = ()
     ) -> None:
-        """Send what is new of the frames; where the broker has lost frames, offer it all of them."""
+        """Send what is new of the frames; where the broker has lost frames, offer it all of them. The answer
+        goes together with the last frames: after the last frame a client finds it.
+        """
         request_keys = [
             key
-            for request_id in request_ids or []
+            for request_id in request_ids
             for key in (self.keys.request(request_id), self.keys.tokens(request_id))
         ]
         head: list[Any] = [

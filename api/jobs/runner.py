@@ -2,27 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from redis.exceptions import ResponseError
 
 from api.answer import address
-from api.errors import (
-    ApiError,
-    Family,
-    failed,
-    internal_error,
-    model_not_found,
-    overloaded,
-    unavailable,
-)
+from api.errors import ApiError, failed, internal_error, model_not_found, overloaded, unavailable
 from api.event_loop.offload import offload
 from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.pool import Pool
 from api.inference.pool_registry import names_own
+from api.jobs import chat, generate
 from api.jobs.deadline import left_ms, waiting_turn
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
@@ -45,33 +39,13 @@ MANY_FRAMES = 2**20
 """Limit of frames while the number of tokens is not known yet."""
 
 
-class AcceptedJob(Protocol):
-    """A validated job, with the frames and the answer of one API.
-
-    Attributes:
-        requests: one for each choice, without ids yet.
-    """
-
-    @property
-    def requests(self) -> list[Generate]: ...
-
-    def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
-        """New frames of all choices, as soon as there are some."""
-
-    def answer(self, streams: list[Stream]) -> bytes:
-        """The body of the HTTP response without streaming; all streams have finished."""
-
-
-Accept = Callable[[Pool, Job], Awaitable[AcceptedJob]]
-"""Validates a job, or raises ApiError."""
-
-
 class JobRun:
     """One job while this gateway serves it.
 
     Attributes:
         admission_lock: shared by all runs of a gateway and a class: they are admitted one after the other.
         replies: one for each entry with this job.
+        num_frames: how many of the frames are in each lane.
         has_listener: set when one of the replies has a channel or a stream.
         frames: all frames made so far; none are made before a reply has listeners.
         ended: set when the job is answered, or this gateway gives it up.
@@ -81,7 +55,6 @@ class JobRun:
         self.pool = pool
         self.job = job
         self.admission_lock = admission_lock
-        self.keys = pool.keys
         self.admission = pool.admission
         self.relay = pool.relay
         self.redis: Any = pool.redis
@@ -89,44 +62,45 @@ class JobRun:
         self.has_listener = asyncio.Event()
         self.ended = asyncio.Event()
         self.frames: list[Frame] = []
+        self.num_frames: Counter[int] = Counter()
         self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
 
     def join(self, reply: Reply) -> None:
         """Add the reply of another entry with the same job: it gets all frames."""
         self.replies.append(reply)
-        if reply.has_listeners:
+        if reply.job.has_listeners:
             self.has_listener.set()
 
-    async def run(self, accept: Accept, family: Family) -> None:
+    async def run(self) -> None:
         """Serve the job; returns when it is answered, with a result or an error."""
-        answer = await self.answer(accept, family)
+        answer = await self.answer()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
-            await reply.finish(self.frames, self.max_frames, answer, request_ids)
+            await reply.send(self.frames, self.max_frames, answer, request_ids)
 
-    async def answer(self, accept: Accept, family: Family) -> bytes:
+    async def answer(self) -> bytes:
         """The result or the error. An error is the last frame as well, unless it is one already."""
         try:
-            return await self.serve(accept)
+            return await self.serve()
         except ApiError as error:
             metrics.count_error(error.status, error.error_type)
-            body = to_json(family(error)[1])
+            body = to_json(self.job.family(error)[1])
         except Exception:
             log.exception("job %s", self.job.id)
-            body = to_json(family(internal_error())[1])
+            body = to_json(self.job.family(internal_error())[1])
         if all(text != body for _, _, text in self.frames):
-            self.frames.append((0, sum(lane == 0 for lane, _, _ in self.frames), body))
+            self.add_frames([(0, body)])
         return body
 
-    async def serve(self, accept: Accept) -> bytes:
+    async def serve(self) -> bytes:
         """The result. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
         check_model(self.job, self.pool.settings)
-        async with waiting_turn(self.job, self.admission_lock, self.read_time):
+        async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
-            accepted: AcceptedJob = await accept(self.pool, self.job)
+            accepted = await self.accept()
             await self.admit_all(accepted.requests)
         self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in accepted.requests)
         await self.send_frames(accepted)
@@ -137,6 +111,12 @@ class JobRun:
         return await offload(
             sum(stream.num_records for stream in self.streams), lambda: accepted.answer(self.streams)
         )
+
+    async def accept(self) -> chat.ChatJob | generate.GenerateJob:
+        """Validate the job. Raises ApiError."""
+        if self.job.is_chat:
+            return await chat.accept(self.pool, self.job)
+        return await generate.accept(self.pool, self.job)
 
     # --- admission ------------------------------------------------------------------------------------------
 
@@ -149,12 +129,12 @@ class JobRun:
         if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):  # somebody overwrote our keys
             raise unavailable(describe_error(error)) from error
         await self.check_cancelled()
-        await left_ms(self.job, self.read_time)
+        await left_ms(self.pool, self.job)
         await asyncio.sleep(PAUSE_S)
 
     async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_cancelled()
-        job_key = self.keys.job(self.job.id)
+        job_key = self.pool.keys.job(self.job.id)
         await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
         for i, content in enumerate(self.job.terms.apply(requests, self.pool.settings)):
             request = replace(
@@ -163,15 +143,12 @@ class JobRun:
                 gateway="",
                 grace_ms=0,
                 result_ttl_ms=RESULT_TTL_MS,
-                ttl_ms=min(content.ttl_ms, await left_ms(self.job, self.read_time)),
+                ttl_ms=min(content.ttl_ms, await left_ms(self.pool, self.job)),
             )
             stream = Stream(request, self.pool.tokenizer)
             self.streams.append(stream)
             await self.admit(stream)
         await self.check_cancelled()
-
-    async def read_time(self) -> Any:
-        return await self.admission.retry_forever(self.redis.time)
 
     async def admit(self, stream: Stream) -> None:
         """Admit a request, however long there is no room for it. Raises ApiError."""
@@ -183,7 +160,7 @@ class JobRun:
 
     async def follow(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
-        request_key = self.keys.request(stream.request.request_id)
+        request_key = self.pool.keys.request(stream.request.request_id)
         channel: bytes | None = await self.admission.retry_forever(
             lambda: self.redis.hget(request_key, "channel")
         )
@@ -193,7 +170,7 @@ class JobRun:
 
     async def check_cancelled(self) -> None:
         """Raises ApiError if the job was cancelled; cancels those of its requests that are admitted."""
-        job_key = self.keys.job(self.job.id)
+        job_key = self.pool.keys.job(self.job.id)
         if await self.admission.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
             for stream in self.streams:
                 await self.admission.cancel(stream.request.request_id)
@@ -202,15 +179,21 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, accepted: AcceptedJob) -> None:
+    async def send_frames(self, accepted: chat.ChatJob | generate.GenerateJob) -> None:
         """Send frames until the end; without listeners, only wait for the end."""
         if not await self.has_listeners():
             return
         async for new in accepted.frames(self.streams):
-            self.frames += new
+            self.add_frames(new)
             if not all(stream.terminal for stream in self.streams):  # the last ones go out with the answer
                 for reply in self.replies:
                     await reply.send_new(self.frames, self.max_frames)
+
+    def add_frames(self, new: Iterable[tuple[int, bytes]]) -> None:
+        """Number new frames, each in its lane."""
+        for lane, text in new:
+            self.frames.append((lane, self.num_frames[lane], text))
+            self.num_frames[lane] += 1
 
     async def has_listeners(self) -> bool:
         """Whether anybody listens; waits for a listener until all streams have ended."""
@@ -221,14 +204,11 @@ class JobRun:
         """Remove the streams from this gateway alone: if the job is not answered yet, another gateway goes
         on with them.
         """
-        for stream in self.streams:  # all before the next `await`: the job's next run may use their ids
-            self.relay.remove(stream)
-        self.ended.set()
-        for stream in self.streams:
+        for stream in self.streams:  # without an `await`: the job's next run may use their ids
+            self.relay.leave(stream)
             if stream.terminal:
                 metrics.count_stream(stream, self.pool.workers.limits)
-            if stream.request.channel != self.relay.channel:
-                self.relay.unfollow(stream.request.channel)
+        self.ended.set()
 
 
 def check_model(job: Job, settings: Settings) -> None:

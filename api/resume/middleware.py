@@ -11,23 +11,18 @@ from api.resume import attach
 ROUTES = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
-class ResumeMiddleware:
-    """Sends a POST with `Last-Event-ID` to `GET /requests/{x-request-id}/stream`. Its body is not read: it
+async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a POST with `Last-Event-ID` to `GET /requests/{x-request-id}/stream`. Its body is not read: it
     would be the earlier one again.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in ROUTES
-        headers = Headers(scope=scope) if is_post else Headers()
-        if attach.HEADER not in headers:
-            await self.app(scope, receive, send)
-        elif HEADER not in headers:
-            text = f"`{attach.HEADER}` needs the request's id in `{HEADER}`: see `content-location`"
-            await error_response(invalid(text, attach.HEADER), scope["path"])(scope, receive, send)
-        else:
-            path = f"/requests/{headers[HEADER]}/stream"
-            scope.update(method="GET", path=path, raw_path=path.encode())
-            await self.app(scope, receive, send)
+    is_post = scope.get("method") == "POST" and scope["path"] in ROUTES
+    headers = Headers(scope=scope) if is_post else Headers()
+    if attach.HEADER not in headers:
+        await app(scope, receive, send)
+    elif HEADER not in headers:
+        text = f"`{attach.HEADER}` needs the request's id in `{HEADER}`: see `content-location`"
+        await error_response(invalid(text, attach.HEADER), scope["path"])(scope, receive, send)
+    else:
+        path = f"/requests/{headers[HEADER]}/stream"
+        scope.update(method="GET", path=path, raw_path=path.encode())
+        await app(scope, receive, send)
