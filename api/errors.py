@@ -98,11 +98,11 @@ def overloaded(why: str = "", retry_after_s: int = 1) -> ApiError:
 
 
 def conflict(what: str) -> ApiError:
-    return ApiError(409, "conflict", f"another {what} has this id")
+    return ApiError(409, "conflict", f"another {what} has this id", code="conflict")
 
 
 def unavailable(why: str) -> ApiError:
-    return ApiError(503, "unavailable", f"Service unavailable: {why}")
+    return ApiError(503, "unavailable", f"Service unavailable: {why}", code="unavailable")
 
 
 def internal_error(text: str = "Internal error") -> ApiError:
@@ -110,9 +110,10 @@ def internal_error(text: str = "Internal error") -> ApiError:
 
 
 def failed(terminal: Terminal) -> ApiError:
-    """The error of a request that was admitted and did not finish well."""
+    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too."""
+    kind = terminal.error_type or "generation"
     why = terminal.error or f"the request was {terminal.reason}"
-    return ApiError(424, terminal.error_type or "generation", f"Request failed during generation: {why}")
+    return ApiError(424, kind, f"Request failed during generation: {why}", code=kind)
 
 
 @contextlib.asynccontextmanager

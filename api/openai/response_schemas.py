@@ -197,6 +197,9 @@ class ErrorDetail(OpenAIObject):
     param: str | None
     """The field that is wrong."""
     code: str | None
+    """The cause, where it has a name; of a request that failed `timeout`, `unavailable`, `cancelled`,
+    `shutdown`, `superseded` or `generation`.
+    """
 
 
 class OpenAIError(OpenAIObject):

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from api.errors import ApiError, failed, invalid, overloaded, unavailable
+from api.errors import ApiError, conflict, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
 from api.openai.routes_models import STARTED
 from common.messages.events import Terminal
+from common.messages.finish_reasons import terminal_for
 from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
 from tests.support.fleet.gateways import answering, ready, serving
@@ -109,9 +110,14 @@ REFUSALS = [
     (ApiError(413, "payload_too_large", "x"), 413, "invalid_request_error", None),
     (ApiError(415, "unsupported_media_type", "x"), 415, "invalid_request_error", None),
     (invalid("x", "stop"), 400, "invalid_request_error", None),
-    (failed(Terminal("r", "error", 0, "two workers died")), 500, "server_error", None),
+    (failed(Terminal("r", "error", 0, "two workers died")), 500, "server_error", "generation"),
+    (failed(terminal_for("r", "timeout", 0)), 500, "server_error", "timeout"),
+    (failed(terminal_for("r", "expired", 0)), 500, "server_error", "timeout"),
+    (failed(terminal_for("r", "no_worker", 0)), 500, "server_error", "unavailable"),
+    (failed(terminal_for("r", "client", 0)), 500, "server_error", "cancelled"),
+    (conflict("request"), 409, "invalid_request_error", "conflict"),
     (overloaded(), 429, "rate_limit_exceeded", "rate_limit_exceeded"),
-    (unavailable("no worker"), 503, "server_error", None),
+    (unavailable("no worker"), 503, "server_error", "unavailable"),
 ]
 
 

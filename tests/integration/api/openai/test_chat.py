@@ -201,7 +201,7 @@ async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
         "message": "Request failed during generation: two workers died",
         "type": "server_error",
         "param": None,
-        "code": None,
+        "code": "generation",
     }
     assert found[-1] == {"error": error}
     assert [
