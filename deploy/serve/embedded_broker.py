@@ -22,7 +22,7 @@ from common.settings.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
 URL_FILE = "url"
-"""In a broker's directory: its URL, for commands of the same user."""
+"""In a broker's directory, for commands of the same user: its URL, and the port that its fleet serves."""
 BEING_MADE_S = 60.0
 PORTS = range(20_000, 32_000)
 """Below the ports that the kernel hands out by itself: a client that retries a broker being restarted must
@@ -64,8 +64,11 @@ class Broker:
 
 
 @contextlib.contextmanager
-def embedded() -> Iterator[Broker]:
+def embedded(served_port: int) -> Iterator[Broker]:
     """A broker not yet started, on a free port, in a directory that is removed in the end.
+
+    Args:
+        served_port: that of the fleet's gateways.
 
     Raises:
         SettingError: there is no server for this kind of machine.
@@ -79,7 +82,7 @@ def embedded() -> Iterator[Broker]:
     remove_abandoned()
     with locked_directory() as directory:
         broker = Broker(free_port(), directory)
-        (directory / URL_FILE).write_text(broker.url)
+        (directory / URL_FILE).write_text(f"{broker.url} {served_port}")
         yield broker
 
 
@@ -89,27 +92,30 @@ def running_url() -> str:
     Raises:
         SettingError: there is no such fleet, or there are several.
     """
-    match running_urls():
-        case [url]:
+    match running_fleets():
+        case [(url, _)]:
             return url
         case []:
             raise SettingError(
                 "redis_url",
                 "is not set, and no `tokenfleet serve` of this user runs a broker on this machine",
             )
-        case urls:
+        case fleets:
+            brokers = ", ".join(f"{url} of port {port}" for url, port in fleets)
             raise SettingError(
-                "redis_url", f"is not set, and several fleets run on this machine: {', '.join(urls)}"
+                "redis_url", f"is not set, and several fleets run on this machine, with brokers {brokers}"
             )
 
 
-def running_urls() -> list[str]:
-    urls = []
+def running_fleets() -> list[tuple[str, str]]:
+    """The broker's URL of each fleet of this user, and the port that it serves."""
+    fleets = []
     for directory in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):  # another user's, or one that is just being made or removed
             if not is_unlocked(directory):
-                urls.append((directory / URL_FILE).read_text())
-    return urls
+                url, _, port = (directory / URL_FILE).read_text().partition(" ")
+                fleets.append((url, port or "unknown"))
+    return fleets
 
 
 @contextlib.contextmanager

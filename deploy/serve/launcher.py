@@ -41,7 +41,8 @@ def serve(settings: Settings) -> int:
     if settings.redis_url is not None:
         checks.check_broker(settings)
     settings = checks.with_model(settings)
-    with embedded() if settings.redis_url is None else contextlib.nullcontext() as broker:
+    own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
+    with own as broker:
         if broker is not None:
             settings = settings.model_copy(update={"redis_url": broker.url})
         return asyncio.run(run(new_fleet(settings, broker)))

@@ -42,7 +42,7 @@ def answers(url: str) -> bool:
 @contextlib.contextmanager
 def running(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[Broker]:
     """A broker of one's own, which may be stopped, killed (by its port's process) or reconfigured."""
-    with embedded() as broker:
+    with embedded(3000) as broker:
         process = start(broker, *options, environ=environ)
         try:
             yield broker

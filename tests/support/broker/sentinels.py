@@ -41,7 +41,12 @@ class Watched:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
-    with embedded() as first, embedded() as second, embedded() as own, contextlib.ExitStack() as stack:
+    with (
+        embedded(3000) as first,
+        embedded(3000) as second,
+        embedded(3000) as own,
+        contextlib.ExitStack() as stack,
+    ):
         primary = brokers.start(first)
         end_with(stack, primary)
         end_with(stack, brokers.start(second, "--replicaof", "127.0.0.1", str(first.port)))

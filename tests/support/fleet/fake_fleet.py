@@ -40,7 +40,7 @@ def launch(directory: Path, port: int) -> int:
             {},
         )
 
-    with embedded() as broker:
+    with embedded(3000) as broker:
         settings = Settings(
             port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name=("fake",)
         )

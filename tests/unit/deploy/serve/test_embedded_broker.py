@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until_sync
 
 
 def test_restarted_broker_keeps_its_port_and_data() -> None:
-    with embedded() as broker:
+    with embedded(3000) as broker:
         for number in range(3):
             process = brokers.start(broker)
             with redis.Redis.from_url(broker.url) as client:
@@ -26,7 +26,7 @@ def test_restarted_broker_keeps_its_port_and_data() -> None:
 def test_its_file_is_written_anew_before_it_is_long_to_read() -> None:
     """Its first part is a snapshot then, and what was overwritten is gone."""
     written, most = 24 * 2**20, 16 * 2**20
-    with embedded() as broker:
+    with embedded(3000) as broker:
         process = brokers.start(broker)
         with redis.Redis.from_url(broker.url) as client:
             for _ in range(written // 2**20):
@@ -49,16 +49,16 @@ def test_abandoned_directories_are_removed_at_the_next_start(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed = "import os, signal\nfrom deploy.serve.embedded_broker import embedded\n"
-    killed += "with embedded(): os.kill(os.getpid(), signal.SIGKILL)"
+    killed += "with embedded(3000): os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
     [abandoned] = tmp_path.iterdir()
     fresh = tmp_path / f"{PREFIX}which-is-being-made"
     fresh.mkdir()
-    with embedded() as first:
+    with embedded(3000) as first:
         for directory in (abandoned, first.directory):
             (directory / "data").mkdir()
             os.utime(directory, (0, 0))
-        with embedded() as second:
+        with embedded(3000) as second:
             assert set(tmp_path.iterdir()) == {fresh, first.directory, second.directory}
     assert list(tmp_path.iterdir()) == [fresh]
 
@@ -69,8 +69,9 @@ def test_the_broker_of_the_only_fleet_is_found(tmp_path: Path, monkeypatch: pyte
     (tmp_path / f"{PREFIX}abandoned" / "url").write_text("redis://127.0.0.1:1/0")
     with pytest.raises(SettingError, match=r"^REDIS_URL: is not set, and no `tokenfleet serve` of this user"):
         running_url()
-    with embedded() as first:
+    with embedded(3000) as first:
         assert running_url() == first.url
-        with embedded() as second, pytest.raises(SettingError, match="several fleets run") as refusal:
+        with embedded(3001) as second, pytest.raises(SettingError, match="several fleets run") as refusal:
             running_url()
-        assert first.url in str(refusal.value) and second.url in str(refusal.value)
+        assert f"{first.url} of port 3000" in str(refusal.value)
+        assert f"{second.url} of port 3001" in str(refusal.value)
