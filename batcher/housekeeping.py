@@ -13,6 +13,8 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
+from common.beats import until_beat
+from common.broker.client import script
 from common.broker.keys import POOLS, Keys
 from common.broker.sequences import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.service_class import SERVICE_CLASSES
@@ -55,6 +57,7 @@ class Housekeeping:
         self.orphans = OrphanTracker(redis, keys)
         self.absence = WorkerAbsence(redis, keys, settings.worker_grace_s)
         self.heartbeat = Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s)
+        self.state_script = script(redis, "publish_state")
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
         self.due_s = 0.0
 
@@ -89,7 +92,7 @@ class Housekeeping:
 
     async def run(self, undecodable: int, control_id: str) -> list[str]:
         """Return the workers that must be sealed."""
-        self.due_s = time.monotonic() + self.interval_s
+        self.due_s = time.monotonic() + until_beat(self.interval_s)
         orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
         dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped
         if self.detector.active:
@@ -113,17 +116,18 @@ class Housekeeping:
         """Trim `control`; write the scheduler's counts, the pool's place in the list of pools, and the
         heartbeat.
         """
-        counts = count(self.scheduler)
-        now_s = self.detector.now_ms() / 1000
-        async with self.redis.pipeline() as pipe:
-            pipe.xtrim(self.keys.control, minid=control_id)
-            pipe.hset(self.keys.state, mapping={**counts, "undecodable": undecodable})
-            pipe.pexpire(self.keys.state, STATE_TTL_MS)
-            pipe.zadd(POOLS, {self.keys.pool: now_s})
-            if self.detector.active:  # all pools had time to renew theirs since the broker's clock jumped
-                pipe.zremrangebyscore(POOLS, 0, now_s - POOL_TTL_S)
-            await pipe.execute()
-        await self.heartbeat.send(waiting=counts["waiting"], rows=counts["rows"])
+        counts = count(self.scheduler) | {"undecodable": undecodable}
+        keys, heartbeat = self.keys, self.heartbeat
+        # until then not all pools had time to renew theirs since the broker's clock jumped
+        pool_ttl_s = POOL_TTL_S if self.detector.active else ""
+        await self.state_script(
+            keys=[keys.control, keys.state, POOLS, heartbeat.process_key, heartbeat.index_key],
+            args=[
+                *(control_id, STATE_TTL_MS, keys.pool, pool_ttl_s, len(counts)),
+                *(part for pair in counts.items() for part in pair),
+                *heartbeat.arguments(waiting=counts["waiting"], rows=counts["rows"]),
+            ],
+        )
 
 
 def count(scheduler: Scheduler) -> dict[str, int]:

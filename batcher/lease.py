@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, describe_error, read_server_id, script
+from common.beats import until_beat
+from common.broker.client import ERRORS, describe_error, script
 from common.broker.failures import FailureLog
 from common.broker.keys import Keys
 from common.process.readiness import READY
@@ -55,7 +56,8 @@ class Lease:
 
     Attributes:
         expires_s: monotonic time until which no other can hold it.
-        server_id: the server behind the broker's address when the lease was taken.
+        server_id: the server behind the broker's address when the lease was taken. Another one, as after a
+            restart or a failover, may lack what was written last.
         clock: the pool's clock, from the moment the lease is held.
         stopped_ms, stopped_since_s: what the pool's clock shows while another holds the lease, and since when
             (monotonic).
@@ -73,19 +75,20 @@ class Lease:
         self.stopped_ms = b""
         self.stopped_since_s = time.monotonic()
 
-    async def request(self, ttl_s: float, clock_ms: int | bytes) -> str:
-        """Return the epoch, or "" while another batcher holds the lease. 0 seconds release it.
+    async def request(self, ttl_s: float, clock_ms: int | bytes) -> tuple[str, str]:
+        """Return the epoch, or "" while another batcher holds the lease, and the id of the server that
+        answered. 0 seconds release the lease.
 
         Args:
             clock_ms: of the holder, what the pool's clock shows; of another, as in `lease.lua`.
         """
         asked_s = time.monotonic()
-        answer: bytes = await self.script(
+        epoch, server_id = await self.script(
             keys=[self.keys.batcher, self.keys.epoch, self.keys.clock],
             args=[self.holder, int(ttl_s * 1000), self.epoch, clock_ms],
         )
-        self.expires_s = asked_s + ttl_s if answer else 0.0
-        return answer.decode()
+        self.expires_s = asked_s + ttl_s if epoch else 0.0
+        return epoch.decode(), server_id.decode()
 
     async def acquire(self) -> int:
         """Wait until the lease is free, and take it. Return the new epoch."""
@@ -94,10 +97,10 @@ class Lease:
         failures = FailureLog(log, "asking for the lease")
         while True:
             try:
-                server_id = await read_server_id(self.redis)
+                epoch, server_id = await self.request(self.ttl_s, await self.watch_clock())
                 failures.succeeded()
                 READY.set()
-                if epoch := await self.request(self.ttl_s, await self.watch_clock()):
+                if epoch:
                     held_ms = self.clock.now_ms() if self.server_id else 0
                     self.clock = PoolClock(max(held_ms, int(await self.redis.get(self.keys.clock) or 0)))
                     self.server_id = server_id
@@ -123,11 +126,12 @@ class Lease:
         """Raises LeaseLost when another batcher took over, WritesLost when the broker is another server or
         has lost everything.
         """
-        if await self.request(self.ttl_s, self.clock.now_ms()) != self.epoch:
+        epoch, server_id = await self.request(self.ttl_s, self.clock.now_ms())
+        if epoch != self.epoch:
             if not await self.redis.exists(self.keys.epoch):
                 raise WritesLost("the broker has lost everything")
             raise LeaseLost(f"epoch {self.epoch} is over")
-        if await read_server_id(self.redis) != self.server_id:
+        if server_id != self.server_id:
             raise WritesLost("the broker was restarted or replaced")
 
     async def keep(self) -> NoReturn:
@@ -137,7 +141,7 @@ class Lease:
             try:
                 await self.renew()
                 failures.succeeded()
-                await asyncio.sleep(self.ttl_s / 4)
+                await asyncio.sleep(until_beat(self.ttl_s / 4))
             except ERRORS as error:
                 failures.failed(describe_error(error))
                 await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))

@@ -67,7 +67,11 @@ class KnownWorker:
 
 
 class WorkerRegistry:
-    """Takes workers over, and finds those that are dead."""
+    """Takes workers over, and finds those that are dead.
+
+    Attributes:
+        listed: incarnations in the pool at the last look.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class WorkerRegistry:
         self.detector = detector
         self.seal_script = script(redis, "seal")
         self.workers: dict[str, KnownWorker] = {}
+        self.listed: list[str] = []
 
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
@@ -174,28 +179,21 @@ class WorkerRegistry:
         """Take over new workers. Return those that must be sealed: they are dead, or unreadable and may hold
         requests from before this epoch.
         """
-        members = await self.members()
-        known = (name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending)
-        incarnations = sorted({*members, *known})
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for incarnation in incarnations:
-                pipe.hget(self.keys.worker(incarnation), "state")
-                pipe.zscore(self.keys.workers, incarnation)
-            pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
-            *answers, (now_s, now_us) = await pipe.execute()
-        states, seen_ms, now_ms = answers[::2], answers[1::2], now_s * 1000 + now_us // 1000
+        states, seen_ms, now_ms = await self.look()
+        while not seen_ms.keys() <= states.keys():  # others have joined
+            states, seen_ms, now_ms = await self.look()
         self.detector.check_stall()
         self.detector.check_clock_jump(now_ms)
-        for incarnation, state in zip(incarnations, states, strict=True):
+        for incarnation, state in states.items():
             if state == b"draining":  # all at once: rows of one do not go to another that drains, too
                 self.scheduler.drain(incarnation)
-        for incarnation, state in zip(incarnations, states, strict=True):
+        for incarnation, state in states.items():
             if state is not None and self.state(incarnation) in UNSENT:
                 await self.send_takeover(incarnation)
         dead = {
             incarnation
-            for incarnation, state, at_ms in zip(incarnations, states, seen_ms, strict=True)
-            if self.detector.is_dead(state is not None, at_ms or 0, now_ms)
+            for incarnation, state in states.items()
+            if self.detector.is_dead(state is not None, seen_ms.get(incarnation, 0), now_ms)
         }
         unreadable = {
             incarnation
@@ -203,6 +201,24 @@ class WorkerRegistry:
             if self.state(incarnation) is WorkerState.UNREADABLE
         }
         return sorted(dead | unreadable)
+
+    async def look(self) -> tuple[dict[str, bytes | None], dict[str, float], int]:
+        """Return the state of each worker that is known, or was and is in the pool; the time of the last
+        heartbeat of each that is in the pool; and the present. Times are in ms of the broker's clock.
+        """
+        known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
+        incarnations = sorted({*self.listed, *known})
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for incarnation in incarnations:
+                pipe.hget(self.keys.worker(incarnation), "state")
+            pipe.zrange(self.keys.workers, 0, -1, withscores=True)
+            pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
+            *states, members, (now_s, now_us) = await pipe.execute()
+        seen_ms = {member.decode(): at_ms for member, at_ms in members}
+        self.listed = [*seen_ms]
+        found = zip(incarnations, states, strict=True)
+        left = {name: state for name, state in found if name in known or name in seen_ms}
+        return left, seen_ms, now_s * 1000 + now_us // 1000
 
     async def seal(self, incarnation: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist.

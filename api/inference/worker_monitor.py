@@ -75,8 +75,8 @@ class WorkerMonitor:
         """Send one heartbeat, and read the workers once."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self.send_heartbeat()
-                self.update(await self.read_workers())
+                _, workers = await asyncio.gather(self.send_heartbeat(), self.read_workers())
+                self.update(workers)
             self.last_error = ""
         except ERRORS as error:
             if self.last_error != describe_error(error):

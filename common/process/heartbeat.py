@@ -39,9 +39,13 @@ class Heartbeat:
         self.index_key = keys.processes
         self.script = script(redis, "heartbeat")
 
-    async def send(self, **fields: str | int) -> None:
+    def arguments(self, **fields: str | int) -> list[str | int]:
+        """The arguments of the script."""
         pairs = [part for pair in (process_fields() | fields).items() for part in pair]
-        await self.script(keys=[self.process_key, self.index_key], args=[self.member, self.ttl_ms, *pairs])
+        return [self.member, self.ttl_ms, *pairs]
+
+    async def send(self, **fields: str | int) -> None:
+        await self.script(keys=[self.process_key, self.index_key], args=self.arguments(**fields))
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
         """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""

@@ -183,3 +183,11 @@ async def test_a_worker_may_be_taken_over_while_all_are_checked(
     await asyncio.sleep(0)  # it asks the broker
     workers.workers["w2"] = KnownWorker()
     assert await check == []
+
+
+async def test_a_worker_that_has_left_the_pool_is_sealed_once(redis: Redis, workers: WorkerRegistry) -> None:
+    await start_worker(redis, "w1")
+    await workers.check()
+    await workers.seal("w1")
+    await workers.remove_worker_keys("w1")
+    assert await workers.check() == []

@@ -2,6 +2,7 @@
 
 from redis.asyncio import Redis
 
+from common.broker.client import read_server_id
 from tests.support.scripts import KEYS, admit, call, create_logs, publish_plan, seal
 
 
@@ -103,19 +104,21 @@ async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None
 
 async def test_one_holder_has_the_lease_and_epochs_rise(redis: Redis) -> None:
     keys = [KEYS.batcher, KEYS.epoch, KEYS.clock]
-    first = await call(redis, "lease", keys, ["b0", 5000, "", ""])
-    assert first and await call(redis, "lease", keys, ["b1", 5000, "", ""]) == b""
+    first, server_id = await call(redis, "lease", keys, ["b0", 5000, "", ""])
+    assert server_id.decode() == await read_server_id(redis)
+    assert first and await call(redis, "lease", keys, ["b1", 5000, "", ""]) == [b"", server_id]
     await redis.delete(KEYS.batcher)
-    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == first, (
+    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == [first, server_id], (
         "a lease that only expired is kept"
     )
     await redis.delete(KEYS.batcher)
-    second = await call(redis, "lease", keys, ["b1", 5000, "", ""])
+    second, _ = await call(redis, "lease", keys, ["b1", 5000, "", ""])
     assert int(second) > int(first)
-    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == b""
+    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == [b"", server_id]
     await redis.set(KEYS.epoch, 2**52)
     await redis.delete(KEYS.batcher)
-    assert int(await call(redis, "lease", keys, ["b0", 5000, "", ""])) == 2**52 + 1
+    latest, _ = await call(redis, "lease", keys, ["b0", 5000, "", ""])
+    assert int(latest) == 2**52 + 1
 
 
 async def test_a_foreign_entry_is_not_taken_for_the_plan(redis: Redis) -> None:
