@@ -3,11 +3,11 @@
 The deltas are a pure function of the pieces of text, and joined they are the same for every cut of it.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 from api.tool_calls.formats.table import CallFormat
 from api.tool_calls.reading.deltas import Delta, Tool
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.reader import Reader, Reading, Waiting
 from api.tool_calls.reasoning import ReasoningFormat, read_reasoning
 
 
@@ -30,8 +30,8 @@ class AnswerParser:
         prompt: str = "",
         is_either: bool = False,
     ) -> None:
-        self.reader = Reader(is_either)
-        self.reading = read_answer(self.reader, tools, calls, reasoning, prompt)
+        self.reader = Reader(tools, is_either)
+        self.reading = read_answer(self.reader, calls, reasoning, prompt)
         next(self.reading, None)
 
     def feed(self, text: str) -> list[Delta]:
@@ -54,17 +54,13 @@ class AnswerParser:
 
 
 def read_answer(
-    reader: Reader,
-    tools: Sequence[Tool],
-    calls: CallFormat | None,
-    reasoning: ReasoningFormat | None,
-    prompt: str,
-) -> Generator[None, None, None]:
+    reader: Reader, calls: CallFormat | None, reasoning: ReasoningFormat | None, prompt: str
+) -> Reading:
     yield
     if reasoning is not None:
         yield from read_reasoning(reader, reasoning, reasoning.is_open(prompt))
     if calls is not None and (not reader.is_either or (yield from begins_call(reader, calls))):
-        yield from calls.read(reader, tools)
+        yield from calls.read(reader)
     else:
         yield from reader.content_until()
 

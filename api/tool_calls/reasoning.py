@@ -1,9 +1,8 @@
 """Reasoning: the part of an answer in which the model thinks, by the names of vLLM's `--reasoning-parser`."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from api.tool_calls.reading.reader import SPACE, Reader
+from api.tool_calls.reading.reader import SPACE, Reader, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ REASONING_FORMATS = {
 }
 
 
-def read_reasoning(reader: Reader, form: ReasoningFormat, is_open: bool) -> Generator[None, None, None]:
+def read_reasoning(reader: Reader, form: ReasoningFormat, is_open: bool) -> Reading:
     """Reads thinking, if the answer begins with it."""
     yield from reader.skip()
     if not (yield from reader.literal(form.open)) and not is_open:

@@ -87,7 +87,7 @@ def compile_calls(
 ) -> str:
     tools = [Tool(*fields) for fields in json.loads(key)]
     is_promised = choice.is_required or any(tool.strict for tool in tools)
-    offer = Offer(tools, [forced_schema(tool) for tool in tools], choice.is_parallel)
+    offer = Offer([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
     if not is_promised and not has_mark(name, Lark(dict(ids)), offer):
         return ""
     try:

@@ -12,7 +12,7 @@ END = harmony.ENDS[0]
 def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
     """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
     channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
-    names = [(literal(f"{harmony.FUNCTIONS}{name}"), lark.json(schema)) for name, schema in offer.pairs()]
+    names = [(literal(f"{harmony.FUNCTIONS}{tool.name}"), lark.json(schema)) for tool, schema in offer.tools]
     before = [f'" to=" {name} {channel} "commentary json" {message} {value}' for name, value in names]
     after = [
         f'{channel} "commentary to=" {name} " " {lark.mark(harmony.CONSTRAIN)} "json" {message} {value}'
@@ -21,13 +21,13 @@ def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
     if is_required:
         return f"({aside(lark, ['analysis'])})* {one_of([*before, *after])}"
     asides = ["analysis", "commentary"]
-    last = [message_of(lark, asides, TEXT), final_message(lark, TEXT)]
+    last = [message_of(lark, asides, TEXT), message_of(lark, ["final"], TEXT)]
     return f"({aside(lark, asides)})* {one_of([*before, *after, *last])}"
 
 
 def harmony_final(lark: Lark, content: str) -> str:
     """Analysis, then the final answer, with this content."""
-    return f"({aside(lark, ['analysis'])})* {final_message(lark, content)}"
+    return f"({aside(lark, ['analysis'])})* {message_of(lark, ['final'], content)}"
 
 
 def aside(lark: Lark, channels: Sequence[str]) -> str:
@@ -38,7 +38,3 @@ def aside(lark: Lark, channels: Sequence[str]) -> str:
 def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
     names = one_of(literal(channel) for channel in channels)
     return f"{lark.mark(harmony.CHANNEL)} {names} {lark.mark(harmony.MESSAGE)} {content}"
-
-
-def final_message(lark: Lark, content: str) -> str:
-    return f'{lark.mark(harmony.CHANNEL)} "final" {lark.mark(harmony.MESSAGE)} {content}'

@@ -1,7 +1,7 @@
 """Rules for calls whose arguments are one JSON object."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from api.structured_output.lark import Lark, listed, literal, one_of
@@ -10,55 +10,40 @@ from api.tool_calls.formats import mistral, tgi
 from api.tool_calls.formats.llama_json import PYTHON_TAG
 from api.tool_calls.formats.sections import FENCE, SectionMarks
 
-Rule = Callable[[Lark, Offer], CallsRule]
-INDEX = "/[0-9]{1,2}/"
-
 
 def call_objects(lark: Lark, offer: Offer, arguments: str) -> list[str]:
     """`{"name": …, "arguments": …}` for each function."""
     calls = []
-    for name, schema in offer.pairs():
-        head = literal(f'{{"name": {json.dumps(name)}, "{arguments}": ')
+    for tool, schema in offer.tools:
+        head = literal(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
         calls.append(f'{head} {lark.json(schema)} "}}"')
     return calls
 
 
-def objects_between(open: str, close: str) -> Rule:
+def objects_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
     """A call between two marks; several are on lines of their own."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        one = lark.rule(one_of(call_objects(lark, offer, "arguments")))
-        return calls_between(lark, offer, open, f'"\\n" {one} "\\n"', close)
-
-    return rule
+    one = lark.rule(one_of(call_objects(lark, offer, "arguments")))
+    return calls_between(lark, offer, open, f'"\\n" {one} "\\n"', close)
 
 
-def list_between(open: str, close: str = "") -> Rule:
-    """A list of calls between two marks."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
-        return CallsRule(open, f'"[" {calls} "]" {lark.mark(close) if close else ""}')
-
-    return rule
+def list_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
+    """A list of calls between two marks, of which the second may be missing."""
+    calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
+    return CallsRule(open, f'"[" {calls} "]" {lark.marked(close)}')
 
 
-def list_after(word: str) -> Rule:
+def list_after(word: str, lark: Lark, offer: Offer) -> CallsRule:
     """A list of calls behind a word, which begins them only with the list's bracket."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
-        return CallsRule(f"{word}[", f'{calls} "]"')
-
-    return rule
+    calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
+    return CallsRule(f"{word}[", f'{calls} "]"')
 
 
 def mistral_calls(lark: Lark, offer: Offer) -> CallsRule:
     """Models with the mark of arguments write names and arguments, others a list."""
     if mistral.ARGS not in lark.special_ids:
-        return list_between(mistral.CALLS)(lark, offer)
+        return list_between(mistral.CALLS, "", lark, offer)
     marked = lark.mark(mistral.ARGS)
-    calls = [f"{literal(name)} {marked} {lark.json(schema)}" for name, schema in offer.pairs()]
+    calls = [f"{literal(tool.name)} {marked} {lark.json(schema)}" for tool, schema in offer.tools]
     one = lark.rule(one_of(calls))
     more = f" ({lark.mark(mistral.CALLS)} {one})*" if offer.is_parallel else ""
     return CallsRule(mistral.CALLS, one + more)
@@ -70,37 +55,24 @@ def llama_calls(lark: Lark, offer: Offer) -> CallsRule:
     return CallsRule("", tag + calls, "{")
 
 
-def fenced_sections(marks: SectionMarks) -> Rule:
+def fenced_sections(marks: SectionMarks, lark: Lark, offer: Offer) -> CallsRule:
     """Sections in which the arguments are fenced: DeepSeek V3's and R1's."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        separator, end = lark.mark(marks.arguments_begin), literal("\n" + FENCE)
-        calls = []
-        for name, schema in offer.pairs():
-            head = literal(name + "\n" + FENCE + "json\n")
-            calls.append(f'"function" {separator} {head} {lark.json(schema)} {end}')
-        return sections(lark, marks, calls, '"\\n"', offer.is_parallel)
-
-    return rule
+    separator, end = lark.mark(marks.arguments_begin), literal("\n" + FENCE)
+    calls = []
+    for tool, schema in offer.tools:
+        head = literal(f"{tool.name}\n{FENCE}json\n")
+        calls.append(f'"function" {separator} {head} {lark.json(schema)} {end}')
+    return sections(lark, marks, calls, '"\\n"', offer.is_parallel)
 
 
-def named_sections(marks: SectionMarks, prefix: str = "", suffix: str = "") -> Rule:
-    """Sections of a name and arguments."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        separator = lark.mark(marks.arguments_begin)
-        calls = []
-        for name, schema in offer.pairs():
-            head = f"{literal(prefix + name)} {suffix}"
-            calls.append(f"{head} {separator} {lark.json(schema)}")
-        return sections(lark, marks, calls, "", offer.is_parallel)
-
-    return rule
-
-
-def numbered_sections(marks: SectionMarks) -> Rule:
-    """Sections with `functions.` before the name and a number behind it: Kimi's."""
-    return named_sections(marks, "functions.", f'":" {INDEX}')
+def named_sections(marks: SectionMarks, prefix: str, suffix: str, lark: Lark, offer: Offer) -> CallsRule:
+    """Sections of a name, between a text and an expression, and arguments."""
+    separator = lark.mark(marks.arguments_begin)
+    calls = [
+        f"{literal(prefix + tool.name)} {suffix} {separator} {lark.json(schema)}"
+        for tool, schema in offer.tools
+    ]
+    return sections(lark, marks, calls, "", offer.is_parallel)
 
 
 def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is_parallel: bool) -> CallsRule:
@@ -111,7 +83,7 @@ def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is
 
 def tgi_call(lark: Lark, offer: Offer) -> CallsRule:
     """One call, whose name is among its arguments."""
-    calls = [lark.json(with_name(name, schema)) for name, schema in offer.pairs()]
+    calls = [lark.json(with_name(tool.name, schema)) for tool, schema in offer.tools]
     return CallsRule("", f'"{{\\"{tgi.FUNCTION}\\": " {one_of(calls)} "}}"', "{")
 
 

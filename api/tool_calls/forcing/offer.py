@@ -1,6 +1,6 @@
 """Offer: what a model may call; and the rule of the calls that it may write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +13,12 @@ class Offer:
     """What a model may call.
 
     Attributes:
-        schemas: of the arguments, in the order of the tools.
+        tools: each with the schema that is forced of its arguments.
         is_parallel: an answer may have several calls.
     """
 
-    tools: Sequence[Tool]
-    schemas: Sequence[Mapping[str, Any]]
+    tools: Sequence[tuple[Tool, Mapping[str, Any]]]
     is_parallel: bool
-
-    def each(self) -> list[tuple[Tool, Mapping[str, Any]]]:
-        return list(zip(self.tools, self.schemas, strict=True))
-
-    def pairs(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Names of functions, and schemas of their arguments."""
-        return [(tool.name, schema) for tool, schema in self.each()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +34,9 @@ class CallsRule:
     mark: str
     rest: str
     first: str = ""
+
+
+Rule = Callable[[Lark, Offer], CallsRule]
 
 
 def calls_between(lark: Lark, offer: Offer, open: str, call: str, close: str) -> CallsRule:

@@ -13,7 +13,6 @@ from api.tool_calls.formats import tagged
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.reader import NO_NAME
 
-Rule = Callable[[Lark, Offer], CallsRule]
 Arguments = Callable[[Tool, Mapping[str, Any]], str]
 NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 
@@ -30,15 +29,11 @@ PARAMETER = Wrapping(tagged.PARAMETER, ">\n", tagged.END_PARAMETER)
 PAIR = Wrapping(tagged.KEY, f"{tagged.END_KEY}\n{tagged.VALUE}", tagged.END_VALUE)
 
 
-def functions_between(open: str, close: str) -> Rule:
+def functions_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
     """Functions with their parameters in tags: Qwen3-Coder's."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, PARAMETER))
-        tail = literal(f"{tagged.END_FUNCTION}\n")
-        return calls_between(lark, offer, open, f'"\\n" {one} {tail}', close)
-
-    return rule
+    one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, PARAMETER))
+    tail = literal(f"{tagged.END_FUNCTION}\n")
+    return calls_between(lark, offer, open, f'"\\n" {one} {tail}', close)
 
 
 def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
@@ -50,8 +45,7 @@ def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Ar
     """A call of one of the functions: what stands around its name, and its arguments."""
     return lark.rule(
         one_of(
-            f"{literal(before + tool.name + after)} {arguments(tool, schema)}"
-            for tool, schema in offer.each()
+            f"{literal(before + tool.name + after)} {arguments(tool, schema)}" for tool, schema in offer.tools
         )
     )
 
@@ -67,20 +61,14 @@ def arguments_of(lark: Lark, wrapping: Wrapping, tool: Tool, schema: Mapping[str
     return " ".join(parts)
 
 
-def python_list(open: str, close: str) -> Rule:
+def python_list(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
     """A list of calls with named arguments, whose values are JSON."""
-
-    def rule(lark: Lark, offer: Offer) -> CallsRule:
-        one = call_of_any(
-            lark, offer, "", "(", lambda tool, schema: f'{named_arguments(lark, tool, schema)} ")"'
-        )
-        more = f' (", " {one})*' if offer.is_parallel else ""
-        expression = f'"[" {one}{more} "]"'
-        if open in lark.special_ids and close in lark.special_ids:
-            return CallsRule(open, f"{expression} {lark.mark(close)}")
-        return CallsRule("", expression, "[")
-
-    return rule
+    one = call_of_any(lark, offer, "", "(", lambda tool, schema: f'{named_arguments(lark, tool, schema)} ")"')
+    more = f' (", " {one})*' if offer.is_parallel else ""
+    expression = f'"[" {one}{more} "]"'
+    if open in lark.special_ids and close in lark.special_ids:
+        return CallsRule(open, f"{expression} {lark.mark(close)}")
+    return CallsRule("", expression, "[")
 
 
 def named_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:

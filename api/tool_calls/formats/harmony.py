@@ -1,11 +1,10 @@
 """Harmony, in which gpt-oss writes all: messages on channels, with a recipient where they are calls."""
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 from api.tool_calls.reading.call_object import add_whole_call, read_arguments
-from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.reader import Reader, Reading, Waiting
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -19,10 +18,10 @@ FUNCTIONS = "functions."
 PARAGRAPH = "\n\n"
 
 
-def read_harmony(reader: Reader, tools: Sequence[Tool]) -> Generator[None, None, None]:
+def read_harmony(reader: Reader) -> Reading:
     """Reads messages: analysis is reasoning, calls are those to functions, other text is content."""
     said: set[str] = set()
-    reader.begin_mark("")
+    reader.begin_mark()
     while (yield from reader.char()):
         header = yield from read_header(reader)
         if header is None:
@@ -30,16 +29,16 @@ def read_harmony(reader: Reader, tools: Sequence[Tool]) -> Generator[None, None,
             yield from reader.content_until(START, CHANNEL)
             reader.position = 0
             continue
-        recipient, channel = recipient_of(header), channel_of(header)
-        if recipient is not None and recipient.startswith(FUNCTIONS):
+        recipient, channel = found_in(header, RECIPIENT), found_in(header, NAME_OF_CHANNEL)
+        if recipient.startswith(FUNCTIONS):
             if not (yield from read_body_of_call(reader, recipient.removeprefix(FUNCTIONS))):
                 reader.reject()
                 yield from read_body(reader, "content", set())
-        elif recipient is not None or channel == "analysis":
+        elif recipient or channel == "analysis":
             yield from read_body(reader, "reasoning", said)
         else:
             yield from read_body(reader, "content", said)
-        reader.begin_mark("")
+        reader.begin_mark()
 
 
 def read_header(reader: Reader) -> Generator[None, None, str | None]:
@@ -47,20 +46,16 @@ def read_header(reader: Reader) -> Generator[None, None, str | None]:
     yield from reader.skip()
     if not (yield from reader.next_is(START, CHANNEL, "to=", "assistant")):
         return None
-    return (yield from reader.until(MESSAGE, most=MAX_HEADER))
+    return (yield from reader.until(MESSAGE, MAX_HEADER))
 
 
-def recipient_of(header: str) -> str | None:
-    found = RECIPIENT.search(header)
-    return found[1] if found else None
-
-
-def channel_of(header: str) -> str:
-    found = NAME_OF_CHANNEL.search(header)
+def found_in(header: str, pattern: re.Pattern[str]) -> str:
+    """The word that the pattern finds; "" for none."""
+    found = pattern.search(header)
     return found[1] if found else ""
 
 
-def read_body(reader: Reader, kind: str, said: set[str]) -> Generator[None, None, None]:
+def read_body(reader: Reader, kind: str, said: set[str]) -> Reading:
     """Reads a message's text; a blank line is between it and the last of its kind."""
     reader.trim()
     if kind in said:

@@ -1,28 +1,19 @@
 """Calls that are JSON objects after a mark, one or a list of them."""
 
-from collections.abc import Callable, Generator, Sequence
-
 from api.tool_calls.reading.call_list import read_list
 from api.tool_calls.reading.call_object import read_call
-from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import Reader, Waiting
-
-Reading = Generator[None, None, None]
+from api.tool_calls.reading.reader import Reader, Reading, Waiting
 
 
-def marked_json(open: str, close: str = "") -> Callable[[Reader, Sequence[Tool]], Reading]:
-    """A reader of calls between two marks, of which models forget the second."""
-
-    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
-        while (yield from reader.content_until(open)):
+def read_marked_json(open: str, close: str, reader: Reader) -> Reading:
+    """Reads calls between two marks, of which models forget the second."""
+    while (yield from reader.content_until(open)):
+        yield from reader.skip()
+        if (yield from read_calls(reader)):
             yield from reader.skip()
-            if (yield from read_calls(reader)):
-                yield from reader.skip()
-                yield from reader.literal(close)
-            else:
-                reader.reject()
-
-    return read
+            yield from reader.literal(close)
+        else:
+            reader.reject()
 
 
 def read_calls(reader: Reader) -> Waiting:

@@ -1,18 +1,15 @@
 """Mistral's calls: a list of JSON objects after a mark; in newer models a mark, a name and arguments each."""
 
-from collections.abc import Generator, Sequence
-
 from api.tool_calls.formats.marked_json import read_calls
 from api.tool_calls.reading.call_object import read_arguments
-from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.reader import Reader, Reading, Waiting
 
 CALLS = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
 
 
-def read_mistral(reader: Reader, tools: Sequence[Tool]) -> Generator[None, None, None]:
+def read_mistral(reader: Reader) -> Reading:
     while (yield from reader.content_until(CALLS)):
         yield from reader.skip()
         is_json = yield from reader.next_is("[{", "[ ", "[\n", "{")

@@ -3,37 +3,31 @@
 A list is one of calls only if it begins a line, or follows a mark, and names functions of the request.
 """
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Container
 
 from api.tool_calls.reading.call_list import next_call, read_list
-from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.python_text import read_literal
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.reader import Reader, Reading, Waiting
 
 LINE = "\n["
-Reading = Generator[None, None, None]
 
 
-def pythonic(open: str, close: str) -> Callable[[Reader, Sequence[Tool]], Reading]:
-    """A reader of lists of calls; marks around them may be missing."""
-
-    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
-        names = {tool.name for tool in tools}
-        reader.begin_mark("")
+def read_pythonic(open: str, close: str, reader: Reader) -> Reading:
+    """Reads lists of calls; marks around them may be missing."""
+    names = {tool.name for tool in reader.tools}
+    reader.begin_mark()
+    yield from reader.skip()
+    yield from reader.literal(open)
+    while True:
         yield from reader.skip()
-        yield from reader.literal(open)
-        while True:
+        if (yield from read_list(reader, lambda: read_call_expression(reader, names))):
             yield from reader.skip()
-            if (yield from read_list(reader, lambda: read_call_expression(reader, names))):
-                yield from reader.skip()
-                yield from reader.literal(close)
-                reader.begin_mark("")
-            else:
-                reader.reject()
-            if not (yield from next_call(reader, open, LINE)):
-                return
-
-    return read
+            yield from reader.literal(close)
+            reader.begin_mark()
+        else:
+            reader.reject()
+        if not (yield from next_call(reader, open, LINE)):
+            return
 
 
 def read_call_expression(reader: Reader, names: Container[str]) -> Waiting:

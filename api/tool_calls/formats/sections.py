@@ -1,17 +1,12 @@
 """Calls in sections with marks at both ends, and between name and arguments: DeepSeek's and Kimi's."""
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from api.tool_calls.reading.call_object import read_arguments
-from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import MAX_NAME, Reader, Waiting
-
-Reading = Generator[None, None, None]
+from api.tool_calls.reading.reader import MAX_NAME, Reader, Reading, Waiting
 
 
-@dataclass(frozen=True, slots=True)
-class SectionMarks:
+class SectionMarks(NamedTuple):
     """The marks around all calls, around one, and before its arguments."""
 
     calls_begin: str
@@ -19,10 +14,6 @@ class SectionMarks:
     arguments_begin: str
     call_end: str
     calls_end: str
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return self.calls_begin, self.call_begin, self.arguments_begin, self.call_end, self.calls_end
 
 
 DEEPSEEK = SectionMarks(
@@ -43,20 +34,17 @@ FENCE = "```"
 """DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence behind it."""
 
 
-def in_sections(marks: SectionMarks) -> Callable[[Reader, Sequence[Tool]], Reading]:
-    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
-        while mark := (yield from reader.content_until(marks.calls_begin, marks.call_begin)):
-            yield from reader.skip()
-            has_begun = mark == marks.call_begin or (yield from reader.literal(marks.call_begin))
-            if not has_begun or not (yield from read_section(reader, marks)):
-                reader.reject()
-
-    return read
+def read_sections(marks: SectionMarks, reader: Reader) -> Reading:
+    while mark := (yield from reader.content_until(marks.calls_begin, marks.call_begin)):
+        yield from reader.skip()
+        has_begun = mark == marks.call_begin or (yield from reader.literal(marks.call_begin))
+        if not has_begun or not (yield from read_section(marks, reader)):
+            reader.reject()
 
 
-def read_section(reader: Reader, marks: SectionMarks) -> Waiting:
+def read_section(marks: SectionMarks, reader: Reader) -> Waiting:
     """Reads the call that follows the mark of its beginning."""
-    head = yield from reader.until(marks.arguments_begin, most=MAX_NAME)
+    head = yield from reader.until(marks.arguments_begin, MAX_NAME)
     if head is None:
         return False
     name = head.strip()

@@ -1,17 +1,15 @@
 """Call formats: the ways in which models write calls, by the names of vLLM's `--tool-call-parser`."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from api.tool_calls.formats import harmony, llama_json, mistral, tagged
-from api.tool_calls.formats.marked_json import marked_json
-from api.tool_calls.formats.pythonic import pythonic
-from api.tool_calls.formats.sections import DEEPSEEK, KIMI, in_sections
+from api.tool_calls.formats.marked_json import read_marked_json
+from api.tool_calls.formats.pythonic import read_pythonic
+from api.tool_calls.formats.sections import DEEPSEEK, KIMI, read_sections
 from api.tool_calls.formats.tgi import read_tgi
-from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import Reader
-
-Read = Callable[[Reader, Sequence[Tool]], Generator[None, None, None]]
+from api.tool_calls.reading.reader import Reader, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +29,25 @@ class CallFormat:
 
     name: str
     marks: tuple[str, ...]
-    read: Read
+    read: Callable[[Reader], Reading]
     short_ids: bool = False
     unmarked: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
 
 
 def json_between(name: str, open: str, close: str = "") -> CallFormat:
-    return CallFormat(name, tuple(mark for mark in (open, close) if mark), marked_json(open, close))
+    marks = tuple(mark for mark in (open, close) if mark)
+    return CallFormat(name, marks, partial(read_marked_json, open, close))
 
 
 def python_between(name: str, open: str, close: str) -> CallFormat:
     marks = tuple(mark for mark in (open, close) if mark)
-    return CallFormat(name, marks, pythonic(open, close), unmarked=("[",))
+    return CallFormat(name, marks, partial(read_pythonic, open, close), unmarked=("[",))
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:
-    return CallFormat(name, (open, close), tagged.tagged_functions(open, close), unmarked=(tagged.FUNCTION,))
+    read = partial(tagged.read_functions, open, close)
+    return CallFormat(name, (open, close), read, unmarked=(tagged.FUNCTION,))
 
 
 HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
@@ -70,9 +70,9 @@ CALL_FORMATS = {
         python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
         python_between("pythonic", "<|python_tag|>", ""),
         CallFormat("mistral", MISTRAL_MARKS, mistral.read_mistral, short_ids=True),
-        CallFormat("deepseek_v3", DEEPSEEK.all, in_sections(DEEPSEEK)),
-        CallFormat("deepseek_v31", DEEPSEEK.all, in_sections(DEEPSEEK)),
-        CallFormat("kimi_k2", KIMI.all, in_sections(KIMI)),
+        CallFormat("deepseek_v3", DEEPSEEK, partial(read_sections, DEEPSEEK)),
+        CallFormat("deepseek_v31", DEEPSEEK, partial(read_sections, DEEPSEEK)),
+        CallFormat("kimi_k2", KIMI, partial(read_sections, KIMI)),
         CallFormat("glm45", GLM_MARKS, tagged.read_glm),
         CallFormat("openai", HARMONY_MARKS, harmony.read_harmony),
         json_between("granite", "<|tool_call|>"),

@@ -1,11 +1,10 @@
 """Calls whose arguments are tagged texts: Qwen3-Coder's and GLM's."""
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import MAX_NAME, Reader, Waiting
+from api.tool_calls.reading.reader import MAX_NAME, Reader, Reading, Waiting
 from api.tool_calls.reading.typed_text import property_types, read_typed
 
 OPEN = "<tool_call>"
@@ -19,11 +18,10 @@ END_KEY = "</arg_key>"
 VALUE = "<arg_value>"
 END_VALUE = "</arg_value>"
 TEXT = frozenset(["string"])
-Reading = Generator[None, None, None]
 
 
-def parameters_of(tools: Sequence[Tool], name: str) -> Mapping[str, Any]:
-    return next((tool.parameters for tool in tools if tool.name == name), {})
+def parameters_of(reader: Reader, name: str) -> Mapping[str, Any]:
+    return next((tool.parameters for tool in reader.tools if tool.name == name), {})
 
 
 def before_value(key: str, is_first: bool) -> str:
@@ -33,23 +31,19 @@ def before_value(key: str, is_first: bool) -> str:
 # --- Qwen3-Coder --------------------------------------------------------------------------------------------
 
 
-def tagged_functions(open: str, close: str) -> Callable[[Reader, Sequence[Tool]], Reading]:
-    """A reader of functions between two marks, which are missing at times."""
-
-    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
-        while mark := (yield from reader.content_until(open, FUNCTION)):
+def read_functions(open: str, close: str, reader: Reader) -> Reading:
+    """Reads functions between two marks, which are missing at times."""
+    while mark := (yield from reader.content_until(open, FUNCTION)):
+        yield from reader.skip()
+        has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
+        if not has_begun or not (yield from read_function(reader)):
+            reader.reject()
+        else:
             yield from reader.skip()
-            has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
-            if not has_begun or not (yield from read_function(reader, tools)):
-                reader.reject()
-            else:
-                yield from reader.skip()
-                yield from reader.literal(close)
-
-    return read
+            yield from reader.literal(close)
 
 
-def read_function(reader: Reader, tools: Sequence[Tool]) -> Waiting:
+def read_function(reader: Reader) -> Waiting:
     name = yield from reader.name()
     if not name or not (yield from reader.literal(">")):
         return False
@@ -59,16 +53,14 @@ def read_function(reader: Reader, tools: Sequence[Tool]) -> Waiting:
     reader.start_call(name)
     is_first = True
     while (yield from reader.literal(PARAMETER)):
-        key = yield from reader.until(">", most=MAX_NAME)
+        key = yield from reader.until(">", MAX_NAME)
         if key is None:
             break
         yield from reader.literal("\n")
         reader.add_arguments(before_value(key, is_first))
         is_first = False
-        types = property_types(parameters_of(tools, name), key)
-        if not (
-            yield from read_typed(reader, types or frozenset(["string"]), "\n" + END_PARAMETER, END_PARAMETER)
-        ):
+        types = property_types(parameters_of(reader, name), key) or TEXT
+        if not (yield from read_typed(reader, types, "\n" + END_PARAMETER, END_PARAMETER)):
             return False
         yield from reader.skip()
     return (yield from end_call(reader, END_FUNCTION, is_first))
@@ -85,14 +77,14 @@ def end_call(reader: Reader, mark: str, is_empty: bool) -> Waiting:
 # --- GLM ----------------------------------------------------------------------------------------------------
 
 
-def read_glm(reader: Reader, tools: Sequence[Tool]) -> Reading:
+def read_glm(reader: Reader) -> Reading:
     while (yield from reader.content_until(OPEN)):
         yield from reader.skip()
-        if not (yield from read_tagged_call(reader, tools)):
+        if not (yield from read_tagged_call(reader)):
             reader.reject()
 
 
-def read_tagged_call(reader: Reader, tools: Sequence[Tool]) -> Waiting:
+def read_tagged_call(reader: Reader) -> Waiting:
     name = yield from reader.name()
     yield from reader.skip()
     if not name or not (yield from reader.next_is(KEY, CLOSE)):
@@ -100,13 +92,13 @@ def read_tagged_call(reader: Reader, tools: Sequence[Tool]) -> Waiting:
     reader.start_call(name)
     is_first = True
     while (yield from reader.literal(KEY)):
-        key = yield from reader.until(END_KEY, most=MAX_NAME)
+        key = yield from reader.until(END_KEY, MAX_NAME)
         yield from reader.skip()
         if key is None or not (yield from reader.literal(VALUE)):
             break
         reader.add_arguments(before_value(key, is_first))
         is_first = False
-        if not (yield from read_typed(reader, property_types(parameters_of(tools, name), key), END_VALUE)):
+        if not (yield from read_typed(reader, property_types(parameters_of(reader, name), key), END_VALUE)):
             return False
         yield from reader.skip()
     return (yield from end_call(reader, CLOSE, is_first))

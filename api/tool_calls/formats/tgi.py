@@ -3,19 +3,17 @@ arguments, which a grammar forces.
 """
 
 import json
-from collections.abc import Generator, Sequence
 
 from api.tool_calls.reading.call_object import add_whole_call, read_key, read_word
-from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.json_text import read_members, read_value
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.reader import Reader, Reading, Waiting
 
 FUNCTION = "function"
 NAME = "_name"
 
 
-def read_tgi(reader: Reader, tools: Sequence[Tool]) -> Generator[None, None, None]:
-    reader.begin_mark("")
+def read_tgi(reader: Reader) -> Reading:
+    reader.begin_mark()
     yield from reader.skip()
     if not (yield from read_named_arguments(reader)):
         reader.reject()

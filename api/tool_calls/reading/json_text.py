@@ -1,9 +1,9 @@
 """Read one JSON value from a text that comes in pieces, and pass on what is read of it."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
-from api.tool_calls.reading.reader import SPACE, Reader, Waiting
+from api.tool_calls.reading.reader import SPACE, Reader, Reading, Waiting
 
 MAX_DEPTH = 64
 MAX_NUMBER = 400
@@ -11,9 +11,9 @@ MAX_NUMBER = 400
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 NUMBER_CHARS = frozenset("0123456789+-.eE")
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
 ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 """Control characters that models write into strings, where JSON has escapes."""
-HEX = frozenset("0123456789abcdefABCDEF")
 Write = Callable[[str], None]
 
 
@@ -47,13 +47,12 @@ def read_object(reader: Reader, write: Write, depth: int = 0) -> Waiting:
 
 def read_members(reader: Reader, write: Write, depth: int = 0) -> Waiting:
     """Reads the rest of an object, from the first of the keys to come."""
-    while True:
-        if not (yield from read_pair(reader, write, depth)):
-            return False
+    while (yield from read_pair(reader, write, depth)):
         if (yield from pass_if(reader, write, "}")):
             return True
         if not (yield from pass_if(reader, write, ",")):
             return False
+    return False
 
 
 def read_pair(reader: Reader, write: Write, depth: int) -> Waiting:
@@ -99,42 +98,31 @@ def read_string(reader: Reader, write: Write) -> Waiting:
 
 
 def read_escape(reader: Reader, write: Write) -> Waiting:
-    size = 2
-    while len(reader.text) < reader.position + size and not reader.ended:
-        yield
-    if reader.text[reader.position + 1 : reader.position + 2] == "u":
-        size = 6
-        while len(reader.text) < reader.position + size and not reader.ended:
-            yield
-    escape = reader.text[reader.position : reader.position + size]
-    valid = set(escape[2:]) <= HEX if size == 6 else escape[1:] in tuple('"\\/bfnrt')
-    if len(escape) < size or not valid:
+    escape = yield from reader.peek(2)
+    if escape == "\\u":
+        escape = yield from reader.peek(6)
+    if ESCAPE.fullmatch(escape) is None:
         return False
-    reader.position += size
+    reader.position += len(escape)
     write(escape)
     return True
 
 
 def read_number(reader: Reader, write: Write) -> Waiting:
-    size = 0
-    while size < MAX_NUMBER:
-        if char := reader.text[reader.position + size : reader.position + size + 1]:
-            if char not in NUMBER_CHARS:
-                break
-            size += 1
-        elif reader.ended:
+    word = ""
+    while len(word) < MAX_NUMBER:
+        longer = yield from reader.peek(len(word) + 1)
+        if longer == word or longer[-1] not in NUMBER_CHARS:
             break
-        else:
-            yield
-    word = reader.text[reader.position : reader.position + size]
+        word = longer
     if NUMBER.fullmatch(word) is None:
         return False
-    reader.position += size
+    reader.position += len(word)
     write(word)
     return True
 
 
-def pass_char(reader: Reader, write: Write) -> Generator[None, None, None]:
+def pass_char(reader: Reader, write: Write) -> Reading:
     write((yield from reader.char()))
     reader.position += 1
 
@@ -148,7 +136,7 @@ def pass_if(reader: Reader, write: Write, char: str) -> Waiting:
     return found
 
 
-def pass_space(reader: Reader, write: Write) -> Generator[None, None, None]:
+def pass_space(reader: Reader, write: Write) -> Reading:
     while (char := (yield from reader.char())) and char in SPACE:
         reader.position += 1
         write(char)

@@ -12,9 +12,11 @@ from api.tool_calls.reading.deltas import (
     ContentDelta,
     Delta,
     ReasoningDelta,
+    Tool,
     joined,
 )
 
+Reading = Generator[None, None, None]
 Waiting = Generator[None, None, bool]
 SPACE = " \t\r\n"
 MAX_NAME = 256
@@ -29,6 +31,7 @@ class Reader:
     White space before and after calls and reasoning is dropped.
 
     Attributes:
+        tools: the functions that the request offers.
         text: from the last mark on; it is content if no call follows.
         position: how much of it is read.
         content_to: the end of the mark, up to which it is content if no call follows.
@@ -40,7 +43,8 @@ class Reader:
         is_either: an answer that does not begin with a call has none.
     """
 
-    def __init__(self, is_either: bool = False) -> None:
+    def __init__(self, tools: Sequence[Tool] = (), is_either: bool = False) -> None:
+        self.tools = tools
         self.is_either = is_either
         self.text = ""
         self.position = 0
@@ -76,53 +80,52 @@ class Reader:
             self.position += len(word)
         return found
 
-    def char(self) -> Generator[None, None, str]:
-        """The next character; "" at the end."""
-        while self.position >= len(self.text) and not self.ended:
+    def peek(self, size: int) -> Generator[None, None, str]:
+        """The next characters, which are not read; fewer at the end."""
+        while len(self.text) < self.position + size and not self.ended:
             yield
-        return self.text[self.position : self.position + 1]
+        return self.text[self.position : self.position + size]
 
-    def skip(self, chars: str = SPACE) -> Generator[None, None, None]:
+    def char(self) -> Generator[None, None, str]:
+        """The next character, which is not read; "" at the end."""
+        return self.peek(1)
+
+    def skip(self, chars: str = SPACE) -> Reading:
         """Reads over all of these characters that follow."""
         while (char := (yield from self.char())) and char in chars:
             self.position += 1
 
-    def until(self, *marks: str, most: int | None = None) -> Generator[None, None, str | None]:
-        """Reads up to the first of the marks, and over it. None, with nothing read, if none follows within
-        `most` characters.
+    def until(self, mark: str, most: int) -> Generator[None, None, str | None]:
+        """Reads up to a mark, and over it. None, with nothing read, if it does not follow within `most`
+        characters.
         """
-        while True:
-            found = find_mark(self.text, marks, self.position, self.ended)
-            if found is not None:
-                start, mark = found
-                if most is None or start - self.position <= most:
-                    text = self.text[self.position : start]
-                    self.position = start + len(mark)
-                    return text
-                return None
-            if self.ended or (
-                most is not None and len(self.text) - self.position > most + max(map(len, marks))
-            ):
+        while (found := find_mark(self.text, [mark], self.position, self.ended)) is None:
+            if len(self.text) - self.position > most + len(mark):
                 return None
             yield
+        end, mark = found
+        if not mark or end - self.position > most:
+            return None
+        text = self.text[self.position : end]
+        self.position = end + len(mark)
+        return text
 
     def pass_until(self, write: Callable[[str], None], *marks: str) -> Generator[None, None, str]:
-        """Passes on all text up to one of the marks, as it comes. The mark is read over; "" at the end."""
-        while True:
-            found = find_mark(self.text, marks, self.position, self.ended)
-            if found is not None:
-                start, mark = found
-                text = self.text[self.position : start]
-                self.position = start + len(mark)
-                write(text)
-                return mark
-            certain = len(self.text) if self.ended else end_of_certain(self.text, marks, self.position)
-            text = self.text[self.position : certain]
-            self.position = certain
-            write(text)
-            if self.ended:
-                return ""
+        """Passes on all text up to one of the marks, as it comes, and forgets it. The mark is read over; ""
+        at the end.
+        """
+        while (found := find_mark(self.text, marks, self.position, self.ended)) is None:
+            self.pass_on(write, end_of_certain(self.text, marks, self.position))
             yield
+        end, mark = found
+        self.pass_on(write, end)
+        self.position = len(mark)
+        return mark
+
+    def pass_on(self, write: Callable[[str], None], end: int) -> None:
+        text = self.text[self.position : end]
+        self.forget(end)
+        write(text)
 
     def name(self) -> Generator[None, None, str]:
         """Reads a function's name: characters that are neither space nor brackets, quotes or commas."""
@@ -137,22 +140,12 @@ class Reader:
 
     def content_until(self, *marks: str) -> Generator[None, None, str]:
         """All text up to one of the marks is content. The mark is read over; "" at the end of the text."""
-        while True:
-            found = find_mark(self.text, marks, self.position, self.ended)
-            if found is not None:
-                start, mark = found
-                self.add_content(self.text[self.position : start])
-                self.forget(start)
-                self.begin_mark(mark)
-                return mark
-            certain = len(self.text) if self.ended else end_of_certain(self.text, marks, self.position)
-            self.add_content(self.text[self.position : certain])
-            self.forget(certain)
-            if self.ended:
-                return ""
-            yield
+        mark = yield from self.pass_until(self.add_content, *marks)
+        self.position = 0
+        self.begin_mark(mark)
+        return mark
 
-    def begin_mark(self, mark: str) -> None:
+    def begin_mark(self, mark: str = "") -> None:
         """What follows, beginning with this mark, may be a call."""
         self.forget(self.position)
         self.position = len(mark)
@@ -222,17 +215,12 @@ class Reader:
 
 
 def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple[int, str] | None:
-    """Where the first of the marks is in the text, and which: the longest of those that begin there. None
-    while another one may have begun before it.
+    """Where the first of the marks is in the text, and which: the longest of those that begin there; at the
+    end of a text without any, there and "". None while another one may have begun before it, or may follow.
     """
-    found = [(text.find(mark, start), -len(mark), mark) for mark in marks]
-    places = [place for place in found if place[0] >= 0]
-    if not places:
-        return None
-    place, _, mark = min(places)
-    if not ended and place >= end_of_certain(text, marks, start):
-        return None
-    return place, mark
+    found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark, start)) >= 0]
+    place, _, mark = min(found, default=(len(text), 0, ""))
+    return (place, mark) if ended or place < end_of_certain(text, marks, start) else None
 
 
 def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
