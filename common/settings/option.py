@@ -20,7 +20,7 @@ class Option:
         accepts: values that ask for what is the case; `ANY` where all do.
         why: what is the case.
         known: if not empty, the only values that the other server knows, in small letters; the part before a
-            colon counts.
+            colon counts, and dashes are as underscores.
         kind: type of its values.
         same_as: a setting whose own value is accepted, too.
         variable: whether the variable is read.
@@ -71,8 +71,12 @@ class GivenValue(NamedTuple):
 def check_option(option: Option, given: GivenValue, own: Any) -> None:
     """Raises SettingError where the option asks for what is not the case."""
     value = convert(option.kind, given.text, given.name)
-    if option.known and given.text.split(":")[0].lower() not in option.known:
+    if option.known and with_underscores(given.text.split(":")[0]) not in map(with_underscores, option.known):
         known = ", ".join(option.known)
         raise SettingError(given.name, f"{given.text} is not one of {known}")
     if option.accepts is not ANY and value not in option.accepts and (own is None or value != own):
         raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")
+
+
+def with_underscores(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -9,8 +9,14 @@ ATTENTION_BACKENDS = tuple(
     "dual_chunk_flash_attn differential_flash_attn pallas pallas_vllm_v1 ipex no_attention custom".split()
 )
 MOE_BACKENDS = tuple(
-    "auto triton triton_unfused deep_gemm deep_gemm_mega_moe cutlass flashinfer_trtllm flashinfer_cutlass "
-    "flashinfer_cutedsl flashinfer_b12x marlin humming aiter emulation".split()
+    "auto triton triton_unfused batched_triton deep_gemm deep_gemm_mega_moe cutlass flashinfer_trtllm "
+    "flashinfer_cutlass flashinfer_cutedsl flashinfer_b12x b12x marlin humming aiter flydsl hpc "
+    "emulation".split()
+)
+LINEAR_BACKENDS = tuple(
+    "auto cutlass flashinfer_cutlass flashinfer_cutedsl flashinfer_trtllm flashinfer_cudnn flashinfer_b12x "
+    "b12x marlin humming triton deep_gemm torch aiter machete fbgemm conch exllama emulation xpu "
+    "xpu_woq".split()
 )
 ALL_TO_ALL = tuple(
     "naive pplx deepep_high_throughput deepep_low_latency deepep_v2 mori mori_high_throughput "
@@ -20,3 +26,4 @@ ALL_TO_ALL = tuple(
 GUIDED_BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 HASHES = ("builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor")
 STATE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+FINGERPRINTS = ("full", "hash", "custom", "none")

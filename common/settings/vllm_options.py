@@ -2,19 +2,14 @@
 
 from common.settings import vllm_names as names
 from common.settings.option import ANY, NONE, OFF, ON, Option, options
-from common.settings.tgi_options import (
-    CHUNKED,
-    NO_LORA,
-    NO_TRACES,
-    OWN_ATTENTION,
-    OWN_TOKENIZER,
-)
+from common.settings.tgi_options import CHUNKED, NO_LORA, NO_TRACES, OWN_ATTENTION, OWN_TOKENIZER
 
 BY_LLGUIDANCE = "structured output is by llguidance, with bounded white space"
 NO_CONTENT = "the content of requests is never logged"
 NO_IMAGES = "models take text only"
 EDIT_CONFIG = "edit the config.json in the model's directory"
 CAPTURES = "graphs are captured for up to MAX_BATCH_SIZE rows; ENFORCE_EAGER turns them off"
+IN_PYTHON = "code of yours is not loaded into the processes"
 PROXY_TLS = "TLS is for a proxy in front"
 OTHER_MACHINES = "workers of other machines are started there: `tokenfleet worker` with REDIS_URL"
 BLOCKS = "KV_CACHE_BYTES says how large the cache is"
@@ -24,8 +19,8 @@ EXPERTS = "ranks share the experts as the model's plan says (NUM_SHARD)"
 ONLY_NGRAMS = "no other model proposes tokens; SPECULATE finds them in the row itself (n-grams)"
 IN_METRICS = "figures are in /metrics, not in the log"
 ONE_WORKERS_RANKS = "one sequence is computed by the ranks of one worker (NUM_SHARD)"
-IN_PYTHON = "code of yours is not loaded into the processes"
 AHEAD = "steps are granted ahead (HORIZON)"
+OWN_VERSION = "`system_fingerprint` has this server's version"
 ENDS_LOGGED = "the log has a line for the end of each generation, and none for other requests"
 
 VLLM = (
@@ -156,7 +151,7 @@ VLLM = (
     *options("mamba_ssm_cache_dtype mamba_cache_dtype", ANY, NO_MAMBA, known=names.STATE_DTYPES),
     Option("mamba_cache_mode", ANY, NO_MAMBA, known=("all", "align", "none")),
     Option("mamba_block_size", ANY, NO_MAMBA, int),
-    Option("mamba_backend", ANY, NO_MAMBA),
+    Option("mamba_backend", ANY, NO_MAMBA, known=("triton", "flashinfer", "cpu")),
     Option("numa_bind", ANY, "the operating system places processes", bool),
     # memory
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
@@ -164,7 +159,7 @@ VLLM = (
     *options("cpu_offload_gb kv_offloading_size", (0.0,), "weights and caches stay on the device", float),
     Option("num_gpu_blocks_override", NONE, BLOCKS, int),
     Option("kv_offloading_backend", ANY, "caches stay on the device", known=("native", "lmcache")),
-    Option("offload_backend", ANY, "caches stay on the device"),
+    Option("offload_backend", ANY, "weights stay on the device", known=("auto", "uva", "prefetch")),
     Option("prefix_caching_hash_algo", ANY, "blocks are named by BLAKE2b", known=names.HASHES),
     Option("kv_sharing_fast_prefill", ANY, "every layer computes the whole prompt", bool),
     Option("calculate_kv_scales", OFF, "scales of an 8-bit KV cache are the checkpoint's, or 1", bool),
@@ -181,7 +176,7 @@ VLLM = (
     *options("num_scheduler_steps num_lookahead_slots", ANY, AHEAD, int),
     Option("async_scheduling", ANY, AHEAD, bool),
     Option("stream_interval", ANY, "each token is sent as soon as it is there", int),
-    Option("linear_backend", ANY, "each device has its own kernels for products"),
+    Option("linear_backend", ANY, "each device has its own products", known=names.LINEAR_BACKENDS),
     *options("compilation_config cudagraph_capture_sizes cuda_graph_sizes kernel_config", ANY, CAPTURES),
     Option("optimization_level", ANY, CAPTURES, known=("0", "1", "2", "3")),
     Option("performance_mode", ANY, CAPTURES, known=("balanced", "interactivity", "throughput")),
@@ -226,8 +221,8 @@ VLLM = (
     *options("disable_uvicorn_access_log disable_access_log", ANY, ENDS_LOGGED, bool),
     Option("enable_request_id_headers", ON, "every response has the header x-request-id", bool),
     Option("enable_prompt_tokens_details", ANY, "usage always has them", bool),
-    Option("fingerprint_mode", ANY, "`system_fingerprint` has this server's version"),
-    Option("fingerprint_value", NONE, "`system_fingerprint` has this server's version"),
+    Option("fingerprint_mode", ("full", "hash"), OWN_VERSION, known=names.FINGERPRINTS),
+    Option("fingerprint_value", NONE, OWN_VERSION),
     Option("enable_server_load_tracking", ANY, "the load is in /metrics", bool),
     Option("return_tokens_as_token_ids", OFF, "tokens are texts", bool),
     Option("enable_force_include_usage", OFF, "`stream_options` asks for usage", bool),

@@ -44,6 +44,8 @@ SERVED = """
 -cc.pass_config.fuse_rope_kvcache true -O.mode 3 -ac.backend=TRITON_ATTN -ep -asc 2 -dph -dcp 1
 --linear-backend flashinfer_cutlass --mamba-backend flashinfer --load-format fastsafetensors
 --disable_chunked_mm_input --worker-cls auto --fingerprint-mode hash --offload-backend auto --lora-dtype auto
+--linear-backend flashinfer-b12x --moe-backend Batched-Triton --mamba-backend CPU --offload-backend uva
+--guided-decoding-backend lm-format-enforcer:no-fallback
 --kv-cache-memory-bytes 4GiB --load-format safetensors --revision main --download-dir /models
 """.strip().splitlines()
 
@@ -57,6 +59,11 @@ REFUSED = {
     "--reasoning-config {}": "REASONING_CONFIG: {} is not served: thinking is not cut",
     "--attention-backend NOPE": "ATTENTION_BACKEND: NOPE is not one of auto, flash_attn,",
     "--mamba-cache-mode some": "MAMBA_CACHE_MODE: some is not one of all, align, none",
+    "--mamba-backend cuda": "MAMBA_BACKEND: cuda is not one of triton, flashinfer, cpu",
+    "--linear-backend cublas": "LINEAR_BACKEND: cublas is not one of auto, cutlass,",
+    "--offload-backend disk": "OFFLOAD_BACKEND: disk is not one of auto, uva, prefetch",
+    "--fingerprint-mode half": "FINGERPRINT_MODE: half is not one of full, hash, custom, none",
+    "--fingerprint-mode none": "FINGERPRINT_MODE: none is not served: `system_fingerprint` has",
     "-O9": "OPTIMIZATION_LEVEL: 9 is not one of 0, 1, 2, 3",
     "--flash-attn-version 9": "FLASH_ATTN_VERSION: 9 is not one of 2, 3, 4",
     "--mamba-block-size x": "MAMBA_BLOCK_SIZE: ",
