@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import expands_correctly
+from gpu_worker.engine.cuda.fp8_linear import multiply, round_rows
 from tests.support.engine import tiny_models
 
 GROUP = 32
@@ -220,3 +221,15 @@ def multiplies_blocks() -> bool:
     return bool(
         library and library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]) and expands_correctly(library)
     )
+
+
+def multiplies_floats() -> bool:
+    """Whether torch multiplies 8-bit floats with a scale for each row on CPU; older versions do on CUDA
+    only.
+    """
+    values, scales = round_rows(torch.ones(16, 16))
+    try:
+        multiply(torch.ones(2, 16, dtype=torch.bfloat16), values, scales, None)
+    except RuntimeError:
+        return False
+    return True

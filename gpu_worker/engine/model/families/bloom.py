@@ -32,7 +32,8 @@ class PagedBloomAttention(modeling_bloom.BloomAttention):
 @functools.cache
 def slopes_of(num_heads: int) -> tuple[float, ...]:
     """How much a score falls for each token between key and query, by head."""
-    return tuple(modeling._get_alibi_slopes(num_heads, torch.device("cpu")).tolist())
+    bias = modeling.build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
+    return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 
 PAGED: dict[type, type] = {modeling_bloom.BloomAttention: PagedBloomAttention}

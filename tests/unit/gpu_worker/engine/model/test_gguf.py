@@ -47,8 +47,8 @@ def write(path: Path, *types: TYPES) -> Path:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(3, VOCAB))])
-    writer.add_token_merges(["a b"])
+    writer.add_token_list(["a", "b", "ab", "ba", *(f"<{number}>" for number in range(4, VOCAB))])
+    writer.add_token_merges(["a b", "b a"])
     for name in ("bos", "eos", "unk"):
         getattr(writer, f"add_{name}_token_id")(1)
     shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN)}
