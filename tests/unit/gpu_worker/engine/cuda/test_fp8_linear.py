@@ -10,7 +10,7 @@ from tests.support.engine.quantized_models import multiplies_floats
 
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not multiplies_floats(),
-    reason="this torch multiplies 8-bit floats with a scale for each row on CUDA only",
+    reason="this torch has such products on CUDA only",
 )
 
 

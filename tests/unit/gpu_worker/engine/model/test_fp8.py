@@ -22,7 +22,7 @@ from tests.support.engine.tiny_engine import NEW_TOKENS, play
 
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not multiplies_floats(),
-    reason="this torch multiplies 8-bit floats with a scale for each row on CUDA only",
+    reason="this torch has such products on CUDA only",
 )
 ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
 IDS = torch.tensor([list(range(3, 40))])
