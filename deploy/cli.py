@@ -21,7 +21,7 @@ from common.settings import flags
 from common.settings.flag_parser import FlagParser
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks, launcher
-from deploy.serve.fleet import KINDS, MODULES, WITH_MODEL, command
+from deploy.serve.fleet import KINDS, MODULES, command
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +93,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
     incarnation = new_incarnation(own.name)
     logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
-    checks.check_broker(settings)
-    if kind == "gateway":
-        log.info("%s", checks.describe_access(settings))
-    if kind in WITH_MODEL:
-        settings = checks.wait_for_model(settings)
+    settings = checks.prepare(settings, kind)
     names = {"PROCESS_NAME": own.name, "INCARNATION": incarnation}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 MIB = 2**20
 POLL_S = 0.5
 NVIDIA = Path("/dev/nvidiactl")
+WITH_MODEL = ("gateway", "worker")
+"""Kinds of processes that read files of the model."""
 
 
 def read_settings(argv: Sequence[str], prog: str, description: str) -> Settings:
@@ -118,6 +120,14 @@ def wait_for_model(settings: Settings) -> Settings:
                 log.info("waiting for the model: %s", error)
             said = True
         time.sleep(POLL_S)
+
+
+def prepare(settings: Settings, kind: str) -> Settings:
+    """The settings with which a process of this kind starts alone, once it has a broker and its model."""
+    check_broker(settings)
+    if kind == "gateway":
+        log.info("%s", describe_access(settings))
+    return wait_for_model(settings) if kind in WITH_MODEL else settings
 
 
 def describe_access(settings: Settings) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, connect, script
+from common.broker.client import ERRORS, broker_url, connect, script
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
@@ -54,8 +54,7 @@ DEATHS: dict[str, Callable[[Redis, Keys, str], Awaitable[None]]] = {
 
 async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
     """Say that a process has ended, for as long as that is sooner than what it left behind expires."""
-    assert settings.redis_url is not None
-    async with connect(settings.redis_url) as redis:
+    async with connect(broker_url(settings)) as redis:
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 while True:

@@ -110,7 +110,7 @@ def running_url() -> str:
 def running_fleets() -> list[tuple[str, str]]:
     """The broker's URL of each fleet of this user, and the port that it serves."""
     fleets = []
-    for directory in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+    for directory in broker_directories():
         with contextlib.suppress(OSError):  # another user's, or one that is just being made or removed
             if not is_unlocked(directory):
                 url, _, port = (directory / URL_FILE).read_text().partition(" ")
@@ -118,31 +118,30 @@ def running_fleets() -> list[tuple[str, str]]:
     return fleets
 
 
+def broker_directories() -> list[Path]:
+    return sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+
+
 @contextlib.contextmanager
 def locked_directory() -> Iterator[Path]:
     """A temporary directory with a lock on it, which ends with us. Cleaners of temporary files respect such a
     lock, too.
     """
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        with open_directory(directory) as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name,
+        open_directory(Path(name)) as handle,
+    ):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield Path(name)
 
 
 def remove_abandoned() -> None:
     """Remove the directories of launchers that were killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for directory in broker_directories():
         with contextlib.suppress(OSError):
-            if is_abandoned(directory):
+            is_made = time.time() - directory.stat().st_mtime >= BEING_MADE_S
+            if is_made and is_unlocked(directory):
                 shutil.rmtree(directory)
-
-
-def is_abandoned(directory: Path) -> bool:
-    """Whether its lock is free, and it is old enough not to be just being made."""
-    return time.time() - directory.stat().st_mtime >= BEING_MADE_S and is_unlocked(directory)
 
 
 def is_unlocked(directory: Path) -> bool:

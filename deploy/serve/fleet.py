@@ -18,8 +18,6 @@ from deploy.serve.supervised_process import SupervisedProcess
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
 """Words of the command line → kinds of processes."""
-WITH_MODEL = ("gateway", "worker")
-"""Kinds of processes that read files of the model."""
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class LocalFleet:
         brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
         is_ending: whether it was told to end; who ends by itself then has been told, too.
-        preloaded_worker, preloaded_gateway: become the next ones that start; None where that is not wanted.
+        preloaded: become the next gateway and the next worker that start, where that is wanted.
         keeper: of the sockets of answers; closed when the fleet ends.
     """
 
@@ -44,8 +42,7 @@ class LocalFleet:
     jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
     is_ending: bool = False
-    preloaded_worker: PreloadedProcess | None = None
-    preloaded_gateway: PreloadedProcess | None = None
+    preloaded: Sequence[PreloadedProcess] = ()
     keeper: SocketKeeper = field(default_factory=SocketKeeper)
 
     @property
@@ -83,11 +80,26 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
 
 def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
     """As `new_fleet`, with so many processes of each kind."""
-    environ = settings.environ()
+    environ, keeper = settings.environ(), SocketKeeper(settings.gateway_grace_s)
+    preloaded: dict[str, PreloadedProcess] = {}
+    if settings.preload_gateway is not False:
+        preloaded["gateway"] = PreloadedProcess(
+            "gateway",
+            command(MODULES["gateway"]),
+            environ,
+            lambda: gateway_flags(settings),
+            keeper.open_channel,
+        )
+    if settings.preload_worker is not False:
+        preloaded["worker"] = PreloadedProcess(
+            "worker", command(MODULES["worker"]), environ, lambda: worker_flags(settings, worker_bytes(fleet))
+        )
 
     def members(kind: str) -> list[SupervisedProcess]:
         return [
-            SupervisedProcess(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ)
+            SupervisedProcess(
+                kind, f"{kind[0]}{number}", command(MODULES[kind]), environ, preloaded.get(kind)
+            )
             for number in range(counts.get(kind, 0))
         ]
 
@@ -98,25 +110,11 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
         workers=members("worker"),
         gateways=members("gateway"),
         jobs=members("jobs"),
-        keeper=SocketKeeper(settings.gateway_grace_s),
+        preloaded=[process for kind, process in preloaded.items() if counts.get(kind)],
+        keeper=keeper,
     )
-    if fleet.workers and settings.preload_worker is not False:
-        fleet.preloaded_worker = PreloadedProcess(
-            "worker", command(MODULES["worker"]), environ, lambda: worker_flags(settings, worker_bytes(fleet))
-        )
-    if fleet.gateways and settings.preload_gateway is not False:
-        fleet.preloaded_gateway = PreloadedProcess(
-            "gateway",
-            command(MODULES["gateway"]),
-            environ,
-            lambda: gateway_flags(settings),
-            fleet.keeper.open_channel,
-        )
-    for worker in fleet.workers:
-        worker.preloaded = fleet.preloaded_worker
     for gateway in fleet.gateways:
-        gateway.preloaded = fleet.preloaded_gateway
-        gateway.open_channel = fleet.keeper.open_channel
+        gateway.open_channel = keeper.open_channel
         if fleet.is_whole:
             gateway.environ = gateway.environ | {WHOLE_FLEET_VARIABLE: "1"}
     taken = {settings.port: "PORT"}

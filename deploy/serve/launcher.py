@@ -14,13 +14,7 @@ from deploy.serve.deaths import DEATHS, report_death
 from deploy.serve.embedded_broker import embedded
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.shutdown import FleetEnded, end_on_signals
-from deploy.serve.startup import (
-    gateways_are_ready,
-    last_lines,
-    wait_for_broker,
-    wait_until_ready,
-    workers_are_ready,
-)
+from deploy.serve.startup import are_ready, last_lines, wait_for_broker, wait_until_ready
 from deploy.serve.stopped import end_stopped
 from deploy.serve.supervised_process import SupervisedProcess, describe, kill
 
@@ -80,10 +74,8 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         fleet.was_ready = True
         if fleet.is_whole:
             say_ready(fleet.settings)
-        if fleet.preloaded_gateway is not None:
-            tasks.create_task(fleet.preloaded_gateway.keep(partial(gateways_are_ready, fleet)))
-        if fleet.preloaded_worker is not None:
-            tasks.create_task(fleet.preloaded_worker.keep(partial(workers_are_ready, fleet)))
+        for preloaded in fleet.preloaded:
+            tasks.create_task(preloaded.keep(partial(are_ready, fleet, preloaded.kind)))
 
 
 def say_ready(settings: Settings) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from common.process.first_end import run_until_one_ends
 from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables
 from deploy.serve.family import ENDS_FIRST, memory_score, score_memory
-from deploy.serve.spawn import OpenChannel, spawn
+from deploy.serve.spawn import OpenChannel, kill_group, spawn
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +81,7 @@ class WaitingProcess:
     async def end(self) -> None:
         """End the process now, with those that it has started."""
         self.writer.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process)
         await self.process.wait()
 
 

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import signal
 
-from common.broker.client import ERRORS, connect
+from common.broker.client import ERRORS, broker_url, connect
 from common.broker.keys import Keys
 from common.plural import plural
+from common.process.first_end import run_until_one_ends
 from common.settings.settings import Settings
 from deploy.serve.fleet import LocalFleet
 from deploy.serve.supervised_process import stop
@@ -36,25 +37,18 @@ async def end_on_signals(fleet: LocalFleet) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     await signalled.wait()
-    drained = asyncio.create_task(drain(fleet))
-    again = asyncio.create_task(second_signal(signalled))
-    try:
-        await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
-        if drained.done():
-            raise FleetEnded(0)
-        raise FleetEnded(1, "a second signal: the fleet ends without waiting for requests")
-    finally:
-        drained.cancel()
-        again.cancel()
+    await run_until_one_ends(drain(fleet), end_at_second_signal(signalled))
+    raise FleetEnded(0)
 
 
-async def second_signal(signalled: asyncio.Event) -> None:
-    """Returns at a second signal. A signal to our whole group is often followed by the same one from a parent
-    that passes it on (make, timeout, systemd): these are one.
+async def end_at_second_signal(signalled: asyncio.Event) -> None:
+    """Raises FleetEnded at a second signal. A signal to our whole group is often followed by the same one
+    from a parent that passes it on (make, timeout, systemd): these are one.
     """
     await asyncio.sleep(ONE_REQUEST_S)
     signalled.clear()
     await signalled.wait()
+    raise FleetEnded(1, "a second signal: the fleet ends without waiting for requests")
 
 
 async def drain(fleet: LocalFleet) -> None:
@@ -87,9 +81,8 @@ def waits_for(num_requests: int | None, timeout_s: float) -> str:
 
 async def count_live(settings: Settings) -> int | None:
     """Count requests that wait or run; None where the broker does not answer."""
-    assert settings.redis_url is not None
     try:
-        async with asyncio.timeout(COUNT_TIMEOUT_S), connect(settings.redis_url) as redis:
+        async with asyncio.timeout(COUNT_TIMEOUT_S), connect(broker_url(settings)) as redis:
             return int(await redis.xlen(Keys(settings.pool).requests))
     except (*ERRORS, TimeoutError):
         return None

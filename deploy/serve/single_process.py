@@ -5,7 +5,6 @@ answers are kept for its successor.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 import setproctitle
@@ -14,9 +13,7 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks, launcher
-from deploy.serve.fleet import KINDS, WITH_MODEL, build_fleet
-
-log = logging.getLogger(__name__)
+from deploy.serve.fleet import KINDS, build_fleet
 
 OPERAND = f"KIND is {', '.join(KINDS)}; settings are those of `tokenfleet KIND --help`."
 
@@ -34,9 +31,5 @@ def main(argv: Sequence[str]) -> int:
     logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
     die_with_parent()
     setproctitle.setproctitle(f"tokenfleet supervise {word}")
-    checks.check_broker(settings)
-    if kind == "gateway":
-        log.info("%s", checks.describe_access(settings))
-    if kind in WITH_MODEL:
-        settings = checks.wait_for_model(settings)
+    settings = checks.prepare(settings, kind)
     return asyncio.run(launcher.run(build_fleet(settings, None, {kind: 1})))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
@@ -23,3 +24,9 @@ async def spawn(
         return await asyncio.create_subprocess_exec(
             *command, env=os.environ | environ | own, pass_fds=handles, stdin=stdin, start_new_session=True
         )
+
+
+def kill_group(process: Process) -> None:
+    """End now what is left of a spawned process and of those that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -6,18 +6,17 @@ import itertools
 import logging
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TextIO
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, check_broker, connect
+from common.broker.client import ERRORS, broker_url, check_broker, connect
 from common.broker.keys import Keys
 from common.process.incarnations import first_incarnation
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
 from deploy.serve.fleet import LocalFleet
-from deploy.serve.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +62,10 @@ async def wait_until_ready(fleet: LocalFleet) -> bool:
     """Waits until the fleet can serve, and shows meanwhile what it waits for. Returns False where the fleet
     is stopped before.
     """
-    assert fleet.settings.redis_url is not None
     clock = asyncio.get_running_loop().time
     started_s = clock()
     line = StartupLine(sys.stderr)
-    async with connect(fleet.settings.redis_url) as redis:
+    async with connect(broker_url(fleet.settings)) as redis:
         try:
             while not await is_ready(fleet):
                 if not all(process.should_run for process in fleet.ours):
@@ -107,29 +105,15 @@ async def is_ready(fleet: LocalFleet) -> bool:
     """Whether the fleet can do its part: with a gateway, answer; with workers alone, compute."""
     if fleet.gateways:
         return await is_healthy(fleet.settings)
-    return not fleet.workers or await workers_are_ready(fleet)
+    return not fleet.workers or await are_ready(fleet, "worker")
 
 
-async def workers_are_ready(fleet: LocalFleet) -> bool:
-    """Whether every worker that should run is ready; False where the broker does not answer."""
-    return await are_among(fleet, fleet.workers, ready_workers)
-
-
-async def gateways_are_ready(fleet: LocalFleet) -> bool:
-    """As `workers_are_ready`."""
-    return await are_among(fleet, fleet.gateways, ready_gateways)
-
-
-async def are_among(
-    fleet: LocalFleet,
-    processes: Sequence[SupervisedProcess],
-    read_ready: Callable[[Redis, Keys], Awaitable[set[str]]],
-) -> bool:
-    assert fleet.settings.redis_url is not None
-    running = {process.incarnation for process in processes if process.should_run}
+async def are_ready(fleet: LocalFleet, kind: str) -> bool:
+    """Whether every worker, or gateway, that should run is ready; False where the broker does not answer."""
+    running = {process.incarnation for process in fleet.ours if process.kind == kind and process.should_run}
     try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S), connect(fleet.settings.redis_url) as redis:
-            return bool(running) and running <= await read_ready(redis, Keys(fleet.settings.pool))
+        async with asyncio.timeout(HEALTH_TIMEOUT_S), connect(broker_url(fleet.settings)) as redis:
+            return bool(running) and running <= await READY[kind](redis, Keys(fleet.settings.pool))
     except ERRORS:
         return False
 
@@ -150,11 +134,17 @@ async def ready_gateways(redis: Redis, keys: Keys) -> set[str]:
     return {name for kind, _, name in members if kind == "gateway"}
 
 
+READY: dict[str, Callable[[Redis, Keys], Awaitable[set[str]]]] = {
+    "worker": ready_workers,
+    "gateway": ready_gateways,
+}
+"""Reads who is ready, by the kind of the process."""
+
+
 async def wait_for_broker(settings: Settings) -> None:
-    assert settings.redis_url is not None
     while True:
         with contextlib.suppress(SettingError):
-            return await check_broker(settings.redis_url)
+            return await check_broker(broker_url(settings))
         await asyncio.sleep(POLL_S)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from common.process.incarnations import new_incarnation
 from deploy.serve.preloaded_process import PreloadedProcess
-from deploy.serve.spawn import OpenChannel, spawn
+from deploy.serve.spawn import OpenChannel, kill_group, spawn
 
 log = logging.getLogger(__name__)
 
@@ -94,17 +94,13 @@ class SupervisedProcess:
         if not self.should_run:
             self.send(self.stop_signal)
         returncode = await self.running.wait()
-        self.kill_group()  # what it left behind
+        kill_group(self.running)  # what it left behind
         return returncode, clock() - started_s
-
-    @property
-    def is_running(self) -> bool:
-        return self.running is not None and self.running.returncode is None
 
     @property
     def pid(self) -> int | None:
         """None while it does not run."""
-        return self.running.pid if self.running is not None and self.is_running else None
+        return self.running.pid if self.running and self.running.returncode is None else None
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended,
@@ -116,13 +112,8 @@ class SupervisedProcess:
 
     def kill(self) -> None:
         """Ends it now, with whatever it has started."""
-        if self.is_running:
-            self.kill_group()
-
-    def kill_group(self) -> None:
-        if self.running is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.running.pid, signal.SIGKILL)
+        if self.running and self.pid:
+            kill_group(self.running)
 
 
 async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
