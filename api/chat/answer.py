@@ -204,6 +204,11 @@ def is_json(text: str) -> bool:
     return True
 
 
+def is_whole_json(text: str) -> bool:
+    """Whether a text is JSON that nothing but white space may follow, as digits may a number."""
+    return text.rstrip().endswith(("}", "]", '"')) and is_json(text)
+
+
 def finish_reason(reader: AnswerReader, reason: str) -> str:
     """OpenAI's reason for the end of an answer; `reason` is that of a text. A call of the function that the
     client chose is an answer like any other.

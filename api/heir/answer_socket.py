@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 CYCLE = "tokenfleet.cycle"
 """Extension of a scope: the server's own object for a request and its response."""
 STATE_KEY = "answer_socket"
-FORMAT = "4"
+FORMAT = "5"
 """Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway
 of another format cannot go on in the middle of an answer.
 """

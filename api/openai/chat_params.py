@@ -15,7 +15,7 @@ from api.inference.params import GenerationParams
 from api.inference.pool import Pool
 from api.openai.params import from_chat
 from api.openai.request_schemas import ChatRequest
-from api.structured_output.grammar import Grammar
+from api.structured_output.grammar import Grammar, is_json
 from api.templates.chat_template import ChatTemplate
 from common.messages.answer import Reading, Rendering
 
@@ -60,7 +60,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     if reading is not None:
         reading = await reading_beside(asked, tools, reading, pool.tokenizer)
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
-    rendering = replace(body.rendering, reading=reading)
+    rendering = replace(body.rendering, reading=reading, is_json=is_json(asked))
     return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
 
 

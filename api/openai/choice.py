@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from api.chat.answer import marks_of
+from api.chat.answer import AnswerReader, is_whole_json, marks_of
 from api.openai.stop_holdback import StopHoldback
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
+from common.messages.answer import HttpAnswer, Rendering
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -30,20 +30,20 @@ class Choice:
     Attributes:
         text: the stream's text, where text that may become a stop string is held back.
         prefix: text that is sent before the generated text (`echo`).
-        prompt_only: the choice has no generated text.
+        rendering: how it is rendered.
         offsets: for each token taken, the number of characters before it.
         begun: whether the choice was shown: by a chunk before its first piece, or by that piece.
         ended: whether everything was taken.
     """
 
     def __init__(
-        self, index: int, stream: Stream, text: StopHoldback, prefix: str, prompt_only: bool
+        self, index: int, stream: Stream, text: StopHoldback, prefix: str, rendering: Rendering
     ) -> None:
         self.index = index
         self.stream = stream
         self.text = text
         self.prefix = prefix
-        self.prompt_only = prompt_only
+        self.rendering = rendering
         self.offsets: list[int] = []
         self.begun = self.ended = False
 
@@ -54,7 +54,7 @@ class Choice:
     @property
     def has_tokens(self) -> bool:
         """Whether a token can be sent now that is not the last one of a finished choice."""
-        return self.text.num_tokens < self.stream.num_ready and not self.prompt_only
+        return self.text.num_tokens < self.stream.num_ready and not self.rendering.prompt_only
 
     @property
     def has_piece(self) -> bool:
@@ -66,7 +66,7 @@ class Choice:
         if self.has_tokens:
             return self.piece(1)
         self.ended = True
-        if self.prompt_only:
+        if self.rendering.prompt_only:
             return TextPiece("", range(0))
         return self.piece(self.stream.num_tokens - self.text.num_tokens)
 
@@ -79,8 +79,24 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's word for the end of the text; None until it ends."""
-        return FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
+        """OpenAI's word for the end of the text; None until it ends. From a JSON that is whole `max_tokens`
+        takes nothing.
+        """
+        if not self.ended or self.stream.terminal is None:
+            return None
+        reason = FINISH_REASONS[self.stream.terminal.reason]
+        return "stop" if reason == "length" and self.is_whole_json else reason
+
+    @property
+    def is_whole_json(self) -> bool:
+        """Whether the client asked for JSON, and the content so far is all of one."""
+        if not self.rendering.is_json:
+            return False
+        content, reading = self.text.visible_text, self.rendering.reading
+        if reading is not None:
+            reader = AnswerReader(reading, "")
+            content = reader.join(reader.read(content, 0, ended=True)).content
+        return is_whole_json(content)
 
 
 def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
@@ -91,7 +107,7 @@ def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
             stream,
             StopHoldback(stream, hidden_ids(answer, stream), rendering.include_stop),
             answer.prefix(i),
-            rendering.prompt_only,
+            rendering,
         )
         for i, stream in enumerate(streams)
     ]

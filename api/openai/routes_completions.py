@@ -1,5 +1,7 @@
 """POST /v1/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -13,6 +15,7 @@ from api.openai.params import from_completion
 from api.openai.request_schemas import CompletionRequest
 from api.openai.respond import respond
 from api.openai.response_schemas import ERROR_RESPONSES, Completion, CompletionChunk, response_or_chunks
+from api.structured_output.grammar import is_json
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
@@ -38,7 +41,8 @@ async def completions(request: Request) -> Response:
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
     num_chars = sum(len(params.text or "") for params in prompts)
-    return await respond(request, pool, completion, requests, num_chars, prefixes, completion.rendering)
+    rendering = replace(completion.rendering, is_json=is_json(completion.grammar()))
+    return await respond(request, pool, completion, requests, num_chars, prefixes, rendering)
 
 
 def check_num_prompts(prompts: list[GenerationParams], limits: Limits) -> None:

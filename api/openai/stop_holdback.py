@@ -60,6 +60,12 @@ class StopHoldback:
     def text(self) -> str:
         return "".join(text for text, _ in self.held)
 
+    @property
+    def visible_text(self) -> str:
+        """The visible text of all tokens."""
+        pairs = zip(self.stream.ids, self.stream.texts, strict=False)
+        return "".join(text for token, text in pairs if token not in self.hidden_ids)
+
     def take(self) -> tuple[str, str]:
         i = self.num_tokens
         text = self.stream.texts[i]

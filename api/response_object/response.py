@@ -135,9 +135,15 @@ class ResponsesRenderer:
         if terminal is None:
             return "in_progress" if self.stream.ids or self.stream.worker else "queued"
         if self.stream.finished:
-            is_whole = self.ended and self.reader is not None and self.reader.ends_in_call
-            return "incomplete" if terminal.reason == "length" and not is_whole else "completed"
+            return "completed" if terminal.reason != "length" or self.is_whole else "incomplete"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `max_output_tokens` took nothing from it: it ends with a call, or is a whole JSON."""
+        if not self.ended:
+            return False
+        return self.choice.is_whole_json or (self.reader is not None and self.reader.ends_in_call)
 
     def render(self, status: str) -> dict[str, Any]:
         """The response as it is now."""

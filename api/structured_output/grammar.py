@@ -50,6 +50,11 @@ class Grammar:
     closed: bool = False
 
 
+def is_json(grammar: Grammar | None) -> bool:
+    """Whether all that a grammar describes is JSON."""
+    return grammar is not None and grammar.kind == "json"
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar in llguidance's own form, of which the client gave a part.

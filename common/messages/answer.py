@@ -51,6 +51,7 @@ class Rendering:
         token_ids: vLLM's `return_token_ids`.
         names_by_id: vLLM's `return_tokens_as_token_ids`.
         prompt_tops: vLLM's `prompt_logprobs`: likeliest tokens shown at each place of the prompt.
+        is_json: a grammar makes the answer JSON.
     """
 
     details: bool = wire_field("dt", default=False)
@@ -64,6 +65,7 @@ class Rendering:
     token_ids: bool = wire_field("ti", default=False)
     names_by_id: bool = wire_field("ni", default=False)
     prompt_tops: int | None = wire_field("pt", default=None)
+    is_json: bool = wire_field("js", default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.jobs import Service
-from tests.support.openai_frames import CHAT
+from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.tokenizer import ids
 
 KEYS = Keys("default")
@@ -77,3 +77,41 @@ async def test_structural_tags_reach_the_workers(broker: Broker, service: Servic
     sources = {one.sampling.grammar if one.sampling else "" for one in worker.seen}
     assert len(worker.seen) == 5 and len(sources) == 1 and "</f>" in sources.pop()
     assert wrong.json()["error"]["param"] == "response_format.structures.0.begin"
+
+
+WHOLE = '{"a": [1]}'
+INTEGER = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+AT_THE_LIMIT: list[tuple[str, dict[str, Any], str]] = [
+    (WHOLE, OBJECT, "stop"),
+    (WHOLE + " ", VLLM, "stop"),
+    (WHOLE[:-1], OBJECT, "length"),
+    (WHOLE, {"structured_outputs": {"regex": ".*"}}, "length"),
+    (WHOLE, {}, "length"),
+    ("12", {"response_format": INTEGER}, "length"),
+]
+
+
+@pytest.mark.parametrize(("text", "fields", "reason"), AT_THE_LIMIT)
+async def test_a_json_from_which_max_tokens_takes_nothing_ends_with_stop(
+    broker: Broker, text: str, fields: dict[str, Any], reason: str
+) -> None:
+    answer, tool = Answer(ids(text), ends=False), {"type": "function", "function": {"name": "f"}}
+    limit = {"max_tokens": len(answer.ids)}
+    async with answering(broker.url, answer) as (_, _, client):
+        for path, body in (
+            (CHAT_PATH, CHAT),
+            (CHAT_PATH, CHAT | {"tools": [tool]}),
+            ("/v1/completions", {"model": "default", **COMPLETION}),
+        ):
+            whole = (await client.post(path, json=body | fields | limit)).json()
+            *_, last = frames(await streamed(client, path, body | fields | limit))
+            assert whole["choices"][0]["finish_reason"] == last["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(("text", "status"), [(WHOLE, "completed"), (WHOLE[:-1], "incomplete")])
+async def test_a_response_of_a_whole_json_is_completed(broker: Broker, text: str, status: str) -> None:
+    answer = Answer(ids(text), ends=False)
+    body = {"model": "default", "input": "a", "text": {"format": {"type": "json_object"}}}
+    async with answering(broker.url, answer) as (_, _, client):
+        found = await client.post("/v1/responses", json=body | {"max_output_tokens": len(answer.ids)})
+        assert found.json()["status"] == status

@@ -119,7 +119,7 @@ EXAMPLES = [
                 "rd": {"ca": "hermes", "re": "qwen3", "pe": "<think>", "to": [["f", "{}"]], "na": False}
                 | {"pa": True, "ol": False, "sr": True, "ei": False}
             }
-            | {"ti": False, "ni": False, "pt": None}
+            | {"ti": False, "ni": False, "pt": None, "js": False}
         }
         | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None},
     ),
