@@ -1,10 +1,14 @@
-"""Check that a grammar in llguidance's form can be served."""
+"""Check what grammars in llguidance's form can do: be served, begin with a text, go on with another."""
+
+import functools
 
 import llguidance
 
-from api.structured_output.regexes import EMPTY
+from api.structured_output.lark import TEXT
 from api.structured_output.vocabulary import NUM_BYTES, byte_vocabulary
 
+EMPTY = "NoExtensionBias"
+"""llguidance's error for a grammar that no text satisfies."""
 NUM_TRIED = 32
 """Tokens of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
 ALLOWED = 200
@@ -33,6 +37,22 @@ def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
     matcher = llguidance.LLMatcher(byte_vocabulary(size), source, log_level=0)
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def can_go_on(pattern: str, first: str) -> bool:
+    """Whether a text that matches can be the beginning of a longer one that matches, and goes on there with
+    this character: the longest match would then take what belongs to what follows. Both are regexes of a
+    Lark grammar. Raises ValueError.
+    """
+    source = f"start: BOTH\nONE: {pattern}\nBOTH: ONE & (ONE /{first}/ {TEXT})"
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    cause = cause_of(matcher)
+    if cause and not cause.startswith(EMPTY):
+        raise ValueError(cause)
+    return not cause
 
 
 def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:

@@ -49,9 +49,12 @@ def checked(value: Any, field: str) -> Mapping[str, Any]:
 
 
 def text_of(form: Mapping[str, Any], name: str, field: str, empty: bool = False) -> str:
-    value, place = form.get(name), f"{field}.{name}".removesuffix(".")
+    return as_text(form.get(name), f"{field}.{name}", empty)
+
+
+def as_text(value: Any, field: str, empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or empty):
-        raise invalid(f"`{place}` must be a text{'' if empty else ' that is not empty'}", place)
+        raise needed(field, "a text" if empty else "a text that is not empty")
     return value
 
 
@@ -68,7 +71,7 @@ def texts_of(form: Mapping[str, Any], name: str, field: str) -> list[str]:
     items = form.get(name)
     if not isinstance(items, list | None):
         raise needed(f"{field}.{name}", "a list")
-    return [text_of({"": item}, "", f"{field}.{name}.{i}") for i, item in enumerate(items or [])]
+    return [as_text(item, f"{field}.{name}.{i}") for i, item in enumerate(items or [])]
 
 
 def number_of(form: Mapping[str, Any], name: str, field: str, lowest: int = 0) -> int | None:
@@ -84,7 +87,7 @@ def number_of(form: Mapping[str, Any], name: str, field: str, lowest: int = 0) -
 def flag_of(form: Mapping[str, Any], name: str, field: str, default: bool = False) -> bool:
     value = form.get(name)
     if not isinstance(value, bool | None):
-        raise invalid(f"`{field}.{name}` must be true or false", f"{field}.{name}")
+        raise needed(f"{field}.{name}", "true or false")
     return default if value is None else value
 
 
@@ -94,10 +97,12 @@ def object_of(value: Any, field: str) -> Mapping[str, Any]:
     return value
 
 
-def items_of(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise needed(field, "a list that is not empty")
-    return value
+def items_of(form: Mapping[str, Any], name: str, field: str) -> list[tuple[Any, str]]:
+    """The items of a list that is not empty, each with its own place. Raises ApiError."""
+    items, place = form.get(name), f"{field}.{name}"
+    if not isinstance(items, list) or not items:
+        raise needed(place, "a list that is not empty")
+    return [(item, f"{place}.{i}") for i, item in enumerate(items)]
 
 
 def needed(field: str, what: str) -> ApiError:

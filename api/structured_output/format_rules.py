@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from api.errors import ApiError, invalid
 from api.structured_output.behind import END, Behind, firsts_of
-from api.structured_output.format_fields import checked, items_of, number_of, text_of, token_of
-from api.structured_output.lark import NOTHING, Lark, Mark, one_of
+from api.structured_output.format_fields import as_text, checked, items_of, number_of, text_of
+from api.structured_output.lark import NOTHING, Lark, Mark, one_of, token
 from api.structured_output.sequences import Sequences
 from api.structured_output.tagged_values import STYLES, tagged_object
-from api.structured_output.texts import NEVER, Texts, merged, part_of, repetition
+from api.structured_output.texts import NEVER, matched, merged, part_of, repetition
 from api.structured_output.token_sets import TokenSets
 from api.structured_output.triggered_tags import TagLists
 
@@ -42,15 +42,14 @@ class FormatRules:
     def rule(self, value: Any, field: str, behind: Behind = END) -> str:
         part = part_of(value, field)
         if part.pattern:
-            return Texts(self.lark).matched(part, behind)
-        form, place = part.form, f"{field}.elements"
+            return matched(self.lark, part, behind)
+        form = part.form
         match form["type"]:
             case "sequence":
-                parts = merged(items_of(form.get("elements"), place), place)
+                parts = merged(items_of(form, "elements", field))
                 return Sequences(self.lark, self.tokens, self.rule).rule_of(parts, behind)
             case "or":
-                items = items_of(form.get("elements"), place)
-                return one_of(self.rule(one, f"{place}.{i}", behind) for i, one in enumerate(items))
+                return one_of(self.rule(*item, behind) for item in items_of(form, "elements", field))
             case "tag":
                 return self.tag(form, field, behind)
             case "triggered_tags" | "dispatch":
@@ -79,7 +78,7 @@ class FormatRules:
             case "exclude_token":
                 return self.tokens.excluding(form, field, behind)
             case "token":
-                return self.tokens.single(form, field)
+                return token(self.tokens.id_of(form.get("token"), f"{field}.token"))
             case _:
                 return self.loop(form, field, behind)
 
@@ -91,7 +90,7 @@ class FormatRules:
         style = form.get("style") or ("json" if form["type"] == "json_schema" else "qwen_xml")
         if style == "json":
             return self.lark.json(schema)
-        if style not in STYLES:
+        if not isinstance(style, str) or style not in STYLES:
             allowed = ", ".join(["json", *STYLES])
             raise invalid(f"`{field}.style` must be one of {allowed}. Given: {style!r}", f"{field}.style")
 
@@ -114,13 +113,9 @@ class FormatRules:
 
     def tag(self, form: Mapping[str, Any], field: str, behind: Behind, trigger: str = "") -> str:
         """A tag, behind the trigger that it begins with."""
-        begin, content, place = form.get("begin"), form.get("content"), f"{field}.content"
-        head: Mark
-        if isinstance(begin, Mapping):
-            head = self.tokens.id_of(token_of(begin, f"{field}.begin"), f"{field}.begin.token")
-        else:
-            head = text_of(form, "begin", field, empty=True)[len(trigger) :]
-        ends = self.ends_of(form, field)
+        content, place = form.get("content"), f"{field}.content"
+        begin, ends = self.tokens.mark_of(form.get("begin"), f"{field}.begin"), self.ends_of(form, field)
+        head = begin.removeprefix(trigger) if isinstance(begin, str) else begin
         marks = tuple(mark for mark in ends if mark != "")
         found = []
         if marks:
@@ -133,10 +128,6 @@ class FormatRules:
 
     def ends_of(self, form: Mapping[str, Any], field: str) -> tuple[Mark, ...]:
         """The marks with which a tag may end; "" for none at all."""
-        end, place = form.get("end"), f"{field}.end"
-        if isinstance(end, Mapping):
-            return (self.tokens.id_of(token_of(end, place), f"{place}.token"),)
-        if not isinstance(end, list):
-            return (text_of(form, "end", field, empty=True),)
-        items = enumerate(items_of(end, place))
-        return tuple(text_of({"": item}, "", f"{place}.{i}", empty=True) for i, item in items)
+        if not isinstance(form.get("end"), list):
+            return (self.tokens.mark_of(form.get("end"), f"{field}.end"),)
+        return tuple(as_text(*item, empty=True) for item in items_of(form, "end", field))

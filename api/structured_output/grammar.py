@@ -7,7 +7,6 @@ refused before it is queued. Workers compile it again for their model's vocabula
 import functools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
 from api.structured_output.check import error_of
 from api.structured_output.format_rules import Compiler
-from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, WHITESPACE, close_objects, map_schemas
+from api.structured_output.schemas import WHITESPACE, all_schemas, close_objects, map_schemas
 from api.structured_output.structural_tag import source_of_tag
 from api.structured_output.vocabulary import BYTES, Vocabulary
 
@@ -188,13 +187,13 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(grammar: Grammar, cause: str) -> ApiError:
-    """The error for a grammar that cannot be compiled; a keyword's place is a JSON pointer (RFC 6901)."""
+    """The error for a grammar that cannot be compiled."""
     if (found := UNIMPLEMENTED.fullmatch(cause)) is not None:
         keyword = found[1].split('", "')[0]
-        place = next(places(json.loads(grammar.text), keyword), "")
+        place = place_of(keyword, json.loads(grammar.text))
         cause = f"the keyword `{keyword}`{f' (at `{place}`)' if place else ''} is not supported"
     elif cause.startswith("oneOf constraints"):
-        place = next(places(json.loads(grammar.text), "oneOf"), "")
+        place = place_of("oneOf", json.loads(grammar.text))
         cause = (
             f"the keyword `oneOf` (first at `{place}`) is supported only where no value can match two of "
             "its schemas"
@@ -202,21 +201,6 @@ def refusal(grammar: Grammar, cause: str) -> ApiError:
     return invalid(f"`{grammar.field}` cannot be compiled: {cause}", grammar.field)
 
 
-def places(schema: Any, keyword: str, path: str = "#") -> Iterator[str]:
-    """JSON pointers of a keyword in a schema."""
-    if isinstance(schema, list):
-        for i, item in enumerate(schema):
-            yield from places(item, keyword, f"{path}/{i}")
-    elif isinstance(schema, dict):
-        if keyword in schema:
-            yield f"{path}/{keyword}"
-        for name, value in schema.items():
-            if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
-                for key, item in value.items():
-                    yield from places(item, keyword, f"{path}/{name}/{escape(key)}")
-            elif name not in VALUES:
-                yield from places(value, keyword, f"{path}/{escape(name)}")
-
-
-def escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+def place_of(keyword: str, schema: Any) -> str:
+    """The JSON pointer of the first place of a keyword in a schema; "" for none."""
+    return next((f"{path}/{keyword}" for path, one in all_schemas(schema) if keyword in one), "")

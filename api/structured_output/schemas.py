@@ -43,15 +43,23 @@ def map_schemas(schema: Any, change: Change) -> Any:
     )
 
 
-def all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def all_schemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in the schema, itself first, each with its JSON pointer (RFC 6901)."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from all_schemas(item, f"{path}/{i}")
+    elif isinstance(schema, dict):
+        yield path, schema
+        for name, value in schema.items():
+            if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
+                for key, item in value.items():
+                    yield from all_schemas(item, f"{path}/{name}/{escape(key)}")
+            elif name not in VALUES:
+                yield from all_schemas(value, f"{path}/{escape(name)}")
 
-    def note(one: dict[str, Any]) -> dict[str, Any]:
-        found.append(one)
-        return one
 
-    map_schemas(schema, note)
-    return iter(found)
+def escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def close_objects(schema: Any) -> Any:
@@ -62,7 +70,7 @@ def close_objects(schema: Any) -> Any:
     What satisfies the closed schema satisfies the open one. A schema that combines its parts is left as it
     is: what one part closes, another may require.
     """
-    return schema if any(combines(one) for one in all_schemas(schema)) else map_schemas(schema, close)
+    return schema if any(combines(one) for _, one in all_schemas(schema)) else map_schemas(schema, close)
 
 
 def combines(schema: dict[str, Any]) -> bool:

@@ -1,13 +1,13 @@
 """Sequences of formats in a structural tag, in Lark."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from api.structured_output.behind import Behind, firsts_of, firsts_of_all
 from api.structured_output.format_fields import items_of, object_of, text_of
 from api.structured_output.lark import Lark, Mark, one_of
-from api.structured_output.texts import Part, Texts, ending, part_of
+from api.structured_output.texts import Part, ending, matched, part_of
 from api.structured_output.token_sets import TokenSets
 
 Cut = tuple[Mark, Part]
@@ -38,7 +38,7 @@ class Sequences:
                 at += 1
                 source.append(self.branches(rest, cut[at][1], ends[at]))
             elif rest.pattern:
-                source.append(Texts(self.lark).matched(rest, ends[at]))
+                source.append(matched(self.lark, rest, ends[at]))
             elif rest.form:
                 source.append(self.rule(rest.form, rest.field, ends[at]))
             else:
@@ -56,7 +56,7 @@ class Sequences:
         may_miss = choice.form["type"] == "optional"
         until = text._replace(pattern=ending(text, [*firsts, *(end.firsts if may_miss else ())]))
         found = [self.rule_of([until, option], end) for option in options]
-        return one_of([*found, Texts(self.lark).matched(until, end)] if may_miss else found)
+        return one_of([*found, matched(self.lark, until, end)] if may_miss else found)
 
     def cut_head(self, part: Part) -> Cut:
         form, field = part.form, part.field
@@ -67,11 +67,8 @@ class Sequences:
                 return text_of(form, "value", field), part._replace(form={})
             case "token":
                 return self.tokens.id_of(form.get("token"), f"{field}.token"), part._replace(form={})
-            case "tag" if isinstance(begin := form.get("begin"), Mapping):
-                token = self.tokens.id_of(begin.get("token"), f"{field}.begin.token")
-                return token, part._replace(form={**form, "begin": ""})
             case "tag":
-                begin = text_of(form, "begin", field, empty=True)
+                begin = self.tokens.mark_of(form.get("begin"), f"{field}.begin")
                 return begin, part._replace(form={**form, "begin": ""})
             case _:
                 return "", part
@@ -99,6 +96,4 @@ def options_of(choice: Part) -> list[Part]:
     """The formats of which one comes, or at most one."""
     if choice.form["type"] == "optional":
         return [part_of(choice.form.get("content"), f"{choice.field}.content")]
-    place = f"{choice.field}.elements"
-    items = items_of(choice.form.get("elements"), place)
-    return [part_of(item, f"{place}.{i}") for i, item in enumerate(items)]
+    return [part_of(*item) for item in items_of(choice.form, "elements", choice.field)]

@@ -28,8 +28,7 @@ def source_of_tag(value: Mapping[str, Any], field: str, vocabulary: Vocabulary, 
 def structures_of(value: Mapping[str, Any], field: str, compiler: Compiler) -> list[Tag]:
     """The tags of the older form."""
     found: list[Tag] = []
-    for i, structure in enumerate(items_of(value.get("structures"), f"{field}.structures")):
-        place = f"{field}.structures.{i}"
+    for structure, place in items_of(value, "structures", field):
         one = object_of(structure, place)
         schema = {} if one.get("schema") is None else one["schema"]
         compiler.schema(schema, f"{place}.schema", "")

@@ -1,14 +1,13 @@
 """Texts that match a regex, or any text, in a structural tag: how each ends, in Lark."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from api.errors import invalid
 from api.structured_output.behind import ANYTHING, Behind
+from api.structured_output.check import can_go_on
 from api.structured_output.format_fields import checked, items_of, number_of, text_of, texts_of
 from api.structured_output.lark import TEXT, Lark, literal, one_of, regex, without
-from api.structured_output.regexes import can_go_on
 
 NEVER = "{0,0}"
 LOOPS = ("optional", "star", "plus", "repeat")
@@ -28,18 +27,14 @@ class Part(NamedTuple):
     is_free: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Texts up to what stands behind them, in one grammar."""
-
-    lark: Lark
-
-    def matched(self, part: Part, behind: Behind) -> str:
-        """A text that matches. The longest one is taken, but where a mark says where it ends."""
-        pattern = ending(part, behind.firsts)
-        if behind.marks:
-            return one_of(self.lark.until(mark, pattern) for mark in behind.marks)
-        return self.lark.lexeme(pattern)
+def matched(lark: Lark, part: Part, behind: Behind) -> str:
+    """A text that matches, up to what stands behind it. The longest one is taken, but where a mark says where
+    it ends.
+    """
+    pattern = ending(part, behind.firsts)
+    if behind.marks:
+        return one_of(lark.until(mark, pattern) for mark in behind.marks)
+    return lark.lexeme(pattern)
 
 
 def ending(part: Part, firsts: Sequence[str]) -> str:
@@ -79,8 +74,7 @@ def pattern_of(form: Mapping[str, Any], field: str) -> str:
         case "regex":
             return regex(text_of(form, "pattern", field))
         case "or":
-            items = items_of(form.get("elements"), f"{field}.elements")
-            parts = [part_of(item, f"{field}.elements.{i}") for i, item in enumerate(items)]
+            parts = [part_of(*item) for item in items_of(form, "elements", field)]
             return one_of(part.pattern for part in parts) if all(part.pattern for part in parts) else ""
         case kind if kind in LOOPS:
             pattern = part_of(form.get("content"), f"{field}.content").pattern
@@ -95,23 +89,20 @@ def repetition(form: Mapping[str, Any], field: str) -> str:
     if (sign := {"optional": "?", "star": "*", "plus": "+"}.get(form["type"])) is not None:
         return sign
     least, most = number_of(form, "min", field), number_of(form, "max", field, lowest=-1)
-    for name, number in (("min", least), ("max", most)):
-        if number is None:
-            raise invalid(f"`{field}.{name}` is required", f"{field}.{name}")
-    assert least is not None and most is not None
+    if least is None or most is None:
+        missing = f"{field}.{'min' if least is None else 'max'}"
+        raise invalid(f"`{missing}` is required", missing)
     if 0 <= most < least:
         raise invalid(f"`{field}.max` must be at least `min`, or -1 for any. Given: {most}", f"{field}.max")
     return f"{{{least},{most if most >= 0 else ''}}}"
 
 
-def merged(items: Sequence[Any], field: str) -> list[Part]:
+def merged(items: Sequence[tuple[Any, str]]) -> list[Part]:
     """The elements of a sequence; texts that match side by side are one. Raises ApiError."""
     found: list[Part] = []
-    for i, item in enumerate(items):
-        part = part_of(item, f"{field}.{i}")
+    for item in items:
+        part = part_of(*item)
         if part.pattern and found and found[-1].pattern:
-            last = found.pop()
-            found.append(Part(part.form, part.field, f"{last.pattern} {part.pattern}"))
-        else:
-            found.append(part)
+            part = Part(part.form, part.field, f"{found.pop().pattern} {part.pattern}")
+        found.append(part)
     return found

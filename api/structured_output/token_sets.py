@@ -6,8 +6,8 @@ from typing import Any
 
 from api.errors import invalid
 from api.structured_output.behind import Behind
-from api.structured_output.format_fields import number_of
-from api.structured_output.lark import NOTHING, Lark, token
+from api.structured_output.format_fields import as_text, number_of, token_of
+from api.structured_output.lark import NOTHING, Lark, Mark
 from api.structured_output.vocabulary import Vocabulary, ranges_without
 
 
@@ -31,6 +31,12 @@ class TokenSets:
             raise invalid(f"`{field}` must be at least 0 and below {limit}. Given: {value}", field)
         return value
 
+    def mark_of(self, value: Any, field: str) -> Mark:
+        """A mark that is a text, or a format of a token. Raises ApiError."""
+        if isinstance(value, Mapping):
+            return self.id_of(token_of(value, field), f"{field}.token")
+        return as_text(value, field, empty=True)
+
     def ids_of(self, form: Mapping[str, Any], name: str, field: str) -> frozenset[int]:
         """The ids in a list of tokens; none where it is missing. Raises ApiError."""
         values, place = form.get(name), f"{field}.{name}"
@@ -44,9 +50,6 @@ class TokenSets:
         if not found:
             raise invalid(f"`{field}` excludes all tokens", field)
         return found
-
-    def single(self, form: Mapping[str, Any], field: str) -> str:
-        return token(self.id_of(form.get("token"), f"{field}.token"))
 
     def excluding(self, form: Mapping[str, Any], field: str, behind: Behind) -> str:
         """One token, but those that the format excludes, and those that end the tag around."""

@@ -6,9 +6,17 @@ from typing import Any
 
 from api.errors import invalid
 from api.structured_output.behind import ANYTHING, END, Behind, firsts_of
-from api.structured_output.format_fields import flag_of, items_of, object_of, text_of, texts_of, token_of
+from api.structured_output.format_fields import (
+    as_text,
+    flag_of,
+    items_of,
+    object_of,
+    text_of,
+    texts_of,
+    token_of,
+)
 from api.structured_output.lark import Lark, one_of, token
-from api.structured_output.texts import Part, Texts, ending, text_without
+from api.structured_output.texts import Part, ending, matched, text_without
 from api.structured_output.token_sets import TokenSets
 
 Tag = tuple[str, Mapping[str, Any]]
@@ -47,7 +55,7 @@ class TagLists:
         start = one_of(first) if is_needed else ""
         if is_single and is_needed:
             return start
-        rest = Texts(self.lark).matched(Part({}, field, text), behind)
+        rest = matched(self.lark, Part({}, field, text), behind)
         return one_of([found_tag, rest]) if is_single else f"{start} ({found_tag})* {rest}"
 
     def with_triggers(
@@ -56,8 +64,7 @@ class TagLists:
         """(its place, its fields, its trigger) of each tag. Raises ApiError for one that has none."""
         if form.get("type") == "dispatch":
             return [(place, tag, tag["begin"]) for place, tag in tags]
-        triggers = texts_of(form, "triggers", field)
-        items_of(triggers, f"{field}.triggers")
+        triggers = [as_text(*item) for item in items_of(form, "triggers", field)]
         found = []
         for place, tag in tags:
             begin = text_of(tag, "begin", place)
@@ -125,8 +132,7 @@ def behind_each(behind: Behind) -> Behind:
 
 def tags_of(form: Mapping[str, Any], field: str) -> list[Tag]:
     found: list[Tag] = []
-    for i, value in enumerate(items_of(form.get("tags"), f"{field}.tags")):
-        place = f"{field}.tags.{i}"
+    for value, place in items_of(form, "tags", field):
         tag = {"type": "tag", **object_of(value, place)}
         if tag["type"] != "tag":
             raise invalid(f"`{place}.type` must be tag. Given: {tag['type']!r}", f"{place}.type")
@@ -137,12 +143,11 @@ def tags_of(form: Mapping[str, Any], field: str) -> list[Tag]:
 def dispatched(form: Mapping[str, Any], field: str) -> list[Tag]:
     """The rules of a dispatch, pairs of a trigger and a format, as tags without an end."""
     found: list[Tag] = []
-    for i, pair in enumerate(items_of(form.get("rules"), f"{field}.rules")):
-        place = f"{field}.rules.{i}"
+    for pair, place in items_of(form, "rules", field):
         if not isinstance(pair, list) or len(pair) != 2:
             raise invalid(f"`{place}` must be a pair of a trigger and a format", place)
         begin, content = pair
         if form["type"] == "dispatch":
-            text_of({"": begin}, "", f"{place}.0")
+            as_text(begin, f"{place}.0")
         found.append((place, {"type": "tag", "begin": begin, "content": content, "end": ""}))
     return found

@@ -264,6 +264,7 @@ HAS_NO_END = "has no end: it must be the last, or a special token or one that is
             AGE | {"style": "kimi_k3_xml"},
             "`f.format.style` must be one of json, qwen_xml, minimax_xml, deepseek_xml, ",
         ),
+        (AGE | {"style": {"a": 1}}, "`f.format.style` must be one of json, qwen_xml, "),
         (AGE | {"any_order": True}, "`f.format.any_order` is not supported"),
         (
             {
