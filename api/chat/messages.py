@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from api.errors import invalid
-from api.inference.fields import Listed, with_one_error
+from api.inference.fields import Listed, Strict, with_one_error
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class ContentPart(BaseModel):
+class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
     """A part of a message's content; only the type `text` is supported."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["type", "text"]})
 
     type: str = Field(json_schema_extra={"enum": ["text"]})
     text: str | None = Field(default=None, json_schema_extra={"type": "string"})
@@ -29,28 +27,22 @@ Content = Annotated[
 Arguments = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
 
 
-class EarlierFunction(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class EarlierFunction(Strict, extra="allow"):
     name: str
     arguments: Arguments | None = Field(
         default=None, description="The JSON text of an object, or the object itself."
     )
 
 
-class EarlierCall(BaseModel):
+class EarlierCall(Strict, extra="allow"):
     """A call of a tool that the assistant made."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     id: str | None = None
     type: str | None = None
     function: EarlierFunction
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class ChatMessage(Strict, extra="allow"):
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
     content: Content | None = Field(
         default=None,

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from api.errors import invalid
+from api.inference.fields import Strict
 from api.tool_calls.reading.deltas import Tool
 
 MAX_TOOLS = 128
@@ -16,9 +17,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 MODES = ("none", "auto", "required")
 
 
-class FunctionSchema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class FunctionSchema(Strict, extra="allow"):
     name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
@@ -30,11 +29,7 @@ class FunctionSchema(BaseModel):
     arguments: dict[str, Any] | None = Field(default=None, description="TGI's other name of `parameters`.")
 
 
-class ToolSchema(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="allow", json_schema_extra={"required": ["type", "function"]}
-    )
-
+class ToolSchema(Strict, extra="allow", json_schema_extra={"required": ["type", "function"]}):
     type: str = Field(json_schema_extra={"enum": ["function"]})
     function: FunctionSchema | None = Field(default=None, json_schema_extra={"type": "object"})
 

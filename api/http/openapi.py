@@ -35,12 +35,14 @@ TAGS = [
 ]
 
 
-class OpenAIObject(BaseModel):
-    """An object in a response of OpenAI's routes."""
+class ApiObject(BaseModel):
+    """An object in a response."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+Absent: Any = None
+"""The default of a field that is absent, not null."""
 ErrorResponses = dict[int | str, dict[str, Any]]
 """A route's `responses` besides 200."""
 

@@ -1,19 +1,24 @@
-"""Respond: submits the requests of an answer, and responds with a stream or with the whole."""
+"""Respond: describes an answer, submits its requests, and responds with a stream or with the whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.answer import describe_answer
 from api.http.headers import prompt_headers
+from api.http.request_id import request_id
+from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream
 from api.http.whole import RenderWhole, respond_with_whole
 from api.inference.metrics import ARRIVED_S
 from api.inference.pool import Pool
+from api.service.headers import on_terms
 from api.streams.feed import Feed
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
+from common.messages.answer import HttpAnswer, Rendering
+from common.messages.request import Generate
 
 
 class AnswerRenderer(NamedTuple):
@@ -27,6 +32,31 @@ class AnswerRenderer(NamedTuple):
 
     frames: Callable[[HttpAnswer, Sequence[Stream]], Feed[bytes]]
     whole: RenderWhole
+
+
+def new_answer(
+    request: Request,
+    pool: Pool,
+    requests: Iterable[Generate],
+    prefixes: Sequence[str],
+    rendering: Rendering,
+    streamed: bool = False,
+    resume_s: float | None = None,
+    detached: bool | None = None,
+    priority: str | int | None = None,
+    service_tier: str | None = None,
+) -> HttpAnswer:
+    """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422).
+
+    Args:
+        prefixes: for each prompt, the text with which its choices begin.
+        resume_s, detached, priority, service_tier: the fields of the body.
+    """
+    on_own_terms = on_terms(request, requests, pool.settings, priority, service_tier)
+    own_id, model = request_id(request), pool.settings.model_name
+    terms = read_terms(request, own_id, streamed, resume_s, detached)
+    route = request.url.path
+    return describe_answer(own_id, route, streamed, model, on_own_terms, prefixes, rendering, terms)
 
 
 async def submit_and_respond(

@@ -53,6 +53,12 @@ def with_one_error(text: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+class Strict(BaseModel):
+    """A part of a request body. Types are not converted: `"5"` is not a number."""
+
+    model_config = ConfigDict(strict=True)
+
+
 BIAS_SCHEMA: Any = {
     "propertyNames": {"pattern": "^[0-9]{1,6}$"},
     "additionalProperties": {"type": "number", **BIASES.schema},
@@ -103,10 +109,8 @@ SERVICE_TIER: Any = Field(
 )
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(Strict, extra="allow"):
     """Sampling parameters that TGI's and OpenAI's routes share. Null and absent mean the default."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     temperature: float | None = ranged(
         "temperature", "Default: 1. With 0, the most likely token is taken (greedy decoding)."

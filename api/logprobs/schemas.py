@@ -1,9 +1,9 @@
 """Log-probabilities in response bodies, described for /docs."""
 
-from api.http.openapi import OpenAIObject
+from api.http.openapi import ApiObject
 
 
-class TopLogprob(OpenAIObject):
+class TopLogprob(ApiObject):
     token: str
     logprob: float | None
     bytes: list[int]
@@ -16,11 +16,11 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(OpenAIObject):
+class ChatLogprobs(ApiObject):
     content: list[TokenLogprob]
 
 
-class CompletionLogprobs(OpenAIObject):
+class CompletionLogprobs(ApiObject):
     """Four parallel lists."""
 
     tokens: list[str]
@@ -32,7 +32,7 @@ class CompletionLogprobs(OpenAIObject):
     """Number of characters before each token."""
 
 
-class PromptLogprob(OpenAIObject):
+class PromptLogprob(ApiObject):
     """A token in one place of the prompt."""
 
     logprob: float

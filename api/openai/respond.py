@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.answer import describe_answer
 from api.errors import invalid
 from api.http.headers import total_headers
-from api.http.request_id import request_id
-from api.http.respond import AnswerRenderer, submit_and_respond
-from api.http.resume_terms import read_terms
+from api.http.respond import AnswerRenderer, new_answer, submit_and_respond
 from api.http.sse import sse_frames
 from api.http.whole import Whole
 from api.inference.pool import Pool
@@ -19,7 +16,6 @@ from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
 from api.openai.shared_fields import OpenAIRequest
 from api.openai.stream import stream_bodies
-from api.service.headers import on_terms
 from api.streams.feed import Feed
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
@@ -46,19 +42,12 @@ async def respond(
         num_chars: characters of all prompts.
         prefixes: for each prompt, the text that its choices begin with.
     """
-    settings = pool.settings
-    if len(requests) > settings.max_concurrent_requests:
+    if len(requests) > (most := pool.settings.max_concurrent_requests):
         raise invalid(
-            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is "
-            f"{settings.max_concurrent_requests}",
-            "n",
+            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}", "n"
         )
-    requests = on_terms(request, requests, settings, body.priority, body.service_tier)
-    route, own_id, streamed = request.url.path, request_id(request), bool(body.stream)
-    terms = read_terms(request, own_id, streamed, body.resume_s, body.detached)
-    answer = describe_answer(
-        own_id, route, streamed, settings.model_name, requests, prefixes, rendering, terms
-    )
+    terms = body.resume_s, body.detached, body.priority, body.service_tier
+    answer = new_answer(request, pool, requests, prefixes, rendering, bool(body.stream), *terms)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 
 

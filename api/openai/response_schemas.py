@@ -4,24 +4,22 @@
 
 from typing import Any, Literal
 
-from api.http.openapi import OpenAIObject, error_responses, event_stream
+from api.http.openapi import Absent, ApiObject, error_responses, event_stream
 from api.logprobs.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
-Absent: Any = None
-"""The default of a field that is absent, not null."""
 
 
-class CompletionTokensDetails(OpenAIObject):
+class CompletionTokensDetails(ApiObject):
     reasoning_tokens: int
 
 
-class PromptTokensDetails(OpenAIObject):
+class PromptTokensDetails(ApiObject):
     cached_tokens: int
     """Tokens whose KV was in the prefix cache."""
 
 
-class Usage(OpenAIObject):
+class Usage(ApiObject):
     """Token counts."""
 
     prompt_tokens: int
@@ -33,7 +31,7 @@ class Usage(OpenAIObject):
     """In a whole response and in the last chunk; not in the counts of other chunks."""
 
 
-class CompletionObject(OpenAIObject):
+class CompletionObject(ApiObject):
     id: str
     created: int
     """Unix time of the request, in seconds."""
@@ -41,7 +39,7 @@ class CompletionObject(OpenAIObject):
     system_fingerprint: str
 
 
-class FinishedChoice(OpenAIObject):
+class FinishedChoice(ApiObject):
     index: int
     finish_reason: FinishReason
     stop_reason: str | int | None
@@ -50,7 +48,7 @@ class FinishedChoice(OpenAIObject):
     """With `return_token_ids`."""
 
 
-class ChunkChoice(OpenAIObject):
+class ChunkChoice(ApiObject):
     index: int
     finish_reason: FinishReason | None
     """Null until the last chunk of the choice."""
@@ -63,19 +61,19 @@ class ChunkChoice(OpenAIObject):
 # --- chat ---------------------------------------------------------------------------------------------------
 
 
-class CalledFunction(OpenAIObject):
+class CalledFunction(ApiObject):
     name: str
     arguments: str
     """JSON text, which may be cut at `max_tokens`."""
 
 
-class ToolCall(OpenAIObject):
+class ToolCall(ApiObject):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class AssistantMessage(OpenAIObject):
+class AssistantMessage(ApiObject):
     role: Literal["assistant"]
     content: str | None
     """Null where the answer is calls only."""
@@ -102,14 +100,14 @@ class ChatCompletion(CompletionObject):
     prompt_logprobs: PromptLogprobs = Absent
 
 
-class CalledFunctionDelta(OpenAIObject):
+class CalledFunctionDelta(ApiObject):
     name: str = Absent
     """In the first delta of a call only."""
     arguments: str
     """The next piece of the JSON text."""
 
 
-class ToolCallDelta(OpenAIObject):
+class ToolCallDelta(ApiObject):
     """The next piece of the call with this index; the first one has `id`, `type` and the name."""
 
     index: int
@@ -118,7 +116,7 @@ class ToolCallDelta(OpenAIObject):
     function: CalledFunctionDelta
 
 
-class Delta(OpenAIObject):
+class Delta(ApiObject):
     role: Literal["assistant"] = Absent
     """In the first chunk of a choice only."""
     content: str | None = Absent
@@ -179,19 +177,19 @@ class CompletionChunk(CompletionObject):
 # --- models and errors --------------------------------------------------------------------------------------
 
 
-class Model(OpenAIObject):
+class Model(ApiObject):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
 
 
-class ModelList(OpenAIObject):
+class ModelList(ApiObject):
     object: Literal["list"]
     data: list[Model]
 
 
-class ErrorDetail(OpenAIObject):
+class ErrorDetail(ApiObject):
     message: str
     type: str
     param: str | None
@@ -202,7 +200,7 @@ class ErrorDetail(OpenAIObject):
     """
 
 
-class OpenAIError(OpenAIObject):
+class OpenAIError(ApiObject):
     error: ErrorDetail
 
 

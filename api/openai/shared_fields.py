@@ -7,7 +7,7 @@ another route has. Unknown names are ignored.
 import functools
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from api.errors import invalid
 from api.http.body import reject_unsupported
@@ -18,6 +18,7 @@ from api.inference.fields import (
     RESUME_S,
     SERVICE_TIER,
     Listed,
+    Strict,
     StructuredOutputFields,
     least,
     ranged,
@@ -30,9 +31,7 @@ from common.messages.answer import Rendering
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class StreamOptions(Strict):
     include_usage: bool | None = Field(
         default=None, description="Send a last chunk that has no choices and the token counts in `usage`."
     )

@@ -4,7 +4,8 @@ from starlette.requests import Request
 
 from api.errors import ApiError, invalid
 from api.response_object.items import Item
-from api.responses.input_items import ITEM_ID, unknown_item
+from api.response_object.response import response_id
+from api.responses.input_items import ITEM_ID
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
 
 PREVIOUS = "previous_response_id"
@@ -14,19 +15,14 @@ async def read_conversation(request: Request, previous_id: str | None) -> list[I
     """The items of the conversation up to the end of an earlier response. Raises ApiError."""
     if previous_id is None:
         return []
-    try:
-        stored = await find_response(request, previous_id)
-    except ApiError as error:
-        if error.status != 404:
-            raise
+    stored = await find_response(request, previous_id)
+    if stored is None:
         text = f"Previous response with id '{previous_id[:80]}' not found."
-        raise ApiError(
-            422, "validation", text, PREVIOUS, f"{PREVIOUS.removesuffix('_id')}_not_found"
-        ) from error
+        raise ApiError(422, "validation", text, PREVIOUS, f"{PREVIOUS.removesuffix('_id')}_not_found")
     output = await read_output(stored)
     if output is None:
         raise invalid(f"`{PREVIOUS}`: that response is not completed", PREVIOUS)
-    return [*stored.before, *stored.items, *output]
+    return [*stored.input, *output]
 
 
 async def read_output(stored: StoredResponse) -> list[Item] | None:
@@ -42,26 +38,20 @@ async def resolve_references(request: Request, items: list[Item]) -> list[Item]:
     for i, item in enumerate(items):
         if item["type"] == "item_reference":
             matched = ITEM_ID.fullmatch(item["id"])
-            if matched is None:
-                raise unknown_item(item["id"], f"input[{i}]")
-            if matched[1] not in known:
-                known[matched[1]] = await read_all_items(request, matched[1], item["id"], f"input[{i}]")
-            item = known[matched[1]].get(item["id"]) or raise_unknown(item["id"], f"input[{i}]")
+            request_id = matched[1] if matched else ""
+            if request_id not in known:
+                known[request_id] = await read_all_items(request, request_id)
+            if item["id"] not in known[request_id]:
+                name = f"input[{i}].id"
+                raise invalid(f"`{name}`: there is no stored item {item['id'][:80]!r}", name)
+            item = known[request_id][item["id"]]
         resolved.append(item)
     return resolved
 
 
-def raise_unknown(own_id: str, name: str) -> Item:
-    raise unknown_item(own_id, name)
-
-
-async def read_all_items(request: Request, request_id: str, own_id: str, name: str) -> dict[str, Item]:
-    """All items of a stored response by id. Raises ApiError."""
-    try:
-        stored = await find_response(request, f"resp_{request_id}")
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        raise unknown_item(own_id, name) from error
-    output = await read_output(stored) or []
-    return {item["id"]: item for item in (*stored.before, *stored.items, *output)}
+async def read_all_items(request: Request, request_id: str) -> dict[str, Item]:
+    """All items of a stored response by id; none if there is no such response. Raises ApiError."""
+    stored = await find_response(request, response_id(request_id))
+    if stored is None:
+        return {}
+    return {item["id"]: item for item in (*stored.input, *(await read_output(stored) or []))}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from api.errors import ApiError, invalid
+from api.errors import invalid
 from api.response_object.items import Item, item_id
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -111,7 +111,3 @@ def text_of(given: Mapping[str, Any], key: str, name: str) -> str:
 
 def join_text(content: str | Sequence[Mapping[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def unknown_item(own_id: str, name: str) -> ApiError:
-    return invalid(f"`{name}.id`: there is no stored item {own_id[:80]!r}", f"{name}.id")

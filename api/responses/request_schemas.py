@@ -5,7 +5,7 @@ Fields that OpenAI has and this server does not support are refused by name. Unk
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from api.chat.prompt import EFFORTS
 from api.errors import invalid
@@ -16,6 +16,7 @@ from api.inference.fields import (
     SERVICE_TIER,
     Listed,
     SamplingFields,
+    Strict,
     least,
     with_one_error,
 )
@@ -73,9 +74,7 @@ METADATA_SCHEMA: Any = {
 }
 
 
-class ResponseStreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = Field(
         default=None,
         description="Only false is supported: events have no padding.",
@@ -83,9 +82,7 @@ class ResponseStreamOptions(BaseModel):
     )
 
 
-class TextOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class TextOptions(Strict):
     format: dict[str, Any] | None = Field(
         default=None,
         description='What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
@@ -95,9 +92,7 @@ class TextOptions(BaseModel):
     verbosity: str | None = Field(default=None, description="Has no effect.")
 
 
-class ReasoningOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class ReasoningOptions(Strict):
     effort: str | None = Field(
         default=None,
         description="How much the model thinks first, where its template can say so; with `none` not at all.",

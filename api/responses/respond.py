@@ -6,19 +6,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.answer import describe_answer
 from api.http.headers import prompt_headers
-from api.http.request_id import request_id
-from api.http.respond import submit_and_respond
-from api.http.resume_terms import read_terms
+from api.http.respond import new_answer, submit_and_respond
 from api.inference.pool import Pool
 from api.json import to_json
+from api.openai.chat_params import ChatParams
 from api.response_object.frames import RENDERER
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
 from api.responses.delete import make_room
 from api.responses.request_schemas import ResponsesRequest
-from common.messages.answer import HttpAnswer, Rendering, ResponseParts
+from common.messages.answer import HttpAnswer, ResponseParts
 from common.messages.request import Generate, SamplingParams
 
 SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
@@ -41,31 +39,24 @@ def describe_response(
     request: Request,
     pool: Pool,
     body: ResponsesRequest,
+    chat: ChatParams,
     requests: list[Generate],
-    rendering: Rendering,
-    parts: ResponseParts,
+    before: list[Item],
+    items: list[Item],
 ) -> HttpAnswer:
-    """The answer as it is kept. Raises ApiError."""
-    own_id, streamed = request_id(request), bool(body.stream)
-    background = bool(body.background)
-    terms = read_terms(request, own_id, streamed or background, body.resume_s, background)
+    """The answer as it is kept: to `items`, behind the conversation `before` them. Raises ApiError."""
+    streamed, background = bool(body.stream), bool(body.background)
+    terms = body.resume_s, background, body.priority, body.service_tier
+    outlives_client = streamed or background
+    answer = new_answer(request, pool, requests, [""], chat.rendering, outlives_client, *terms)
+    fields = response_fields(body, chat.params.sampling, answer.requests[0].priority)
     stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0
-    answer = describe_answer(
-        own_id,
-        request.url.path,
-        streamed,
-        pool.settings.model_name,
-        requests,
-        [""],
-        rendering,
-        replace(terms, stored_ms=stored_ms),
+    return replace(
+        answer,
+        streamed=streamed,
+        terms=replace(answer.terms, stored_ms=stored_ms),
+        response=ResponseParts(to_json(fields), to_json(before), to_json(items)),
     )
-    return replace(answer, response=parts)
-
-
-def new_parts(fields: dict[str, Any], before: list[Item], items: list[Item]) -> ResponseParts:
-    """What is kept of a response besides its tokens: `before` is the conversation in front of its `items`."""
-    return ResponseParts(to_json(fields), to_json(before), to_json(items))
 
 
 def response_fields(body: ResponsesRequest, sampling: SamplingParams, priority: str) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from api.http.openapi import ApiObject
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class ResponsesObject(BaseModel):
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+class ResponsesObject(ApiObject, extra="allow"):
+    """An object of the Responses API, which may have more fields."""
 
 
 class InputTokensDetails(ResponsesObject):

@@ -13,9 +13,8 @@ from api.responses.chat_request import read_params
 from api.responses.conversation import read_conversation, resolve_references
 from api.responses.input_items import read_items
 from api.responses.request_schemas import ResponsesRequest
-from api.responses.respond import describe_response, new_parts, respond, response_fields
+from api.responses.respond import describe_response, respond
 from api.responses.response_schemas import ResponseEvent, ResponseObject
-from api.service.headers import on_terms
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
@@ -40,8 +39,5 @@ async def create_response(request: Request) -> Response:
     items = await resolve_references(request, read_items(asked.input, request_id(request)))
     chat = await read_params(asked, [*before, *items], pool)
     requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
-    requests = on_terms(request, requests, pool.settings, asked.priority, asked.service_tier)
-    fields = response_fields(asked, chat.params.sampling, requests[0].priority)
-    parts = new_parts(fields, before, items)
-    answer = describe_response(request, pool, asked, requests, chat.rendering, parts)
+    answer = describe_response(request, pool, asked, chat, requests, before, items)
     return await respond(request, pool, answer)

@@ -26,6 +26,14 @@ ERRORS |= error_responses(OpenAIError, {404: "There is no such response, or it b
 router = APIRouter(responses=ERRORS, tags=[OPENAI])
 
 
+async def find_own_response(request: Request, response_id: str) -> StoredResponse:
+    """Raises ApiError: 404, 503."""
+    stored = await find_response(request, response_id)
+    if stored is None:
+        raise ApiError(404, "not_found", f"Response with id '{response_id[:80]}' not found.")
+    return stored
+
+
 def json_response(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
 
@@ -44,7 +52,7 @@ async def retrieve_response(
     """The response with what is made of it so far, at any gateway. With `stream`, its events behind the one
     with the sequence number `starting_after`; another connection with the same response ends.
     """
-    stored = await find_response(request, response_id)
+    stored = await find_own_response(request, response_id)
     if stream:
         return await follow_response(stored, 0 if starting_after is None else starting_after + 1)
     if starting_after is not None:
@@ -81,8 +89,8 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Ends a response that was created with `background`. One that has ended stays as it is."""
-    stored = await find_response(request, response_id)
-    if not stored.is_background:
+    stored = await find_own_response(request, response_id)
+    if not stored.answer.terms.detached:
         raise invalid(
             "Only a response that was created with `background`: true can be cancelled", "response_id"
         )
@@ -92,7 +100,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 @router.delete("/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse)
 async def remove_response(request: Request, response_id: str) -> Response:
     """Deletes a response and its input; one that is still made is cancelled first."""
-    stored = await find_response(request, response_id)
+    stored = await find_own_response(request, response_id)
     await delete_response(stored)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -112,8 +120,8 @@ async def list_input_items(
     """The items from which a response was made, with those of the conversation before it; the newest first,
     unless `order` is `asc`. `after` is the id of the item behind which the list begins.
     """
-    stored = await find_response(request, response_id)
-    items = [*stored.before, *stored.items]
+    stored = await find_own_response(request, response_id)
+    items = stored.input
     if order == "desc":
         items.reverse()
     if after is not None:

@@ -6,7 +6,6 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
-from api.errors import ApiError
 from api.event_loop.offload import offload
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
@@ -21,37 +20,18 @@ class StoredResponse(Admitted):
     """A stored response, which may not have ended yet."""
 
     @property
-    def before(self) -> list[Item]:
-        """The conversation in front of its own items."""
-        return read_items(self.answer.response.before if self.answer.response else b"[]")
-
-    @property
-    def items(self) -> list[Item]:
-        """Its own input items."""
-        return read_items(self.answer.response.items if self.answer.response else b"[]")
-
-    @property
-    def is_background(self) -> bool:
-        return self.answer.terms.detached
+    def input(self) -> list[Item]:
+        """Its own input items, behind the conversation in front of them."""
+        assert self.answer.response is not None
+        return [*orjson.loads(self.answer.response.before), *orjson.loads(self.answer.response.items)]
 
 
-def read_items(data: bytes) -> list[Item]:
-    items: list[Item] = orjson.loads(data)
-    return items
-
-
-def not_found(response_id: str) -> ApiError:
-    return ApiError(404, "not_found", f"Response with id '{response_id[:80]}' not found.")
-
-
-async def find_response(request: Request, response_id: str) -> StoredResponse:
-    """The response of the client with this request. Raises ApiError: 404, 503."""
+async def find_response(request: Request, response_id: str) -> StoredResponse | None:
+    """The response of the client with this request; None if there is none. Raises ApiError (503)."""
     matched = RESPONSE_ID.fullmatch(response_id)
-    if matched is None:
-        raise not_found(response_id)
-    admitted = await find_own(request, matched[1])
+    admitted = await find_own(request, matched[1]) if matched else None
     if admitted is None or admitted.answer.response is None or not admitted.answer.terms.stored_ms:
-        raise not_found(response_id)
+        return None
     return StoredResponse(*admitted)
 
 

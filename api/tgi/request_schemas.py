@@ -6,11 +6,11 @@ OpenAI's routes have. Unknown names are ignored.
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
-from api.inference.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, SamplingFields, ranged
+from api.inference.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, SamplingFields, Strict, ranged
 from api.inference.params import GenerationParams
 from api.inference.ranges import MAX_STOP_CHARS
 from api.inference.sampling import SWITCH_NAMES
@@ -103,10 +103,8 @@ class GenerateParameters(SamplingFields):
         return bool(self.details or self.decoder_input_details)
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Strict):
     """The body of /generate and /generate_stream."""
-
-    model_config = ConfigDict(strict=True)
 
     inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
     parameters: GenerateParameters | None = None
@@ -147,10 +145,8 @@ class GenerateRequest(BaseModel):
         )
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Strict):
     """The body of /tokenize."""
-
-    model_config = ConfigDict(strict=True)
 
     inputs: str = Field(description="The text to tokenize.")
 

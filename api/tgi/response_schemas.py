@@ -2,18 +2,12 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from api.http.openapi import ErrorResponses, error_responses
+from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
-class TgiObject(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class Token(TgiObject):
+class Token(ApiObject):
     """A generated token."""
 
     id: int
@@ -23,7 +17,7 @@ class Token(TgiObject):
     """Whether it is a special token, such as end of sequence."""
 
 
-class PrefillToken(TgiObject):
+class PrefillToken(ApiObject):
     """A token of the prompt."""
 
     id: int
@@ -32,7 +26,7 @@ class PrefillToken(TgiObject):
     """Null for the first token of the prompt."""
 
 
-class GenerationDetails(TgiObject):
+class GenerationDetails(ApiObject):
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
@@ -40,7 +34,7 @@ class GenerationDetails(TgiObject):
     prefill: list[PrefillToken]
     """The prompt's tokens; empty without `decoder_input_details`."""
     tokens: list[Token]
-    top_tokens: list[list[Token]] = []
+    top_tokens: list[list[Token]] = Absent
     """The most likely tokens at each position; absent without `top_n_tokens`."""
 
 
@@ -53,24 +47,24 @@ class BestOfSequence(GenerationDetails):
 class Details(GenerationDetails):
     """How the text was generated."""
 
-    best_of_sequences: list[BestOfSequence] = []
+    best_of_sequences: list[BestOfSequence] = Absent
     """The other texts of `best_of`."""
 
 
-class GenerateResponse(TgiObject):
+class GenerateResponse(ApiObject):
     generated_text: str
-    details: Details = None  # type: ignore[assignment]  # absent, not null
+    details: Details = Absent
     """Absent unless requested."""
 
 
-class Predictions(TgiObject):
+class Predictions(ApiObject):
     """The body of /vertex."""
 
     predictions: list[str]
     """A text for each instance, in their order."""
 
 
-class StreamDetails(TgiObject):
+class StreamDetails(ApiObject):
     """How the text was generated."""
 
     finish_reason: FinishReason
@@ -81,13 +75,13 @@ class StreamDetails(TgiObject):
     """Number of tokens of the prompt."""
 
 
-class StreamResponse(TgiObject):
+class StreamResponse(ApiObject):
     """One event, `data: {…}`. If the request fails, the last event is an ErrorResponse instead."""
 
     index: int
     """Number of the token, from 1."""
     token: Token
-    top_tokens: list[Token] = []
+    top_tokens: list[Token] = Absent
     """The most likely tokens at this position; absent without `top_n_tokens`."""
     generated_text: str | None
     """The whole text, in the last event."""
@@ -95,7 +89,7 @@ class StreamResponse(TgiObject):
     """In the last event, if requested."""
 
 
-class SimpleToken(TgiObject):
+class SimpleToken(ApiObject):
     """A token of a text."""
 
     id: int
@@ -106,13 +100,13 @@ class SimpleToken(TgiObject):
     """Offset after its last byte."""
 
 
-class ChatTokenizeResponse(TgiObject):
+class ChatTokenizeResponse(ApiObject):
     tokenize_response: list[SimpleToken]
     templated_text: str
     """The prompt that the chat template makes of the messages."""
 
 
-class Info(TgiObject):
+class Info(ApiObject):
     """The model and its limits."""
 
     model_id: str
@@ -133,7 +127,7 @@ class Info(TgiObject):
     docker_label: str | None
 
 
-class ErrorResponse(TgiObject):
+class ErrorResponse(ApiObject):
     error: str
     """What is wrong."""
     error_type: str

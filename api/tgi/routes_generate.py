@@ -6,15 +6,11 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api.answer import describe_answer
 from api.http import body
 from api.http.openapi import TGI, event_stream, generation_body
-from api.http.request_id import request_id
-from api.http.respond import submit_and_respond
-from api.http.resume_terms import read_terms
+from api.http.respond import new_answer, submit_and_respond
 from api.http.state import own_pool
 from api.inference.validate import validate
-from api.service.headers import on_terms
 from api.tgi import best_of
 from api.tgi.answers import RENDERER
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
@@ -86,19 +82,10 @@ async def answer(
     best_of.check(params, limits, streamed)
     requests = await validate(params, limits, pool.tokenizer)
     requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
-    requests = on_terms(request, requests, pool.settings)
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
-    prefix = parsed.inputs if full_text else ""
-    own_id = request_id(request)
-    described = describe_answer(
-        own_id,
-        request.url.path,
-        streamed,
-        pool.settings.model_name,
-        requests,
-        [prefix],
-        Rendering(details=parameters.wants_details),
-        read_terms(request, own_id, streamed, parsed.resume_s, parsed.detached),
+    prefix, rendering = parsed.inputs if full_text else "", Rendering(details=parameters.wants_details)
+    described = new_answer(
+        request, pool, requests, [prefix], rendering, streamed, parsed.resume_s, parsed.detached
     )
     return await submit_and_respond(request, pool, described, len(parsed.inputs), RENDERER)

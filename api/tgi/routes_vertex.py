@@ -5,19 +5,17 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.answer import describe_answer
 from api.errors import ApiError, invalid
 from api.http import body
-from api.http.openapi import TGI, json_body
-from api.http.request_id import request_id
-from api.http.respond import submit_and_respond
+from api.http.openapi import TGI, generation_body
+from api.http.respond import new_answer, submit_and_respond
 from api.http.resume_terms import read_terms
 from api.http.state import own_pool, pools_of
-from api.inference.fields import Listed
+from api.inference.fields import Listed, Strict
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
 from api.inference.validate import Limits, validate
@@ -38,10 +36,8 @@ def kind_of(instance: Any) -> str:
     return "chat" if isinstance(instance, Mapping) and "messages" in instance else "prompt"
 
 
-class VertexRequest(BaseModel):
+class VertexRequest(Strict):
     """The body of /vertex."""
-
-    model_config = ConfigDict(strict=True)
 
     instances: Listed[
         Annotated[
@@ -57,7 +53,7 @@ class VertexRequest(BaseModel):
 @router.post(
     VERTEX,
     summary="Generate several texts",
-    openapi_extra=json_body(VertexRequest, EXAMPLE),
+    openapi_extra=generation_body(VertexRequest, EXAMPLE),
     responses={200: {"model": Predictions}},
 )
 async def vertex(request: Request) -> Response:
@@ -69,17 +65,7 @@ async def vertex(request: Request) -> Response:
     check_number(parsed.instances, limits)
     found = [await read_instance(request, pool, one, i) for i, one in enumerate(parsed.instances)]
     requests = [choice for params in found for choice in await validate(params, limits, pool.tokenizer)]
-    own_id = request_id(request)
-    answer = describe_answer(
-        own_id,
-        VERTEX,
-        False,
-        pool.settings.model_name,
-        requests,
-        [""] * len(requests),
-        Rendering(),
-        read_terms(request, own_id, False, None, None),
-    )
+    answer = new_answer(request, pool, requests, [""] * len(requests), Rendering())
     num_chars = sum(len(params.text or "") for params in found)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 

@@ -1,15 +1,14 @@
 """Bodies of vLLM's routes, described for /docs: requests and responses."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from api.inference.fields import Listed
+from api.http.openapi import ApiObject
+from api.inference.fields import Listed, Strict
 from api.openai.request_schemas import ChatRequest
 
 
-class TokenizePromptRequest(BaseModel):
+class TokenizePromptRequest(Strict):
     """A body of /tokenize with `prompt`."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     prompt: str = Field(description="The text to tokenize.")
@@ -27,20 +26,14 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Strict):
     """The body of /detokenize."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     tokens: Listed[int] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
 
 
-class VllmObject(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class TokenizeResponse(VllmObject):
+class TokenizeResponse(ApiObject):
     count: int
     max_model_len: int | None
     """Most tokens of prompt and generated text together; null until a worker has been ready."""
@@ -49,10 +42,10 @@ class TokenizeResponse(VllmObject):
     """The tokens as the vocabulary has them, if requested."""
 
 
-class DetokenizeResponse(VllmObject):
+class DetokenizeResponse(ApiObject):
     prompt: str
 
 
-class ServerVersion(VllmObject):
+class ServerVersion(ApiObject):
     version: str
     """Of this server."""

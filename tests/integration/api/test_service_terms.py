@@ -20,6 +20,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/generate": {"inputs": "Hi"},
     "/generate_stream": {"inputs": "Hi"},
     "/invocations": {"inputs": "Hi"},
+    "/vertex": {"instances": [{"inputs": "Hi"}]},
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
