@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.json import to_json
-from api.logprobs.prompt import prompt_logprobs
+from api.logprobs.render import prompt_logprobs
 from api.openai.choice import Choice, TextPiece, new_choices
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
-from api.logprobs.chat import chat_logprobs
+from api.logprobs.render import chat_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.render import ResponseRenderer, join_text
 from api.streams.stream import Stream

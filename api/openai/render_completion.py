@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.logprobs.completion import LogprobLists, completion_logprobs, join_logprobs
+from api.logprobs.render import LogprobLists, completion_logprobs, join_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
 from api.openai.render import ResponseRenderer, join_text

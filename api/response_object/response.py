@@ -7,7 +7,7 @@ import orjson
 
 from api.chat.answer import AnswerReader
 from api.errors import failed
-from api.logprobs.chat import chat_logprobs
+from api.logprobs.render import chat_logprobs
 from api.openai.choice import TextPiece, new_choices
 from api.response_object.items import CallItem, Event, Item, Logprobs, MessageItem, OutputItem, ReasoningItem
 from api.streams.stream import Stream

@@ -75,8 +75,10 @@ class StreamBodies(Feed[bytes]):
             self.num_shown += 1
         if stream.terminal and self.num_shown >= num_ready:
             self.ended = True
-            details = render_stream_details(stream) if self.with_details and stream.finished else None
-            new.append(render_last_frame(stream, self.num_shown, self.prefix, details))
+            details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
+            new.append(
+                render_last_frame(stream, self.num_shown, self.prefix, details if self.with_details else None)
+            )
         return new
 
 
@@ -105,15 +107,14 @@ def render_last_frame(stream: Stream, shown: int, prefix: str, details: dict[str
     return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
 
 
-def render_stream_details(stream: Stream) -> dict[str, Any]:
-    """The `details` of the last frame."""
+def render_end(stream: Stream) -> dict[str, Any]:
+    """What all `details` begin with."""
     assert stream.terminal is not None
-    about = {
+    return {
         "finish_reason": stream.terminal.reason,
         "generated_tokens": stream.num_tokens,
         "seed": seed_of(stream),
     }
-    return about | {"input_length": len(stream.prompt_ids)}
 
 
 # --- whole texts --------------------------------------------------------------------------------------------
@@ -137,16 +138,7 @@ def render_response(
 
 def render_details(stream: Stream) -> dict[str, Any]:
     """The `details` of a finished text."""
-    assert stream.terminal is not None
-    about = {
-        "finish_reason": stream.terminal.reason,
-        "generated_tokens": stream.num_tokens,
-        "seed": seed_of(stream),
-        "prefill": render_prefill(stream),
-        "tokens": [render_token(stream, i) for i in range(stream.num_tokens)],
-    }
-    return about | (
-        {"top_tokens": [render_top_tokens(stream, i) for i in range(stream.num_tokens)]}
-        if stream.tops
-        else {}
-    )
+    tokens = range(stream.num_tokens)
+    tops = {"top_tokens": [render_top_tokens(stream, i) for i in tokens]} if stream.tops else {}
+    all_tokens = {"prefill": render_prefill(stream), "tokens": [render_token(stream, i) for i in tokens]}
+    return render_end(stream) | all_tokens | tops

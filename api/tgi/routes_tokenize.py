@@ -10,16 +10,14 @@ from api.event_loop.offload import offload
 from api.http import body
 from api.http.openapi import TGI, json_body
 from api.http.state import own_pool
-from api.inference.validate import check
 from api.json import to_json
 from api.openai.accept import accept
-from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
 from api.tokenizer import ModelTokenizer
 from api.vllm.schemas import TokenizeResponse
-from api.vllm.tokenize import tokenize_chat, tokenize_prompt
+from api.vllm.tokenize import chat_text, tokenize_chat, tokenize_prompt
 
 router = APIRouter(responses=TOKENIZE_ERRORS, tags=[TGI])
 TEXT = {"inputs": "The capital of France is"}
@@ -59,18 +57,11 @@ async def chat_tokenize(request: Request) -> Response:
     longer than the model's context.
     """
     pool, chat = await accept(request, ChatRequest)
-    tokenizer = pool.tokenizer
-    params = (await read_chat(chat, pool)).params
-    check(params, pool.workers.limits, tokenizer)
-    text = params.text or ""
+    text = await chat_text(chat, pool)
 
     def render() -> bytes:
-        return to_json(
-            {
-                "tokenize_response": simple_tokens(tokenizer, text, bool(chat.add_special_tokens)),
-                "templated_text": text,
-            }
-        )
+        tokens = simple_tokens(pool.tokenizer, text, bool(chat.add_special_tokens))
+        return to_json({"tokenize_response": tokens, "templated_text": text})
 
     return Response(await offload(len(text), render), media_type="application/json")
 

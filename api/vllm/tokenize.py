@@ -13,6 +13,7 @@ from api.inference.pool import Pool
 from api.inference.validate import check
 from api.json import to_json
 from api.openai.chat_params import read_chat
+from api.openai.request_schemas import ChatRequest
 from api.vllm.schemas import TokenizeChatRequest, TokenizePromptRequest
 
 
@@ -29,10 +30,15 @@ async def tokenize_chat(request: Request, data: bytes) -> Response:
     chat = await offload(len(data), lambda: parse_body(TokenizeChatRequest, data))
     chat.check()
     pool = await pools_of(request).find(chat.model)
+    text = await chat_text(chat, pool)
+    return await respond(pool, text, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+
+
+async def chat_text(chat: ChatRequest, pool: Pool) -> str:
+    """The prompt that the chat template makes of a chat. Raises ApiError."""
     params = (await read_chat(chat, pool)).params
     check(params, pool.workers.limits, pool.tokenizer)
-    text = params.text or ""
-    return await respond(pool, text, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+    return params.text or ""
 
 
 async def respond(pool: Pool, text: str, add_special_tokens: bool, with_strings: bool) -> Response:
