@@ -74,8 +74,8 @@ class FlashInferBackend:
             PLAN_FREE_BYTES, dtype=torch.uint8, device=device
         )  # XQA's counters start at zero
         scratch = make_workspace(geometry, device, max_rows)
-        self.plans = StepPlans(geometry, self.planned, scratch)
-        self.decode_plans = DecodePlans(geometry, self.planned, scratch, max_rows, max_blocks)
+        self.plans = StepPlans(geometry, self.planned, scratch, generation)
+        self.decode_plans = DecodePlans(geometry, self.planned, scratch, generation, max_rows, max_blocks)
         self.decoders: list[Any] = [None] * len(self.views)
         self.modules: list[Any] = []
         self.step = self.rows_that_decode(

@@ -51,12 +51,19 @@ class StepPlans:
         planned: by view, whether rows that decode need plans, too.
     """
 
-    def __init__(self, geometry: Geometry, planned: Sequence[bool], workspace: torch.Tensor) -> None:
+    def __init__(
+        self, geometry: Geometry, planned: Sequence[bool], workspace: torch.Tensor, generation: int
+    ) -> None:
         self.geometry = geometry
         self.planned = planned
         self.device = workspace.device
-        kinds = [LatentWrapper if view.spec.latent else StepWrapper for view in geometry.views]
-        self.turns: list[list[Any]] = [[kind(workspace) for kind in kinds] for _ in range(2)]
+        self.turns: list[list[Any]] = [
+            [
+                LatentWrapper(workspace, generation) if view.spec.latent else StepWrapper(workspace)
+                for view in geometry.views
+            ]
+            for _ in range(2)
+        ]
         self.uploads = [Uploads(self.device) for _ in self.turns]
         self.current = 0
 
@@ -98,11 +105,13 @@ class DecodePlans:
         geometry: Geometry,
         planned: Sequence[bool],
         workspace: torch.Tensor,
+        generation: int,
         max_rows: int,
         max_blocks: int,
     ) -> None:
         self.geometry = geometry
         self.workspace = workspace
+        self.generation = generation
         self.device = device = workspace.device
         self.buffers = empty_inputs(max_rows, max_rows * max_blocks if any(planned) else 0, device)
         self.schedules = {
@@ -126,5 +135,5 @@ class DecodePlans:
     def make_wrapper(self, rows: int, view: LayerSpec) -> Any:
         buffers = first_rows(self.buffers, rows)
         if view.spec.latent:
-            return LatentWrapper(self.workspace, buffers)
+            return LatentWrapper(self.workspace, self.generation, buffers)
         return DecodeWrapper(self.workspace, self.schedules[view], buffers)

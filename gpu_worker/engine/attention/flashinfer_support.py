@@ -18,6 +18,8 @@ large.
 """
 LATENT_DIMS = (64, 512)
 """Of the rotary part and the latent: DeepSeek's, Kimi's, GLM's, LongCat's."""
+MAX_LATENT_HEADS = 128
+HOPPER = 9
 PLAN_FREE_BLOCKS = (16, 32, 64, 128)
 PLAN_FREE_GENERATIONS = (9, 10, 12)
 """Major compute capabilities that XQA is compiled for."""
@@ -25,7 +27,8 @@ PLAN_FREE_GROUP = 32
 """Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they
 have 256 numbers.
 """
-WORKSPACE_BYTES = 256 * 2**20
+WORKSPACE_BYTES = 128 * 2**20
+"""What FlashInfer asks for at least."""
 SMALL_TILE, MEDIUM_TILE, LARGE_TILE = 16, 64, 128
 ALIGNMENT = 64
 
@@ -51,6 +54,8 @@ def latents_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
     dims, spec = (view.key_dim, view.value_dim), view.spec
     if geometry.kv_dtype != geometry.dtype:
         return "it is not used for latents of 8-bit floats (KV_CACHE_DTYPE)"
+    if spec.group > MAX_LATENT_HEADS:
+        return f"its kernels for latents have at most {MAX_LATENT_HEADS} heads, these have {spec.group}"
     if spec.window is not None or spec.softcap is not None:
         return "its kernels for latents have no sliding windows and no soft caps"
     kernels = f"rotary parts and latents of {listed(LATENT_DIMS)}"
@@ -93,18 +98,33 @@ def plans_needed_because(geometry: Geometry, spec: AttentionSpec, generation: in
     )
 
 
+def latent_kernel(generation: int) -> str:
+    """FlashInfer's kernel for latents, by its name."""
+    return "fa3" if generation == HOPPER else "fa2"
+
+
+def planned_heads(heads: int, longest: int) -> int:
+    """How many query heads a step over latents is planned for, whose longest row has so many tokens. The
+    kernel takes 64 or 128 pairs of token and head at a time. Where such a tile ends between the heads of one
+    token, it leaves out the last key of that token if a tile of keys begins there, and FlashInfer refuses the
+    plan: a power of two divides all tiles.
+    """
+    return heads if longest == 1 else 1 << (heads - 1).bit_length()
+
+
 def workspace_bytes(geometry: Geometry, processors: int, max_rows: int) -> int:
-    """What programs that share a row hand to each other: for each tile of queries its outputs and the sum of
-    its softmax, in float32. FlashInfer lays out two programs for each multiprocessor, or those of all rows;
-    over latents only the former, for which the least is enough.
+    """What programs that share a row hand to each other: of each query its outputs and the sum of its
+    softmax, in float32, from each of them. FlashInfer lays out two programs for each multiprocessor, or those
+    of all rows; over latents only the former, for which the least is enough.
     """
     sizes = [WORKSPACE_BYTES]
     for layer in (layer for layer in geometry.layers if not layer.spec.latent):
         spec, dim = layer.spec, layer.value_dim
         programs, tile = 2 * processors // spec.kv_heads, tile_of(spec.group, dim)
         tiles = -(-max_rows * spec.group // tile) + max_rows - 1
-        queries = max(programs * tile_of(LARGE_TILE + 1, dim), max(programs, tiles) * tile)
-        sizes.append(spec.kv_heads * spec.group * queries * (dim + 1) * 4 + ALIGNMENT)
+        pairs = max(programs * tile_of(LARGE_TILE + 1, dim), max(programs, tiles) * tile)
+        queries = -(-pairs // spec.group)
+        sizes.append(spec.kv_heads * spec.group * queries * (dim + 1) * 4 + 2 * ALIGNMENT)
     return max(sizes)
 
 

@@ -4,15 +4,19 @@ from typing import Any
 
 import flashinfer
 import torch
-from flashinfer.mla import BatchMLAPagedAttentionWrapper
+from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+from torch.nn.functional import pad
 
 from common.settings.settings import SettingError
 from gpu_worker.engine.attention.flashinfer_inputs import PlanInputs, plan_options
+from gpu_worker.engine.attention.flashinfer_support import latent_kernel, planned_heads
 from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 
 LOG2_E = 1.4426950408889634
 MAX_TILES = 16_384
-"""What FlashInfer lays out of a step over latents: 128 queries of a row each, some for parts of long rows."""
+"""What FlashInfer lays out of a step over latents: 128 queries of a row each, some for parts of long rows. It
+refuses more without the name of a setting.
+"""
 SPLIT_TILES = 512
 
 
@@ -79,33 +83,31 @@ class DecodeWrapper:
 class LatentWrapper:
     """For layers that keep latents (AttentionSpec.latent), in steps of either kind. Each has 8 MiB of its own
     for schedules, on the device and on the host.
+
+    The kernel is named: of the others that FlashInfer would choose among on some GPUs, none is planned anew
+    for a captured step.
+
+    Attributes:
+        heads: of the queries that were planned, see `planned_heads`.
     """
 
-    def __init__(self, workspace: torch.Tensor, buffers: PlanInputs | None = None) -> None:
+    def __init__(self, workspace: torch.Tensor, generation: int, buffers: PlanInputs | None = None) -> None:
         """workspace uint8 [bytes]; `buffers` are what the graph reads of a captured step."""
-        fixed = (
-            {}
-            if buffers is None
-            else {
-                "qo_indptr": buffers.query_ends,
-                "kv_indptr": buffers.block_ends,
-                "kv_indices": buffers.blocks,
-                "kv_len_arr": buffers.lengths,
-            }
+        fixed = {} if buffers is None else latent_metadata(buffers)
+        self.heads = 0
+        self.wrapper = BatchMLAPagedAttentionWrapper(
+            workspace, use_cuda_graph=bool(fixed), backend=latent_kernel(generation), **fixed
         )
-        self.wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=bool(fixed), **fixed)
 
     def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
-        heads, rows, tokens = view.spec.group, len(inputs.lengths), int(inputs.query_ends[-1])
-        if tokens * heads // 128 + 2 * rows + SPLIT_TILES > MAX_TILES:  # nothing checks it
+        rows, tokens = len(inputs.lengths), int(inputs.query_ends[-1])
+        self.heads = heads = planned_heads(view.spec.group, inputs.longest)
+        if tokens * heads // 128 + 2 * rows + SPLIT_TILES > MAX_TILES:
             raise SettingError(
                 "max_batch_prefill_tokens", f"{tokens} tokens with {heads} heads are too many for one step"
             )
         self.wrapper.plan(
-            qo_indptr=inputs.query_ends,
-            kv_indptr=inputs.block_ends,
-            kv_indices=inputs.blocks,
-            kv_len_arr=inputs.lengths,
+            metadata=MLAPlanMetadata.csr(**latent_metadata(inputs)),
             num_heads=heads,
             head_dim_ckv=view.value_dim,
             head_dim_kpe=view.key_dim,
@@ -114,18 +116,33 @@ class LatentWrapper:
             sm_scale=view.spec.scaling,
             q_data_type=geometry.dtype,
             kv_data_type=geometry.kv_dtype,
+            query_layout="split",
+            kv_cache_layout="split",
         )
 
     def run(self, module: Any, query: torch.Tensor, sinks: None, output: torch.Tensor) -> None:
         """query [tokens, heads, rank + rotary_dim], output [tokens, heads, rank], of the model's dtype"""
-        rank = module.values.shape[3]
+        rank, heads = module.values.shape[3], query.shape[1]
+        if heads < self.heads:
+            query = pad(query, (0, 0, 0, self.heads - heads))
+        out = output if heads == self.heads else query.new_empty(len(query), self.heads, rank)
         self.wrapper.run(
-            q_nope=query[..., :rank],
-            q_pe=query[..., rank:],
-            ckv_cache=module.values[:, 0],
-            kpe_cache=module.keys[:, 0],
-            out=output,
+            query=(query[..., :rank], query[..., rank:]),
+            kv_cache=(module.values[:, 0], module.keys[:, 0]),
+            out=out,
         )
+        if out is not output:
+            output.copy_(out[:, :heads])
+
+
+def latent_metadata(inputs: PlanInputs) -> dict[str, torch.Tensor]:
+    """→ int32 [rows + 1], [rows + 1], [blocks], [rows], by FlashInfer's names"""
+    return {
+        "qo_indptr": inputs.query_ends,
+        "kv_indptr": inputs.block_ends,
+        "kv_indices": inputs.blocks,
+        "kv_len_arr": inputs.lengths,
+    }
 
 
 def run_over_pages(wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:

@@ -23,10 +23,10 @@ from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
-from tests.support.engine import fake_flashinfer
+from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
 
-fake_flashinfer.install()
+install()
 HOPPER = 9
 ON_CUDA = (
     pytest.mark.gpu,

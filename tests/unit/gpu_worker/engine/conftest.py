@@ -16,7 +16,7 @@ from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from tests.support.engine import fake_flashinfer
+from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_engine import engine_of
 
 HOPPER = 9
@@ -51,7 +51,7 @@ def again(run: Callable[[], None]) -> Callable[[], None]:
 @pytest.fixture
 def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """An engine on CPU made as one on CUDA is, but for the compiler."""
-    if not fake_flashinfer.install():
+    if not install():
         pytest.skip("where there is a GPU, the tests marked gpu try the real parts")
     from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 

@@ -11,16 +11,18 @@ import torch
 from gpu_worker.engine.attention import choose
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
+    latent_kernel,
+    planned_heads,
     plans_needed_because,
     unsupported_because,
     workspace_bytes,
 )
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from tests.support.engine import fake_flashinfer
 from tests.support.engine.attention_steps import CPU
+from tests.support.engine.fake_flashinfer.install import install
 
-if not fake_flashinfer.install():
+if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
 from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
@@ -72,7 +74,24 @@ def test_latents_of_other_sizes_use_torch(dims: tuple[int, int], kv_dtype: torch
     found = unsupported_because(geometry)
     assert why in found and bool(found) == bool(why)
     assert "latents" in plans_needed_because(geometry, layer.spec, HOPPER)
-    assert workspace_bytes(geometry, 132, 256) == 2**28
+    assert workspace_bytes(geometry, 132, 256) == 2**27
+
+
+@pytest.mark.parametrize(("heads", "planned"), [(1, 1), (16, 16), (20, 32), (96, 128), (128, 128)])
+def test_tiles_of_latents_end_between_tokens(heads: int, planned: int) -> None:
+    """Of 64 and 128 pairs of token and head; where no row has two tokens, heads stay as they are."""
+    assert planned_heads(heads, longest=2) == planned
+    assert planned_heads(heads, longest=1) == heads
+
+
+def test_kernels_for_latents_are_named() -> None:
+    assert [latent_kernel(generation) for generation in (8, HOPPER, 10, 12)] == ["fa2", "fa3", "fa2", "fa2"]
+
+
+def test_more_heads_than_a_tile_of_latents_use_torch() -> None:
+    layer = LayerSpec(AttentionSpec(1, 256, None, 1.0, latent=True), 64, 512)
+    geometry = Geometry([layer], 64, torch.bfloat16, torch.bfloat16)
+    assert "at most 128 heads, these have 256" in unsupported_because(geometry)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(4096, None), (None, 30.0)])
@@ -111,8 +130,8 @@ def test_plans_are_needed_where_a_kernel_lacks_a_feature(
 
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "mib"),
-    [(8, 4, 128, 256), (8, 12, 128, 337), (1, 48, 128, 675), (1, 71, 64, 894)],
-    ids=["Llama-8B", "Command R+", "StarCoder", "Falcon-7B"],
+    [(8, 4, 128, 128), (1, 71, 64, 128), (64, 1, 128, 136)],
+    ids=["Llama-8B", "Falcon-7B", "Llama-65B"],
 )
 def test_plans_have_room_to_split_rows(kv_heads: int, group: int, dim: int, mib: int) -> None:
     """On an A100, for graphs of 256 rows, as FlashInfer's scheduler lays them out."""

@@ -13,7 +13,8 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
-from tests.support.engine import fake_flashinfer, tiny_models
+from tests.support.engine import tiny_models
+from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.on_cuda import noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
@@ -99,7 +100,7 @@ def test_planned_steps_are_planned_before_they_are_replayed(
     tiny_models.save(tmp_path, *FAMILIES["Mistral"])
     engine, seen = like_cuda(tmp_path, generation=AMPERE), list[tuple[str, int]]()
     assert isinstance(engine.graphs, CudaGraphs) and not engine.loaded.backend.plan_free
-    plan = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper.plan
+    plan = kernels.BatchDecodeWithPagedKVCacheWrapper.plan
 
     def note_plan(self: Any, ends: torch.Tensor, *given: Any, **options: Any) -> None:
         seen.append(("plan", len(ends) - 1))
@@ -112,7 +113,7 @@ def test_planned_steps_are_planned_before_they_are_replayed(
 
         return noted
 
-    monkeypatch.setattr(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper, "plan", note_plan)
+    monkeypatch.setattr(kernels.BatchDecodeWithPagedKVCacheWrapper, "plan", note_plan)
     graphs = engine.graphs.graphs
     engine.graphs.graphs = {size: note_replay(size, run) for size, run in graphs.items()}
     play(engine, dict(enumerate(prompts()[:2])))

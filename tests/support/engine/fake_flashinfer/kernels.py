@@ -2,49 +2,15 @@
 demand of their arguments.
 """
 
-import importlib
-import importlib.util
-import math
-import sys
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from tests.support.engine.fake_flashinfer.plain import attention, gathered
+
 Cache = tuple[torch.Tensor, torch.Tensor]
 COUNTERS_BYTES = 8 * 2**20
 """Of XQA's workspace."""
-
-
-def attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    window_left: int,
-    softcap: float | None,
-    sinks: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one row. query [queries, heads, dim]; keys, values [tokens, kv_heads, dim] → outputs, logarithms to
-    base 2 of the sums of each softmax [queries, heads].
-    """
-    (count, heads, _), (length, kv_heads, _) = query.shape, keys.shape
-    keys, values = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    at, seen = torch.arange(length - count, length)[:, None], torch.arange(length)[None]
-    hidden = (seen > at) | ((seen < at - window_left) if window_left >= 0 else torch.zeros_like(seen > at))
-    scores = scores.masked_fill(hidden, -math.inf)
-    sums = scores.logsumexp(-1)
-    totals = sums if sinks is None else torch.logaddexp(sums, sinks[:, None])
-    outputs = torch.einsum("hqk,khd->qhd", (scores - totals[..., None]).exp().to(values.dtype), values)
-    return outputs.to(query.dtype), (sums / math.log(2)).T.float()
-
-
-def gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages [kv_heads, block_size, dim] → [tokens, kv_heads, dim] of `dtype`"""
-    return cache.to(dtype)[blocks.long()].transpose(1, 2).flatten(0, 1)[:length]
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -222,87 +188,3 @@ class BatchDecodeWithPagedKVCacheWrapper:
             )
         out *= v_scale
         return (out, sums) if return_lse else out
-
-
-class BatchMLAPagedAttentionWrapper:
-    """In a captured step `run` reads the buffers as they are when it is replayed: here, too."""
-
-    def __init__(
-        self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool, **buffers: torch.Tensor
-    ) -> None:
-        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) >= 2**27
-        names = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"}
-        assert set(buffers) == (names if use_cuda_graph else set())
-        assert all(buffer.dtype == torch.int32 and buffer.is_contiguous() for buffer in buffers.values())
-        self.buffers, self.captured = buffers, use_cuda_graph
-
-    def plan(
-        self, *, num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool,
-        sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype, **given: torch.Tensor,
-    ) -> None:  # fmt: skip
-        ends, blocks = given["qo_indptr"], given["kv_indptr"]
-        on_host = (ends, blocks, given["kv_len_arr"])
-        assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"
-        assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in given.values())
-        assert len(ends) == len(blocks) == len(given["kv_len_arr"]) + 1 and ends[0] == blocks[0] == 0
-        assert torch.equal(-(-given["kv_len_arr"] // page_size), blocks.diff()) and (ends.diff() > 0).all()
-        assert len(given["kv_indices"]) == blocks[-1] and causal and type(sm_scale) is float
-        if self.captured:
-            for name, buffer in self.buffers.items():
-                new = given[name]
-                assert len(new) == len(buffer) or (name == "kv_indices" and len(new) <= len(buffer))
-                buffer[: len(new)].copy_(new)
-        else:
-            self.buffers = given
-        dims = (num_heads, head_dim_ckv, head_dim_kpe)
-        fixed = (dims, page_size, sm_scale, q_data_type, kv_data_type)
-        assert not self.captured or getattr(self, "fixed", fixed) == fixed, "a graph keeps what it has"
-        self.fixed = fixed
-
-    def run(
-        self, *, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor,
-        kpe_cache: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        (heads, rank, rotary_dim), page_size, scale, dtype, kv_dtype = self.fixed
-        tokens = int(self.buffers["qo_indptr"][-1])
-        assert q_nope.shape == out.shape == (tokens, heads, rank) and q_pe.shape == (
-            tokens,
-            heads,
-            rotary_dim,
-        )
-        assert ckv_cache.shape[1:] == (page_size, rank) and kpe_cache.shape[1:] == (page_size, rotary_dim)
-        assert all(tensor.is_contiguous() for tensor in (ckv_cache, kpe_cache, out))
-        assert all(stride % 8 == 0 for tensor in (q_nope, q_pe) for stride in tensor.stride()[:2]), "loads"
-        assert q_nope.stride(2) == q_pe.stride(2) == 1
-        assert (
-            q_nope.dtype == q_pe.dtype == out.dtype == dtype
-            and ckv_cache.dtype == kpe_cache.dtype == kv_dtype
-        )
-        query, ends = torch.cat((q_nope, q_pe), -1), self.buffers["qo_indptr"].tolist()
-        begins = self.buffers["kv_indptr"].tolist()
-        for row, length in enumerate(self.buffers["kv_len_arr"].tolist()):
-            held = self.buffers["kv_indices"][slice(*begins[row : row + 2])]
-            latents, rotary = (
-                gathered(pages[:, None], held, length, dtype) for pages in (ckv_cache, kpe_cache)
-            )
-            mine, keys = slice(*ends[row : row + 2]), torch.cat((latents, rotary), -1)
-            out[mine], _ = attention(query[mine], keys, latents, scale, -1, None, None)
-
-
-def install() -> bool:
-    """Where the engine's code finds it, and nobody else. Not where the real one is installed, or a GPU on
-    which to use it.
-    """
-    if torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is not None:
-        return False
-    fake, decode, mla = (ModuleType(f"flashinfer{name}") for name in ("", ".decode", ".mla"))
-    fake.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    fake.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
-    mla.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper  # type: ignore[attr-defined]
-    found = {"flashinfer": fake, "flashinfer.decode": decode, "flashinfer.mla": mla}
-    sys.modules |= found
-    importlib.import_module("gpu_worker.engine.attention.flashinfer")
-    for name in found:
-        del sys.modules[name]
-    return True
