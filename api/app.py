@@ -16,11 +16,10 @@ from api.heir.answer_socket import give_answer_socket
 from api.heir.keeper_channel import KeeperChannel
 from api.http.auth import check_key
 from api.http.draining import Draining
-from api.http.error_handlers import add_error_handlers
+from api.http.error_handlers import HANDLERS
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.raw_send import keep_raw_send
-from api.http.state import set_pools
 from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
@@ -89,12 +88,12 @@ def build(
         openapi_url="/api-doc/openapi.json",
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
+        exception_handlers=HANDLERS,
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)
-    set_pools(app, gateway.pools)
+    app.state.pools = gateway.pools
     add_routes(app, gateway.settings, draining or Draining())
-    add_error_handlers(app)
     served = add_cors(partial(resume_posts, app), gateway.settings)
     return wrap(served, channel or KeeperChannel(None), partial(note_arrival, Turns(MAX_ARRIVALS)))
 

@@ -14,6 +14,14 @@ from common.messages.plan import WorkerCapacity
 log = logging.getLogger(__name__)
 
 WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step", "known", "cached")
+FIGURES = {
+    "gateway": ("streams",),
+    "batcher": ("waiting", "rows"),
+    "worker": WORKER_FIGURES,
+    "starting": (*WORKER_FIGURES, "num_blocks"),
+    "jobworker": ("running",),
+}
+"""Numbers in the heartbeats of each kind of process; one that a heartbeat lacks is 0."""
 BROKER = "broker"
 """The kind of the broker, and its id, because a pool has one broker."""
 
@@ -99,45 +107,19 @@ def batcher_state(name: str, age_s: float, holder: str, active: str) -> str:
 
 def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] | None:
     """The object of a process in `GET /fleet`; None if its heartbeat cannot be decoded."""
-
-    def number(name: str) -> int:
-        return int(heartbeat.get(name.encode(), b"0"))
-
-    def text(name: str) -> str:
-        return heartbeat.get(name.encode(), b"").decode()
-
-    about: dict[str, Any] = {"host": text("host"), "pid": number("pid"), "state": text("state") or "ready"}
-    match kind:
-        case "starting":
-            return about | {
-                "kind": "worker",
-                "state": "starting",
-                **dict.fromkeys(WORKER_FIGURES, 0),
-                "num_blocks": 0,
-            }
-        case "gateway":
-            return about | {"streams": number("streams")}
-        case "batcher":
-            return about | {"waiting": number("waiting"), "rows": number("rows")}
-        case "worker":
-            try:
-                capacity = decode(WorkerCapacity, heartbeat[b"capacity"])
-            except (WireError, KeyError) as error:
-                log.error("a worker's heartbeat cannot be decoded: %s", error)
-                return None
-            figures = {name: number(name) for name in WORKER_FIGURES}
-            return (
-                about
-                | figures
-                | {
-                    "num_blocks": capacity.num_blocks,
-                    "block_size": capacity.block_size,
-                    "device": capacity.device,
-                    "dtype": capacity.dtype,
-                }
-            )
-        case _:
-            return about | {"running": number("running")}
+    host, state = heartbeat.get(b"host", b"").decode(), heartbeat.get(b"state", b"").decode()
+    figures = {name: int(heartbeat.get(name.encode(), b"0")) for name in ("pid", *FIGURES.get(kind, ()))}
+    about: dict[str, Any] = {"host": host, "state": state or "ready"} | figures
+    if kind == "starting":
+        return about | {"kind": "worker", "state": "starting"}
+    if kind == "worker":
+        try:
+            capacity = decode(WorkerCapacity, heartbeat[b"capacity"])
+        except (WireError, KeyError) as error:
+            log.error("a worker's heartbeat cannot be decoded: %s", error)
+            return None
+        about |= {name: getattr(capacity, name) for name in ("num_blocks", "block_size", "device", "dtype")}
+    return about
 
 
 def render_broker(about: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Error handlers: turn exceptions of routes into responses in the words of the route's API family."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -16,14 +16,6 @@ from api.json import to_json
 
 CLIENT_CLOSED_REQUEST = 499
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(ApiError, handle_api_error)
-    app.add_exception_handler(HTTPException, handle_http_exception)
-    app.add_exception_handler(RequestValidationError, handle_query)
-    app.add_exception_handler(ClientDisconnect, handle_disconnect)
-    app.add_exception_handler(Exception, handle_crash)
 
 
 def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -40,23 +32,20 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
     return Response(to_json(body), status, all_headers, "application/json")
 
 
-async def handle_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def handle_api_error(request: Request, error: ApiError) -> Response:
     metrics.count_error(error.status, error.error_type)
     return error_response(error, request.url.path)
 
 
-async def handle_query(request: Request, exception: Exception) -> Response:
+async def handle_query(request: Request, exception: RequestValidationError) -> Response:
     """Answer a request whose query is wrong; routes read their bodies themselves."""
-    assert isinstance(exception, RequestValidationError)
     problem = exception.errors()[0]
     name = str(problem["loc"][-1])
     return await handle_api_error(request, invalid(f"`{name}`: {problem['msg']}", name))
 
 
-async def handle_http_exception(request: Request, exception: Exception) -> Response:
+async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
     """Answer a request for no route, or with a method that the route does not have."""
-    assert isinstance(exception, HTTPException)
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
     hint = what_exists(request) if status == 404 else ""
     error = ApiError(status, error_type, f"{exception.detail}: {request.method} {request.url.path}{hint}")
@@ -93,3 +82,12 @@ async def handle_disconnect(request: Request, error: Exception) -> Response:
 async def handle_crash(request: Request, error: Exception) -> Response:
     """Answer 500; the log has the traceback, because Starlette raises the error again."""
     return error_response(internal_error(), request.url.path)
+
+
+HANDLERS: dict[int | type[Exception], Any] = {
+    ApiError: handle_api_error,
+    HTTPException: handle_http_exception,
+    RequestValidationError: handle_query,
+    ClientDisconnect: handle_disconnect,
+    Exception: handle_crash,
+}

@@ -2,14 +2,10 @@
 
 from typing import cast
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
-
-
-def set_pools(app: FastAPI, pools: PoolRegistry) -> None:
-    app.state.pools = pools
 
 
 def pools_of(request: Request) -> PoolRegistry:

@@ -1,18 +1,20 @@
-"""Whole answers: the response that has all of an answer in one body."""
+"""Whole answers: the response that has all of an answer in one body, unless its client leaves before."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.errors import failed
 from api.event_loop.offload import offload
 from api.heir.answer_socket import flush_socket
-from api.http.disconnect import wait_until_finished
 from api.http.release import Release, keep_socket, release_all
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
+from common.process.first_end import run_until_one_ends
 
 Whole = tuple[bytes, dict[str, str]]
 """A body, and the headers that are known with it."""
@@ -65,3 +67,39 @@ class WholeAnswer(Response):
             await flush_socket(scope)
         finally:
             self.let_go()
+
+
+# --- waiting ------------------------------------------------------------------------------------------------
+
+
+async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
+    """Wait until all streams have finished, or one has failed.
+
+    Raises:
+        ApiError: the error of the first stream that failed.
+        ClientDisconnect: the client has left.
+    """
+    await run_until_one_ends(all_finished(streams), wait_for_disconnect(request))
+    for stream in streams:
+        if stream.terminal and not stream.finished:
+            raise failed(stream.terminal)
+    if not all(stream.finished for stream in streams):
+        raise ClientDisconnect
+
+
+async def all_finished(streams: Sequence[Stream]) -> None:
+    """Returns when all have finished, or at the first that has failed."""
+    ends = [asyncio.create_task(stream.ended.wait()) for stream in streams]
+    try:
+        while any(not stream.terminal for stream in streams):
+            await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
+            if any(stream.terminal and not stream.finished for stream in streams):
+                return
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+async def wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

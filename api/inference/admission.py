@@ -11,18 +11,18 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
 from api.answer import address, keep_as_asked
-from api.errors import ApiError, unavailable
+from api.errors import ApiError, asking_broker, unavailable
 from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.worker_monitor import WorkerMonitor
 from api.retry import Policy, attempt, fail_fast, retry_forever
-from api.service.admit import AdmitCall, refusal
+from api.service.admit import admit_args, refusal
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from api.tokenizer import ModelTokenizer
 from common.broker.cancel import cancel_request
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
-from common.broker.keys import Keys
+from common.broker.client import CONNECT_TIMEOUT_S, describe_error, script
+from common.broker.keys import Keys, admission_keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 from common.messages.request import Generate
@@ -68,7 +68,8 @@ class Admission:
         self.relay = relay
         self.workers = workers
         self.batcher = batcher
-        self.admit_call = AdmitCall(redis, keys, settings)
+        self.weights = settings.weights
+        self.admit_script = script(redis, "admit")
         self.forget_script = script(redis, "readers/forget")
         self.admissions = asyncio.Semaphore(MAX_COMMANDS)
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
@@ -108,19 +109,15 @@ class Admission:
         """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503."""
         await self.check()
         stream = Stream(request, self.tokenizer, answer)
-        try:
-            await self.admit(stream, fail_fast)
-        except NOT_EXECUTED as error:
-            self.relay.remove(stream)
-            raise unavailable(describe_error(error)) from error
-        except ApiError:
-            self.relay.remove(stream)
-            raise
-        except BaseException as error:
-            self.release(stream)  # it may be on the queue all the same
-            if isinstance(error, ERRORS):
-                raise unavailable(describe_error(error)) from error
-            raise
+        async with asking_broker():
+            try:
+                await self.admit(stream, fail_fast)
+            except (ApiError, *NOT_EXECUTED):
+                self.relay.remove(stream)
+                raise
+            except BaseException:
+                self.release(stream)  # it may be on the queue all the same
+                raise
         return stream
 
     async def admit(self, stream: Stream, policy: Policy) -> bool:
@@ -139,17 +136,19 @@ class Admission:
             raise refusal(outcome, request.tenant)
         return bytes(outcome[0])
 
-    async def send_admit(self, request: Generate, answer: bytes) -> list[Any]:
+    async def send_admit(self, request: Generate, answer: bytes) -> Any:
         """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
+        keys = admission_keys(self.keys, request.request_id, request.service_class)
+        args = admit_args(request, answer, self.settings, self.weights)
         async with asyncio.timeout(CONNECT_TIMEOUT_S), self.admissions:
             try:
-                return await self.admit_call(request, answer)
+                return await self.admit_script(keys=keys, args=args)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 await self.redis.connection_pool.disconnect(inuse_connections=False)
-                return await self.admit_call(request, answer)
+                return await self.admit_script(keys=keys, args=args)
 
     # --- release --------------------------------------------------------------------------------------------
 

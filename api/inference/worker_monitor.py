@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
@@ -26,15 +25,6 @@ TTL_SHARE = 0.8
 """Share of WORKER_TTL_S after which a gateway's heartbeat expires: in the rest of it others claim its
 jobs.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSighting:
-    """A worker as Redis shows it; `age_s` since its last heartbeat."""
-
-    ready: bool
-    age_s: float
-    capacity: WorkerCapacity
 
 
 class WorkerMonitor:
@@ -75,8 +65,7 @@ class WorkerMonitor:
         """Send one heartbeat, and read the workers once."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, workers = await asyncio.gather(self.send_heartbeat(), self.read_workers())
-                self.update(workers)
+                await asyncio.gather(self.send_heartbeat(), self.read_workers())
             self.last_error = ""
         except ERRORS as error:
             if self.last_error != describe_error(error):
@@ -96,28 +85,27 @@ class WorkerMonitor:
             state=self.state, streams=self.num_streams(), tasks=len(asyncio.all_tasks())
         )
 
-    async def read_workers(self) -> list[WorkerSighting]:
-        """Read the workers, in one round trip unless others have joined."""
+    async def read_workers(self) -> None:
+        """Read the workers, in one round trip unless others have joined, and note what those say that are
+        ready.
+        """
         seen, hashes, now_ms = await self.read(self.names)
         while not seen.keys() <= hashes.keys():
             seen, hashes, now_ms = await self.read([*seen])
         self.names = [*seen]
-        found = []
+        ages_s, max_tokens = [], []
         for incarnation, seen_ms in seen.items():
             state, capacity = hashes[incarnation]
-            if state is None or capacity is None:
+            if state != b"ready" or capacity is None:
                 continue
             try:
-                found.append(
-                    WorkerSighting(
-                        state == b"ready",
-                        max(0.0, now_ms - seen_ms) / 1000,  # the broker's clock may have gone back
-                        decode(WorkerCapacity, capacity),
-                    )
-                )
+                max_tokens.append(decode(WorkerCapacity, capacity).max_total_tokens)
+                ages_s.append(max(0.0, now_ms - seen_ms) / 1000)  # the broker's clock may have gone back
             except WireError as error:
                 log.error("worker %s: %s", incarnation.decode(), error)
-        return found
+        if ages_s:
+            self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
+            self.max_total_tokens = min(max_tokens)
 
     async def read(
         self, names: list[bytes]
@@ -130,12 +118,6 @@ class WorkerMonitor:
             pipe.time()
             *hashes, seen, (seconds, microseconds) = await pipe.execute()
         return dict(seen), dict(zip(names, hashes, strict=True)), seconds * 1000 + microseconds / 1000
-
-    def update(self, workers: list[WorkerSighting]) -> None:
-        ready = [worker for worker in workers if worker.ready]
-        if ready:
-            self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(worker.age_s for worker in ready))
-            self.max_total_tokens = min(worker.capacity.max_total_tokens for worker in ready)
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""

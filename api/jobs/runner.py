@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from redis.exceptions import ResponseError
 from api.answer import address
 from api.errors import ApiError, failed, internal_error, model_not_found, overloaded, unavailable
 from api.event_loop.offload import offload
-from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.pool import Pool
 from api.inference.pool_registry import names_own
@@ -218,3 +217,8 @@ def check_model(job: Job, settings: Settings) -> None:
         raise model_not_found(
             f"The model `{model}` is not served here: a job goes to the stream of its own pool"
         )
+
+
+async def all_ended(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        await stream.ended.wait()

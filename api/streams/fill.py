@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
@@ -26,7 +26,7 @@ from common.broker.tails import read_log, tokens_of
 from common.messages import finish_reasons
 from common.messages.codec import WireError
 from common.messages.events import Terminal, Tokens
-from common.messages.records import RECORD, TopTokens, unpack_records
+from common.messages.records import RECORD, unpack_records
 
 log = logging.getLogger(__name__)
 
@@ -214,28 +214,17 @@ class Filler:
         stream.end(Terminal(request_id, state.terminal, num_tokens, state.error, state.error_type))
 
     async def add_records(self, stream: Stream, offset: int, records: bytes) -> None:
+        """Add the tokens from a byte of the string on, in slices, without their texts."""
         width = stream.request.width
         token_bytes = width * RECORD.size
         index, num_bytes = offset // token_bytes, NUM_TOKENS * token_bytes
         for i in range(0, len(records), num_bytes):
-            await self.add(stream, index, *unpack_records(records[i : i + num_bytes], width))
+            await self.follow(stream)
+            ids, logprobs, tops = unpack_records(records[i : i + num_bytes], width)
+            if index + NUM_TOKENS > stream.num_tokens:
+                stream.add_committed(index, ids, logprobs, tops)
+                await self.pace.step(len(ids) // TOKENS_A_UNIT)
             index += NUM_TOKENS
-
-    async def add(
-        self,
-        stream: Stream,
-        index: int,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        tops: Sequence[TopTokens],
-    ) -> None:
-        """Add tokens from `index` on, in slices, without their texts."""
-        await self.follow(stream)
-        for i in range(0, len(ids), NUM_TOKENS):
-            part = slice(i, i + NUM_TOKENS)
-            if index + i + NUM_TOKENS > stream.num_tokens:
-                stream.add_committed(index + i, ids[part], logprobs[part], tops[part])
-                await self.pace.step(len(ids[part]) // TOKENS_A_UNIT)
 
     async def follow(self, stream: Stream) -> None:
         """Let the stream's detokenizer see the tokens that came with their text."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.retry import PAUSE_S, attempt, repeat_forever, retry_forever
 from api.streams.stream import Stream
 from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id, script
@@ -31,12 +32,6 @@ log = logging.getLogger(__name__)
 
 NUM_STREAMS = 16
 """Streams that are offered at once."""
-RETRY_S = 0.2
-
-
-def left_ms(stream: Stream) -> int:
-    """What is left of a request's time to live."""
-    return stream.request.ttl_ms - round((time.monotonic() - stream.started_s) * 1000)
 
 
 def time_out(stream: Stream) -> None:
@@ -77,7 +72,7 @@ class Offers:
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.offer_pending())
-            tasks.create_task(self.watch_server())
+            tasks.create_task(repeat_forever(self.watch_server, "asking which server the broker is"))
 
     def request(self, streams: Iterable[Stream], reopen: bool = False) -> None:
         for stream in streams:
@@ -95,25 +90,20 @@ class Offers:
             self.request([stream])
 
     async def watch_server(self) -> None:
-        """Offer all streams to a broker that is not the one before."""
-        failures = FailureLog(log, "asking which server the broker is")
-        while True:
-            await self.connected.wait()
-            self.connected.clear()
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    server_id = await read_server_id(self.redis)
-            except ERRORS as error:
-                failures.failed(describe_error(error))
-                await asyncio.sleep(RETRY_S)
-                self.connected.set()
-                continue
-            failures.succeeded()
-            if self.server_id and server_id != self.server_id:
-                num_streams = plural(len(self.streams), "stream")
-                log.warning("the broker was restarted or replaced: offering it %s", num_streams)
-                self.request(self.streams.values())
-            self.server_id = server_id
+        """Once connected, offer all streams to a broker that is not the one before."""
+        await self.connected.wait()
+        self.connected.clear()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                server_id = await read_server_id(self.redis)
+        except ERRORS:
+            self.connected.set()
+            raise
+        if self.server_id and server_id != self.server_id:
+            num_streams = plural(len(self.streams), "stream")
+            log.warning("the broker was restarted or replaced: offering it %s", num_streams)
+            self.request(self.streams.values())
+        self.server_id = server_id
 
     async def offer_pending(self) -> None:
         while True:
@@ -132,35 +122,33 @@ class Offers:
         """Offer one stream; later again if the broker fails."""
         if not stream.admitted or stream.terminal or stream.released:
             return
-        if (ttl_ms := left_ms(stream)) <= 0:
+        ttl_ms = stream.request.ttl_ms - round((time.monotonic() - stream.started_s) * 1000)
+        if ttl_ms <= 0:
             time_out(stream)
             return
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                answer, *attempt = await self.send(stream, ttl_ms, reopen)
+                answer, *placed = await self.send(stream, ttl_ms, reopen)
         except ERRORS as error:
             self.failures.failed(describe_error(error))
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(PAUSE_S)
             self.request([stream], reopen)
             return
         self.failures.succeeded()
         self.num_offers += 1
-        self.apply(stream, answer.decode(), attempt)
+        self.apply(stream, answer.decode(), placed)
         if answer == b"queued" and (stream.terminal or stream.released):
             await self.cancel(stream)
 
     async def cancel(self, stream: Stream) -> None:
         """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
-        while True:
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await cancel_request(self.redis, self.keys, stream.request.request_id)
-                return
-            except ERRORS as error:
-                log.warning("cannot cancel a request: %s", describe_error(error))
-                await asyncio.sleep(RETRY_S)
+        name = stream.request.request_id
+        await attempt(
+            lambda: asyncio.wait_for(cancel_request(self.redis, self.keys, name), CONNECT_TIMEOUT_S),
+            retry_forever,
+        )
 
-    def apply(self, stream: Stream, answer: str, attempt: list[int]) -> None:
+    def apply(self, stream: Stream, answer: str, placed: list[int]) -> None:
         request_id = stream.request.request_id
         extra = for_request(request_id)
         shown = plural(stream.num_tokens, "token")
@@ -173,7 +161,7 @@ class Offers:
                 supersede(stream)
             case "foreign":
                 stream.give_up("the request is not known any more")
-        stream.offered(*attempt)
+        stream.offered(*placed)
 
     async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> list[Any]:
         """The answer of the script `offer`."""
