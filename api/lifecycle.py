@@ -48,14 +48,13 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Foreign pools are closed first, the own pool last."""
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(background_task(watch_loop()))
-            await stack.enter_async_context(background_task(self.unread.watch()))
-            await stack.enter_async_context(self.pool.running())
-            await stack.enter_async_context(background_task(self.job_consumer.run()))
-            stack.push_async_callback(self.pools.close)
-            await stack.enter_async_context(background_task(self.pools.run()))
-            await stack.enter_async_context(
-                background_task(collect_garbage(lambda: len(self.pool.relay.streams)))
-            )
+        async with (
+            background_task(watch_loop()),
+            background_task(self.unread.watch()),
+            self.pool.running(),
+            background_task(self.job_consumer.run()),
+            contextlib.aclosing(self.pools),
+            background_task(self.pools.run()),
+            background_task(collect_garbage(lambda: len(self.pool.relay.streams))),
+        ):
             yield self

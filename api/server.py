@@ -101,7 +101,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
     )
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
-    signal.signal(signal.SIGTERM, ignore)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     server = GatewayServer(config, draining, settings.graceful_termination_timeout, channel)
     server.heir_app = build_heir(gateway, channel)
     server.run(sockets)
@@ -119,10 +119,6 @@ class GatewayServer(DrainingServer):
 
     def new_connection(self) -> InheritedConnection:
         return InheritedConnection(self.config, self.server_state, self.lifespan.state)
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 def shared_listener(host: str, port: int) -> socket.socket:

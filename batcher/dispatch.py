@@ -2,7 +2,7 @@
 
 from redis.asyncio import Redis
 
-from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.sequence import PlacedRow
 from common.broker.client import script
 from common.broker.fast_client import Argument, ScriptCall

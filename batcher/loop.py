@@ -16,7 +16,7 @@ from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.recovery import Recovery
-from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals

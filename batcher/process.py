@@ -32,12 +32,7 @@ async def serve(settings: Settings, incarnation: str) -> None:
     lease = Lease(redis, keys, incarnation, LEASE_S)
     departure = Departure(redis, keys, settings, lease)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, departure.told.set)
-    running = asyncio.create_task(run_batcher(settings, redis, keys, lease, departure))
-    await asyncio.wait((running, asyncio.create_task(departure.wait())), return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    running.cancel()
-    await asyncio.wait([running])
+    await run_until_one_ends(run_batcher(settings, redis, keys, lease, departure), departure.wait())
     await lease.release()
     await Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s).remove_in_time()
 
@@ -63,12 +58,13 @@ async def run_batcher(
                 batcher.close()
 
 
-async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> NoReturn:
-    """From the moment this process is told to end, let what waits start on workers that end as well."""
+async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> None:
+    """From the moment this process is told to end, let what waits start on workers that end as well. Never
+    returns.
+    """
     await told_to_end.wait()
     scheduler.workers.close()
     await asyncio.Future()
-    raise AssertionError
 
 
 async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:

@@ -126,22 +126,17 @@ class Recovery:
         """Resume requests from before this epoch that their workers hold no more. Most have ended since."""
         names = [sequence.request_id for sequence in sequences]
         states = await committed.read_saved(self.redis, self.keys, names, with_tokens=False)
-        for sequence in sequences:
-            if not states[sequence.request_id].is_live:
-                await self.terminals.dequeue(sequence)
-        live = [sequence for sequence in sequences if states[sequence.request_id].is_live]
-        for sequence in await self.resume(live):
+        for sequence in await self.resume(await self.drop_ended(sequences, states)):
             self.timeline.record_takeover(sequence)
 
     async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
         """Enqueue requests that no worker held: their strings have all their tokens."""
         names = [sequence.request_id for sequence in sequences if sequence.attempt]
         states = await committed.read_saved(self.redis, self.keys, names)
-        for sequence in sequences:
-            if not sequence.attempt:
-                self.scheduler.enqueue(sequence)
-                self.timeline.record_takeover(sequence)
-        for sequence in await self.enqueue([one for one in sequences if one.attempt], states):
+        new = [sequence for sequence in sequences if not sequence.attempt]
+        for sequence in new:
+            self.scheduler.enqueue(sequence)
+        for sequence in [*new, *await self.enqueue([one for one in sequences if one.attempt], states)]:
             self.timeline.record_takeover(sequence)
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
@@ -181,15 +176,19 @@ class Recovery:
 
     async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
         """Update sequences to what is committed, and enqueue those that are live. Return these."""
-        live = [sequence for sequence in sequences if states[sequence.request_id].is_live]
-        for sequence in sequences:
-            if not states[sequence.request_id].is_live:
-                await self.terminals.dequeue(sequence)
+        live = await self.drop_ended(sequences, states)
         for sequence in live:
             if not sequence.waiting and sequence.row is None:
                 update(sequence, states[sequence.request_id])
                 self.scheduler.resume(sequence)
         return live
+
+    async def drop_ended(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
+        """Remove those that have ended. Return the others."""
+        for sequence in sequences:
+            if not states[sequence.request_id].is_live:
+                await self.terminals.dequeue(sequence)
+        return [sequence for sequence in sequences if states[sequence.request_id].is_live]
 
 
 def update(sequence: Sequence, state: Committed) -> None:

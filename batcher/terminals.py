@@ -52,7 +52,7 @@ class Terminals:
             extra=for_request(request.request_id),
         )
         await self.dequeue(sequence)
-        self.timeline.record_end(sequence, why)
+        self.timeline.record(sequence, "ended", num_tokens=sequence.base, why=why)
 
     async def dequeue(self, sequence: Sequence) -> bool:
         """Remove a request that has its terminal from the queue and from the scheduler. Return whether it has

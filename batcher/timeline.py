@@ -11,7 +11,7 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
-from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from common.broker.client import ERRORS, describe_error
@@ -103,10 +103,6 @@ class TimelineWriter:
             return
         self.record(sequence, "taken_over", num_tokens=sequence.base)
         self.count_resume(sequence, "takeover")
-
-    def record_end(self, sequence: Sequence, why: str) -> None:
-        """Record a terminal of the batcher's own."""
-        self.record(sequence, "ended", num_tokens=sequence.base, why=why)
 
     def count_resume(self, sequence: Sequence, cause: str) -> None:
         catalogue.RESUMES.add(1, sequence.request.service_class, cause)

@@ -1,6 +1,7 @@
 """GET /metrics: the metrics of the whole pool; every gateway returns the same."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -32,14 +33,13 @@ async def metrics(request: Request) -> Response:
     redis, keys = pool.redis, pool.keys
     values: Values | None = None
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
-    try:
+    with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            values = await aggregate.read_totals(redis, keys)
+            totals = await aggregate.read_totals(redis, keys)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
             listed = await processes.list_processes(redis, keys, pool.batcher)
             gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(redis, keys)}
-    except ERRORS:
-        values = None
+            values = totals
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
     text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)

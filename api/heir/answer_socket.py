@@ -109,7 +109,7 @@ class AnswerSocket:
         self.channel.handovers.add(self.hand_over)
         try:
             async with asyncio.timeout(TELL_S):
-                await self.channel.send(KeeperMessage(keep=answer), beside)
+                await self.channel.post(KeeperMessage(keep=answer), beside)
         except (OSError, TimeoutError) as error:
             if self.channel.is_open:  # else the launcher has closed it, since the whole fleet ends
                 warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")

@@ -93,12 +93,10 @@ class KeeperChannel:
 
     # --- sending --------------------------------------------------------------------------------------------
 
-    async def send(self, message: KeeperMessage, beside: socket.socket | None = None) -> None:
-        """Returns when the kernel has the message. Raises OSError."""
-        await self.post(message, beside)
-
     def post(self, message: KeeperMessage, beside: socket.socket | None = None) -> asyncio.Future[None]:
-        """Send a message as soon as there is room, after those before it."""
+        """Send a message as soon as there is room, after those before it. The future is done when the kernel
+        has it, or has an OSError.
+        """
         future = asyncio.get_running_loop().create_future()
         future.add_done_callback(ignore_failure)
         data = encode(message)

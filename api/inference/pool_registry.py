@@ -111,7 +111,7 @@ class PoolRegistry:
                     log.info("pool %s is closed: no client named it for %.0f s", name, IDLE_S)
                     await self.foreign.pop(name).stack.aclose()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close all foreign pools."""
         async with self.lock:
             while self.foreign:

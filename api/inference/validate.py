@@ -1,6 +1,6 @@
 """Validation: makes requests of generation parameters, or refuses them by the name of the field at fault."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,9 +89,7 @@ def check_ranges(params: GenerationParams) -> None:
 
 def check_stops(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     stops = params.stopping.stop
-    if len(stops) > limits.max_stop_sequences:
-        words = f"supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stops)}"
-        raise invalid_field(params, "stop", words)
+    check_count(params, "stop", stops, limits.max_stop_sequences, "stop sequences")
     if "" in stops:
         raise invalid_field(params, "stop", "must not have an empty stop sequence")
     if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
@@ -103,10 +101,7 @@ def check_stops(params: GenerationParams, limits: Limits, tokenizer: ModelTokeni
 def check_logits(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
     check_id_list(params, "top_p_reset_ids", params.sampling.top_p_reset_ids, tokenizer)
     biases = params.sampling.logit_bias
-    if len(biases) > MAX_BIASES:
-        raise invalid_field(
-            params, "logit_bias", f"supports up to {MAX_BIASES} token ids. Given: {len(biases)}"
-        )
+    check_count(params, "logit_bias", biases, MAX_BIASES, "token ids")
     check_ids(params, "logit_bias", [token_id for token_id, _ in biases], tokenizer)
     for _, value in biases:
         if not BIASES.holds(value):
@@ -117,8 +112,7 @@ def check_logits(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
 
 def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
     field, ids = "allowed_token_ids", params.sampling.allowed_token_ids
-    if len(ids) > tokenizer.size:
-        raise invalid_field(params, field, f"supports up to {tokenizer.size} token ids. Given: {len(ids)}")
+    check_count(params, field, ids, tokenizer.size, "token ids")
     check_ids(params, field, ids, tokenizer)
     if ids and params.grammar is not None:
         raise invalid_field(params, field, "and a structured output or forced calls exclude each other")
@@ -130,9 +124,7 @@ def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> No
 
 
 def check_bad_words(params: GenerationParams) -> None:
-    if len(params.bad_words) > MAX_BAD_WORDS:
-        words = f"supports up to {MAX_BAD_WORDS} words. Given: {len(params.bad_words)}"
-        raise invalid_field(params, "bad_words", words)
+    check_count(params, "bad_words", params.bad_words, MAX_BAD_WORDS, "words")
     for word in params.bad_words:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
             words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
@@ -142,9 +134,13 @@ def check_bad_words(params: GenerationParams) -> None:
 def check_id_list(
     params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer
 ) -> None:
-    if len(ids) > MAX_LISTED_IDS:
-        raise invalid_field(params, field, f"supports up to {MAX_LISTED_IDS} token ids. Given: {len(ids)}")
+    check_count(params, field, ids, MAX_LISTED_IDS, "token ids")
     check_ids(params, field, ids, tokenizer)
+
+
+def check_count(params: GenerationParams, field: str, given: Sized, most: int, what: str) -> None:
+    if len(given) > most:
+        raise invalid_field(params, field, f"supports up to {most} {what}. Given: {len(given)}")
 
 
 def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer) -> None:

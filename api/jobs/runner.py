@@ -155,7 +155,7 @@ class JobRun:
             raise overloaded()
         if await self.admission.admit(stream, self.wait):
             await self.follow(stream)
-        self.relay.request_fill([stream])
+        self.relay.filler.request([stream])
 
     async def follow(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""

@@ -66,14 +66,6 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     return streams
 
 
-async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
-    """As `read_committed`. Raises ApiError: 410, 503."""
-    streams = await read_committed(pool, answer, channel)
-    if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
-        raise cancelled_answer(answer.request_id)
-    return streams
-
-
 async def skip_frames(
     answer: HttpAnswer, frames: Feed[bytes], num_seen: int, streams: Sequence[Stream]
 ) -> list[bytes]:
@@ -115,7 +107,9 @@ async def read_behind(
     """
     end_s = time.monotonic() + READ_AGAIN_S
     while True:
-        streams = await read_streams(pool, answer, channel)
+        streams = await read_committed(pool, answer, channel)
+        if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
+            raise cancelled_answer(answer.request_id)
         try:
             return streams, await frames_behind(answer, streams, num_seen)
         except ApiError as error:
@@ -169,4 +163,4 @@ def give_events(pool: Pool, stream: Stream) -> None:
         relay.follow(stream.request.channel)
     relay.add(stream)
     relay.admitted(stream)
-    relay.request_fill([stream])
+    relay.filler.request([stream])

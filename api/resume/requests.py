@@ -13,14 +13,6 @@ from common.messages.service_class import service_class
 STATES = ("queued", "running", "finished", "cancelled", "error")
 
 
-def unknown_request(request_id: str) -> ApiError:
-    return ApiError(
-        404,
-        "not_found",
-        f"There is no request {request_id[:40]}: it is not yours, its id is wrong, or it was answered",
-    )
-
-
 class OwnRequest(Admitted):
     """A request of the client that asks for it."""
 
@@ -74,5 +66,6 @@ async def find_request(request: Request, request_id: str) -> OwnRequest:
     """The request with this id, if it was asked for with the same API key. Raises ApiError: 404, 503."""
     admitted = await find_own(request, request_id)
     if admitted is None:
-        raise unknown_request(request_id)
+        why = "it is not yours, its id is wrong, or it was answered"
+        raise ApiError(404, "not_found", f"There is no request {request_id[:40]}: {why}")
     return OwnRequest(*admitted)

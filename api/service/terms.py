@@ -63,13 +63,6 @@ def read_class(value: str | int, name: str) -> str:
     return value
 
 
-def read_tier(tier: str, name: str) -> str:
-    """The class of OpenAI's `service_tier`. Raises ApiError (422)."""
-    if tier not in TIERS:
-        raise invalid(f"`{name}` must be one of {', '.join(TIERS)}. Given: {tier[:40]!r}", name)
-    return TIERS[tier]
-
-
 def read_tenant(tenant: str, name: str) -> str:
     """Raises ApiError (422)."""
     if re.fullmatch(TENANT, tenant) is None:
@@ -89,5 +82,8 @@ def read_deadline(value: str | int, name: str) -> int:
 
 def chosen_class(priority: str | int | None, tier: str | None, default: str = DEFAULT_CLASS) -> str:
     """The class that a body asks for: by `priority`, or else by `service_tier`. Raises ApiError (422)."""
-    tier_class = default if tier in (None, "auto") else read_tier(str(tier), "service_tier")
+    if tier is not None and tier not in TIERS:
+        tiers = ", ".join(TIERS)
+        raise invalid(f"`service_tier` must be one of {tiers}. Given: {tier[:40]!r}", "service_tier")
+    tier_class = default if tier in (None, "auto") else TIERS[tier]
     return tier_class if priority is None else read_class(priority, "priority")

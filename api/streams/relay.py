@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
@@ -172,7 +172,7 @@ class Relay:
             events = decode(Events, data)
         except WireError as error:
             log.error("undecodable message: %s", error)
-            self.request_fill(self.streams.values())
+            self.filler.request(self.streams.values())
             return
         lost_after = self.sources.note(events, channel)
         if lost_after is not None:
@@ -192,16 +192,12 @@ class Relay:
             fits = stream.add_event(event, source) if isinstance(event, Tokens) else stream.end(event)
         except WireError as error:
             log.error("undecodable event: %s", error)
-            self.request_fill([stream])
+            self.filler.request([stream])
         else:
             if not fits:
                 self.filler.request([stream], stream.heard_s)
 
     # --- filling --------------------------------------------------------------------------------------------
-
-    def request_fill(self, streams: Iterable[Stream]) -> None:
-        """Request what is committed of these streams beyond what they have."""
-        self.filler.request(streams)
 
     def request_lost(self, events: Events, after: int) -> None:
         """Request what was lost before a message: the flushes of its source behind `after`; and streams that
@@ -228,7 +224,7 @@ class Relay:
         for source, heard_on in {(stream.source, stream.request.channel) for stream in streams}:
             if flush := self.sources.last_flush(source, heard_on):
                 self.filler.request_flushes(source, flush, 0)
-        self.request_fill(streams)
+        self.filler.request(streams)
 
     async def audit(self) -> None:
         """Never returns."""
@@ -245,4 +241,4 @@ class Relay:
             silent_s = now - stream.last_event_s
             if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
                 stream.last_event_s = now
-                self.request_fill([stream])
+                self.filler.request([stream])

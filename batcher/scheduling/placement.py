@@ -163,10 +163,8 @@ class Placement:
 
     def first_changed(self, sequence: Sequence, behind: int) -> Replica | None:
         """Return the least loaded worker that can start a request, of those changed behind a change."""
-        for replica in sorted(self.changed(behind), key=lambda replica: replica.load):
-            if replica.can_start(sequence):
-                return replica
-        return None
+        by_load = sorted(self.changed(behind), key=lambda replica: replica.load)
+        return next((replica for replica in by_load if replica.can_start(sequence)), None)
 
     def first_able(self, sequence: Sequence) -> Replica | None:
         """Return a worker that can start a request, of the lowest level that has one."""

@@ -1,6 +1,7 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from batcher.scheduling.preemption import importance, preempt_for
 from batcher.scheduling.prefill_budget import mixed_prefill_tokens
@@ -8,6 +9,26 @@ from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PREEMPT, PlacedRow
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
+
+
+@dataclass(slots=True, eq=False)
+class PendingPlan:
+    """A plan that is not published yet. `rows` are those that start with it, in its order."""
+
+    replica: Replica
+    plan: Plan
+    rows: list[PlacedRow]
+
+    def withdraw(self, positions: Iterable[int]) -> list[PlacedRow]:
+        """Remove the rows at these positions, as if they had never been placed. Return them."""
+        withdrawn = [self.rows[position] for position in positions]
+        numbers = {row.number for row in withdrawn}
+        self.rows = [row for row in self.rows if row.number not in numbers]
+        starts = [start for start in self.plan.starts if start.row not in numbers]
+        self.plan = replace(self.plan, starts=starts)
+        for row in withdrawn:
+            self.replica.withdraw(row)
+        return withdrawn
 
 
 def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:

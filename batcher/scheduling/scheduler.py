@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from batcher.scheduling.pending_plan import PendingPlan
-from batcher.scheduling.plans import next_plan, set_lengths
+from batcher.scheduling.plans import PendingPlan, next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence

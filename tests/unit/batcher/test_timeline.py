@@ -5,7 +5,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from api.admin.timeline import read_timelines
-from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter

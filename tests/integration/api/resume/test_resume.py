@@ -99,7 +99,7 @@ async def test_tokens_that_move_while_they_are_read_are_read_again(
     """The log is trimmed behind the read of the string: neither has the tokens."""
     async with two_gateways(broker.url) as (_, _, client, other):
         first, place = await read_frames(client, "/generate_stream", BODY, 5)
-        read, reads = attach.read_streams, 0
+        read, reads = attach.read_committed, 0
 
         async def read_badly(*args: Any) -> list[Stream]:
             nonlocal reads
@@ -107,7 +107,7 @@ async def test_tokens_that_move_while_they_are_read_are_read_again(
             streams = await read(*args)
             return [Stream(one.request, model_tokenizer()) for one in streams] if reads == 1 else streams
 
-        monkeypatch.setattr(attach, "read_streams", read_badly)
+        monkeypatch.setattr(attach, "read_committed", read_badly)
         rest, _ = await read_frames(other, place, None, last_id=5)
         assert reads == 2
         whole, _ = await read_frames(other, place, None)

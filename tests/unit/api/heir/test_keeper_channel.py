@@ -41,7 +41,7 @@ async def test_without_a_keeper_every_message_fails() -> None:
     waiting = KeeperChannel(None)
     for one in (channel, waiting):
         with pytest.raises(OSError):
-            await one.send(KeeperMessage(drop="r0"))
+            await one.post(KeeperMessage(drop="r0"))
         assert not one.is_open and not one.is_kept() and not one.send_now(KeeperMessage(drop="r0"))
 
 
@@ -56,8 +56,8 @@ async def test_a_keeper_that_ends_is_noticed() -> None:
 async def test_a_message_that_is_too_long_fails_alone() -> None:
     channel, keeper = pair()
     with pytest.raises(OSError, match="too long"):
-        await channel.send(KeeperMessage(drop="x" * MAX_DATAGRAM_BYTES))
-    await channel.send(KeeperMessage(drop="r0"))
+        await channel.post(KeeperMessage(drop="x" * MAX_DATAGRAM_BYTES))
+    await channel.post(KeeperMessage(drop="r0"))
     channel.close()
     keeper.close()
 

@@ -69,7 +69,7 @@ async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: R
     stream = await shown(relay, 3)
     stream.answer = b"an answer"
     stream.prompt.num_cached = 16
-    relay.request_fill([stream])
+    relay.filler.request([stream])
     await wait_until(lambda: relay.filler.offers.num_offers)
     [(entry_id, fields)] = await redis.xrange(KEYS.requests)
     request = decode(Generate, fields[b"generate"])
@@ -198,7 +198,7 @@ async def test_cut_connections_offer_nothing(
 async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 1)
     stream.started_s -= 10_000
-    relay.request_fill([stream])
+    relay.filler.request([stream])
     await wait_until(lambda: stream.terminal)
     assert stream.terminal and stream.terminal.error_type == "timeout"
 

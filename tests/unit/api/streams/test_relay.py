@@ -117,7 +117,7 @@ async def test_an_overwritten_result_ends_its_own_stream_only(
         await commit(redis, 3, 3, stream.request.request_id)
     await redis.hset(KEYS.request("r"), mapping={"terminal": "length", "num_tokens": 3})  # type: ignore[misc]
     await redis.set(KEYS.tokens("r"), garbage)
-    relay.request_fill([spoilt, other])
+    relay.filler.request([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
     assert spoilt.terminal.error == "its result cannot be read" and not other.terminal  # type: ignore[union-attr]
 
@@ -164,7 +164,7 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
         await commit(redis, 0, 0, stream.request.request_id)
     assert failed.end(Terminal("failed", "error", 0, "gone"))
     await redis.hset(KEYS.request("filled"), mapping={"terminal": "error", "error": "gone"})  # type: ignore[misc]
-    relay.request_fill([filled])
+    relay.filler.request([filled])
     await wait_until(lambda: filled.terminal)
     assert failed.terminal and filled.terminal and failed.terminal.error == filled.terminal.error == "gone"
 
@@ -175,7 +175,7 @@ async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, rela
     relay.add(early)
     relay.add(other)
     relay.admitted(other)
-    relay.request_fill([early, other])
+    relay.filler.request([early, other])
     await wait_until(lambda: relay.filler.offers.num_offers)
     assert [await redis.exists(KEYS.request(name)) for name in ("early", "other")] == [0, 1]
     await commit(redis, 2, 2, "early")
@@ -199,11 +199,11 @@ async def test_fill_requests_during_a_fill_are_merged(
     for stream in streams:
         relay.add(stream)
         relay.admitted(stream)
-    relay.request_fill(streams[:1])
+    relay.filler.request(streams[:1])
     await wait_until(lambda: len(reads) == 1)
     for _ in range(100):
-        relay.request_fill(streams[1:])
-        relay.request_fill(streams[2:])
+        relay.filler.request(streams[1:])
+        relay.filler.request(streams[2:])
     relay.remove(streams[1])
     going.set()
     await wait_until(lambda: len(reads) == 2 and not relay.filler.requested.is_set())
