@@ -81,7 +81,7 @@ def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallForma
     template = tokenizer.chat_template
     if name is None:
         source = template.for_tools.source if template else ""
-        found = detect.find_call_format(source, tokenizer.backend.get_vocab()) or CALL_FORMATS[PLAIN_FORMAT]
+        found = detect.find_call_format(source, tokenizer.backend.token_to_id) or CALL_FORMATS[PLAIN_FORMAT]
     elif (named := call_format(name)) is not None:
         found = named
     else:
@@ -96,7 +96,7 @@ def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> Reas
     name = settings.reasoning_parser
     if name is None:
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        return detect.find_reasoning_format(source, tokenizer.backend.get_vocab())
+        return detect.find_reasoning_format(source)
     if name not in (*REASONING_FORMATS, NO_REASONING):
         names = ", ".join((*REASONING_FORMATS, NO_REASONING))
         raise SettingError("reasoning_parser", f"must be one of {names}. Given: {name}")

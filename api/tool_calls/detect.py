@@ -1,6 +1,6 @@
 """Find in which formats a model writes calls and reasoning, from its chat template and its vocabulary."""
 
-from collections.abc import Container
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from api.tool_calls.formats.table import CALL_FORMATS, CallFormat
@@ -56,21 +56,25 @@ OTHER_THINKING = ("<response>", "<|channel|>")
 """Templates with these texts mean another way to think by `<think>`, or have none beside their calls."""
 
 
-def find_call_format(template: str, vocabulary: Container[str]) -> CallFormat | None:
+def find_call_format(template: str, id_of: Callable[[str], int | None]) -> CallFormat | None:
     """The format in which a model writes calls; None if its template has no tools, or another format."""
     if "tools" not in template:
         return None
-    found = (signs.format for signs in CALL_SIGNS if fits(signs, template, vocabulary))
+    found = (
+        signs.format
+        for signs in CALL_SIGNS
+        if fits(signs, template) or (signs.token and id_of(signs.token) is not None)
+    )
     return next((CALL_FORMATS[name] for name in found), None)
 
 
-def find_reasoning_format(template: str, vocabulary: Container[str]) -> ReasoningFormat | None:
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format in which a model thinks; None if it does not, or by its format of calls."""
     if any(text in template for text in OTHER_THINKING):
         return None
-    found = (signs.format for signs in REASONING_SIGNS if fits(signs, template, vocabulary))
+    found = (signs.format for signs in REASONING_SIGNS if fits(signs, template))
     return next((REASONING_FORMATS[name] for name in found), None)
 
 
-def fits(signs: Signs, template: str, vocabulary: Container[str]) -> bool:
-    return all(text in template for text in signs.texts) or signs.token in vocabulary
+def fits(signs: Signs, template: str) -> bool:
+    return all(text in template for text in signs.texts)
