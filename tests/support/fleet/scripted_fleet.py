@@ -44,10 +44,7 @@ class Member(FakeWorker):
     spill_steps = 64
     repeated_s = 0.0
 
-    async def take_requests(self) -> None:
-        pass
-
-    async def take_cancels(self) -> None:
+    async def take(self) -> None:
         pass
 
     async def repeat(self) -> None:

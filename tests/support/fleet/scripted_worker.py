@@ -25,6 +25,7 @@ from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Cancel, Generate
 
 SPILL_STEPS = 5
+IDLE_MS = 20
 TTL_MS = 3_600_000  # longer than any test takes on a busy machine
 EOS = 2
 
@@ -153,8 +154,7 @@ class FakeWorker:
         while True:
             with contextlib.suppress(*ERRORS):
                 await self.rest()
-                await self.take_requests()
-                await self.take_cancels()
+                await self.take()
                 await self.flush()
                 await self.repeat()
             await asyncio.sleep(self.step_s or (0 if self.live else 0.005))
@@ -170,26 +170,28 @@ class FakeWorker:
         self.going.clear()
         await self.resting.wait()
 
-    async def take_requests(self) -> None:
-        for entry_id, fields in await self.redis.xrange(
-            self.keys.requests, b"(" + self.last_entry if self.last_entry != b"0" else "-"
-        ):
-            self.last_entry = entry_id
-            request = decode(Generate, fields[b"generate"])
-            self.seen.append(request)
-            self.live[request.request_id] = live = Live(
-                entry_id, request, self.answer(request), self.tokenizer
-            )
-            placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
-            await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
+    async def take(self) -> None:
+        """New requests, then cancels; without anything to do, wait for one of them."""
+        streams = {self.keys.requests: self.last_entry, self.keys.control: self.last_control}
+        block = None if self.live else IDLE_MS
+        for stream, entries in await self.redis.xread(streams, block=block):  # type: ignore[arg-type]
+            for entry_id, fields in entries:
+                if stream.decode() == self.keys.requests:
+                    self.last_entry = entry_id
+                    await self.begin(entry_id, decode(Generate, fields[b"generate"]))
+                else:
+                    self.last_control = entry_id
+                    self.heed(fields)
 
-    async def take_cancels(self) -> None:
-        for entry_id, fields in await self.redis.xrange(
-            self.keys.control, b"(" + self.last_control if self.last_control != b"0" else "-"
-        ):
-            self.last_control = entry_id
-            if b"cancel" in fields and (live := self.live.get(decode(Cancel, fields[b"cancel"]).request_id)):
-                live.cancelled = True
+    async def begin(self, entry_id: bytes, request: Generate) -> None:
+        self.seen.append(request)
+        self.live[request.request_id] = live = Live(entry_id, request, self.answer(request), self.tokenizer)
+        placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
+        await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
+
+    def heed(self, fields: dict[bytes, bytes]) -> None:
+        if b"cancel" in fields and (live := self.live.get(decode(Cancel, fields[b"cancel"]).request_id)):
+            live.cancelled = True
 
     async def flush(self) -> None:
         """One step of every row: the next token of each, and the ends."""
