@@ -19,9 +19,9 @@ from itertools import pairwise
 
 from common.broker.client import connect
 from common.broker.keys import Keys
-from tests.support.agents import ids_of
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load, body
+from tests.support.tokenizer import ids as ids_of
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")

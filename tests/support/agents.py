@@ -5,9 +5,7 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from redis.asyncio import Redis
-from tokenizers import Tokenizer
 
-from common import model_files
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.packing import pack_floats, pack_ids
@@ -20,11 +18,11 @@ from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.protocol import SAMPLE, Grant, StepResult
+from tests.support.tokenizer import TOKENIZER
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
 PROMPT = [504, 905]
-TOKENIZER = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
 
 
 class RecordingEngine(EngineClient):
@@ -87,11 +85,6 @@ async def reports(redis: Redis) -> list[Report]:
         for _, fields in await redis.xrange(KEYS.reports("w0-1"))
         if b"report" in fields
     ]
-
-
-def ids_of(text: str) -> list[int]:
-    ids: list[int] = TOKENIZER.encode(text).ids
-    return ids
 
 
 def prompt_logprobs(first: int, *logprobs: float) -> tuple[int, int, bytes, bytes, bytes]:

@@ -37,10 +37,14 @@ class Question:
 
 def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[int]]:
     """The prompts' token ids, without anything added around them."""
+    return [tokenizer_of(model_id).encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+
+
+@cache
+def tokenizer_of(model_id: str) -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(model_files.resolve(model_id) / "tokenizer.json"))
-    return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    return Tokenizer.from_file(str(model_files.resolve(model_id) / "tokenizer.json"))
 
 
 def reference_ids(

@@ -6,9 +6,7 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 
 from redis.asyncio import Redis
-from tokenizers import Tokenizer
 
-from common import model_files
 from common.broker.client import connect
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import WorkerCapacity
@@ -20,9 +18,9 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.process import seal
 from gpu_worker.protocol import Grant, StepResult
+from tests.support.tokenizer import TOKENIZER
 
 BLOCK_SIZE = 16
-TOKENIZER = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
 
 
 def next_id(ids: Sequence[int]) -> int:

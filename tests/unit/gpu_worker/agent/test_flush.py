@@ -15,8 +15,9 @@ from gpu_worker.agent import flush
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Flush, Sealed
 from gpu_worker.agent.row_text import RowText
-from tests.support.agents import CHANNEL, KEYS, ids_of, reports, start, step
+from tests.support.agents import CHANNEL, KEYS, reports, start, step
 from tests.support.broker_state import seal
+from tests.support.tokenizer import ids as ids_of
 
 
 async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent, redis: Redis) -> None:

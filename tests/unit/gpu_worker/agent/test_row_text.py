@@ -7,7 +7,9 @@ from common.messages.plan import RowStart
 from common.messages.records import RECORD, pack_records, unpack_records
 from common.messages.request import Generate, StoppingParams
 from gpu_worker.agent.row_text import RowTable, RowText
-from tests.support.agents import PROMPT, TOKENIZER, ids_of
+from tests.support.agents import PROMPT
+from tests.support.tokenizer import TOKENIZER
+from tests.support.tokenizer import ids as ids_of
 
 
 def start_row(

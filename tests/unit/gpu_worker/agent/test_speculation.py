@@ -6,7 +6,8 @@ from common.messages.packing import pack_ids
 from common.messages.records import unpack_records
 from gpu_worker.agent.agent import Agent
 from gpu_worker.protocol import SAMPLE, StepResult
-from tests.support.agents import KEYS, PROMPT, grants, ids_of, plan, reports, start, step
+from tests.support.agents import KEYS, PROMPT, grants, plan, reports, start, step
+from tests.support.tokenizer import ids as ids_of
 
 
 def step_of(agent: Agent, row: int, first: int, tokens: list[int], **fields: object) -> None:

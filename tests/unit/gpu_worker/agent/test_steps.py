@@ -17,12 +17,12 @@ from tests.support.agents import (
     PROMPT,
     grants,
     hset,
-    ids_of,
     prompt_logprobs,
     reports,
     start,
     step,
 )
+from tests.support.tokenizer import ids as ids_of
 
 
 async def test_a_stop_string_ends_a_row_at_once_and_later_tokens_are_dropped(
