@@ -24,7 +24,7 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     noted,
     nothing_is_left,
 )
-from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
 
@@ -35,14 +35,7 @@ FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="float32"), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
-        "alone"
-    )
-    assert play(engine, fresh) == expected, "batched"
-    assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
-    resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
-    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
+    check_ids(engine_on(device, tmp_path, monkeypatch, dtype="float32"), expected)
 
 
 @ANYWHERE

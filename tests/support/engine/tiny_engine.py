@@ -1,5 +1,6 @@
 """Engines of tiny random models, and what they generate for prompts of several lengths."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_models import VOCAB
 
-NEW_TOKENS = 40
+NEW_TOKENS, MANY_NEW_TOKENS = 24, 40
+"""The many are for the slow tests."""
 
 LENGTHS = (1, 20, 50, 70)
 """Of the prompts: some are longer than the windows and the original rope lengths."""
@@ -37,12 +39,27 @@ def prompts() -> list[list[int]]:
 
 
 def play(
-    engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0
+    engine: Engine,
+    prefixes: dict[int, list[int]],
+    prefill_tokens: int = 1000,
+    base: int = 0,
+    new_tokens: int = NEW_TOKENS,
 ) -> dict[int, list[int]]:
     """Return the new ids of rows that start with `base` tokens generated before."""
     played = Player(
         engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
     )
     return played.run(
-        [played.start(row, ids, NEW_TOKENS, base, ignore_eos=True) for row, ids in prefixes.items()]
+        [played.start(row, ids, new_tokens, base, ignore_eos=True) for row, ids in prefixes.items()]
     )
+
+
+def check_ids(engine: Engine, expected: dict[int, list[int]]) -> None:
+    """Rows with the prompts have the expected ids, however they are batched, chunked and resumed."""
+    fresh, [new_tokens] = dict(enumerate(prompts())), {len(ids) for ids in expected.values()}
+    ids_of = partial(play, engine, new_tokens=new_tokens)
+    assert {row: ids_of({row: prompt})[row] for row, prompt in fresh.items()} == expected, "alone"
+    assert ids_of(fresh) == expected, "batched"
+    assert ids_of(fresh, prefill_tokens=7) == expected, "chunked"
+    resumed = ids_of({row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"

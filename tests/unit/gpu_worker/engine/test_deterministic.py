@@ -31,6 +31,10 @@ SAMPLINGS = [
     SamplingParams(temperature=1.5, seed=3),
     SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
 ]
+ROWS = range(len(FEW))
+SOME_OR_ALL = pytest.mark.parametrize(
+    "rows", [pytest.param(ROWS[1::2], id="few"), pytest.param(ROWS, id="all", marks=pytest.mark.slow)]
+)
 pytestmark = pytest.mark.usefixtures("library")
 
 Told = tuple[list[int], bytes]
@@ -77,8 +81,8 @@ def play(
     return tell(played, start(played, rows, shown))
 
 
-def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
-    rows = range(len(FEW))
+@SOME_OR_ALL
+def test_bits_do_not_depend_on_the_batch(engine: Engine, rows: Sequence[int]) -> None:
     alone = {row: play(engine, [row])[row] for row in rows}
     assert play(engine, rows) == alone, "batched"
     assert play(engine, rows[::-1], prefill_tokens=7) == alone, "chunked, in another order"
@@ -88,9 +92,10 @@ def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
     )
 
 
-def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
+@SOME_OR_ALL
+def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine, rows: Sequence[int]) -> None:
     """Others did: of prompts in chunks, of answers one token a step."""
-    rows, played = range(len(FEW)), player(engine, prefill_tokens=7)
+    played = player(engine, prefill_tokens=7)
     played.kept = set(played.free)
     firsts = tell(played, start(played, rows))
     behind = played.start_resumed(rows, NEW_TOKENS, base=9, by=100)
@@ -103,12 +108,11 @@ def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(engine: Engine, threads: int) -> None:
-    before, rows = torch.get_num_threads(), range(len(FEW))
-    expected = play(engine, rows)
+    before, expected = torch.get_num_threads(), play(engine, ROWS)
     try:
         other = Engine(Settings(**SETTINGS, threads=threads))
         assert torch.get_num_threads() == threads
-        assert play(other, rows) == expected
+        assert play(other, ROWS) == expected
     finally:
         torch.set_num_threads(before)
 

@@ -91,9 +91,14 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
     end(child)
 
 
-@pytest.mark.parametrize("child", [{"start": subprocess.Popen}], ids=["started"], indirect=True)
+@pytest.mark.parametrize(
+    "child",
+    [{}, pytest.param({"start": subprocess.Popen}, marks=pytest.mark.slow)],
+    ids=["forked", "started"],
+    indirect=True,
+)
 def test_tokens_arrive_through_the_socket(child: Child) -> None:
-    """The interpreter starts it; the other tests fork. Signals are ignored, two grants that arrive together
+    """Signals are ignored, two grants that arrive together
     are both applied, a stop without a step has a result, and a crash of the engine itself is reported: a row
     for which the forward raises only fails alone.
     """

@@ -16,7 +16,7 @@ from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.on_cuda import noted
-from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.speculation.knowing_proposer import KnowingProposers
 from tests.unit.gpu_worker.engine.test_split_step import limit
@@ -49,15 +49,9 @@ def test_ids_are_those_of_generate(
     """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    engine, fresh = like_cuda(tmp_path, generation=generation), dict(enumerate(prompts()))
+    engine = like_cuda(tmp_path, generation=generation)
     assert engine.graphs
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
-        "alone"
-    )
-    assert play(engine, fresh) == expected, "batched"
-    assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
-    resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
-    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
+    check_ids(engine, expected)
 
 
 def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:

@@ -14,7 +14,7 @@ from common import model_files
 from common.process import cpu
 from gpu_worker.engine.model import gguf as convert
 from tests.support.engine import tiny_models
-from tests.support.engine.tiny_engine import engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, VOCAB = 2, 64, 128, 4, 2, 500
 KV_SIZE = HIDDEN // HEADS * KV_HEADS
@@ -28,7 +28,6 @@ MATRICES = {
     "ffn_down": (HIDDEN, MLP),
 }
 TYPES = gguf.GGMLQuantizationType
-NEW_TOKENS = 40
 
 
 def write(path: Path, *types: TYPES) -> Path:

@@ -15,9 +15,8 @@ from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors
 from gpu_worker.engine.quantization.methods import refusal_of
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
-from tests.support.engine.tiny_engine import engine_of, play
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play
 
-NEW_TOKENS = 40
 IN_BLOCKS = ("gptq", "awq", "w8a8-int8")
 SLOW = (
     *IN_BLOCKS,
