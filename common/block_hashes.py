@@ -21,7 +21,7 @@ def root_hash(salt: str) -> bytes:
 
 def extend_hashes(hashes: bytes, ids: bytes) -> bytes:
     """Return the root and the hashes of all whole pieces of packed `ids`, of which `hashes` has the first."""
-    num_hashed = num_pieces(hashes)
+    num_hashed = len(hashes) // HASH_BYTES - 1  # the root is of no piece
     last, parts = hashes[-HASH_BYTES:], [hashes]
     for begin in range(num_hashed * PIECE_BYTES, len(ids) - PIECE_BYTES + 1, PIECE_BYTES):
         last = blake2b(last + ids[begin : begin + PIECE_BYTES], digest_size=HASH_BYTES).digest()
@@ -32,11 +32,6 @@ def extend_hashes(hashes: bytes, ids: bytes) -> bytes:
 def prompt_hashes(salt: str, ids: bytes) -> bytes:
     """Return the root and the hashes of a prompt of packed ids."""
     return extend_hashes(root_hash(salt), ids)
-
-
-def num_pieces(hashes: bytes) -> int:
-    """Return of how many pieces there are hashes."""
-    return len(hashes) // HASH_BYTES - 1
 
 
 def block_names(hashes: bytes, block_size: int) -> list[bytes]:

@@ -3,6 +3,7 @@ the model, and waits until the launcher says which worker it becomes.
 """
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import setproctitle
 
-from common.process.preload import ACCEPTED, READY, decode_variables, detach_stdin
+from common.process.preload import ACCEPTED, READY, detach_stdin
 from gpu_worker.agent.engine_client import RankProcess
 from gpu_worker.protocol import LoadProgress
 
@@ -31,7 +32,7 @@ async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProce
     line = await first_line(reader, ranks)
     if not line:
         sys.exit(0)
-    os.environ.update(decode_variables(line))
+    os.environ.update(json.loads(line))
     writer.write(ACCEPTED)
     await writer.drain()
     writer.close()

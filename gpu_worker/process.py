@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from common import model_files
-from common.broker import client
-from common.broker.client import ERRORS, describe_error, script
+from common.broker.client import ERRORS, broker_url, connect, describe_error, script
 from common.broker.keys import Keys
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
@@ -27,7 +26,7 @@ from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
@@ -74,8 +73,6 @@ async def serve(
         return await serve_engine(
             settings, engine, table, capacity(settings, ready, name, incarnation, directory)
         )
-    except EngineRefused as error:
-        raise SettingError(error.setting, error.cause) from error
     except EngineDied as error:
         log.error("%s", error)
         return 1
@@ -84,7 +81,7 @@ async def serve(
 
 
 async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
-    """Wait until the engine is loaded; a heartbeat tells meanwhile what it is doing. Raises EngineRefused,
+    """Wait until the engine is loaded; a heartbeat tells meanwhile what it is doing. Raises SettingError,
     EngineDied.
     """
     doing = "starting"
@@ -94,7 +91,7 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
         doing = text
         log.info(text)
 
-    async with client.connect(client.broker_url(settings)) as redis:
+    async with connect(broker_url(settings)) as redis:
         heartbeat = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
         async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
             return await engine.ready(progress)
@@ -106,7 +103,7 @@ async def serve_engine(
     """Run the agent until it is drained or fails → the exit status. Where its streams are gone, it goes
     on as another incarnation.
     """
-    redis = client.connect(client.broker_url(settings))
+    redis = connect(broker_url(settings))
     state = AgentState(table)
     agent = Agent(settings, redis, engine, state, worker)
     loop = asyncio.get_running_loop()

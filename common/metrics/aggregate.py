@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
@@ -21,6 +22,7 @@ FINAL_ADD_S = 1.0
 """Time limit of the last addition, at the end of the process."""
 
 
+@dataclass(slots=True)
 class MetricsPublisher:
     """Adds this process's counts to the pool's hash.
 
@@ -31,10 +33,9 @@ class MetricsPublisher:
         added: the values that have been added so far.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis = redis
-        self.keys = keys
-        self.added = own_values()
+    redis: Redis
+    keys: Keys
+    added: dict[str, float] = field(default_factory=own_values)
 
     async def run(self, stopped: asyncio.Event) -> None:
         """Add every ADD_S seconds, and a last time after `stopped` is set. (A cancelled task could not know

@@ -8,18 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from common.metrics.catalogue import BY_NAME, COUNTED, POOL, TABLE
-from common.metrics.primitives import INFINITY, SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
+from common.metrics.primitives import SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-QUANTILES = ("0", "0.5", "0.9", "0.95", "0.99", "0.999", "1")
 TGI_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) tgi_\w+)_total ", re.MULTILINE)
 
+Sample = tuple[str, dict[str, str], float]
+ZEROS: tuple[Sample, ...] = (
+    *(("", {"quantile": quantile}, 0.0) for quantile in ("0", "0.5", "0.9", "0.95", "0.99", "0.999", "1")),
+    ("_sum", {}, 0.0),
+    ("_count", {}, 0.0),
+)
+"""A summary without observations."""
 Values = Mapping[str, float]
 Series = dict[Labels, dict[str, float]]
 Gauges = Mapping[str, Mapping[Labels, float]]
@@ -66,47 +71,36 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         for metric in self.metrics:
-            series = self.series.get(metric.name, {})
-            match metric:
-                case Counter():
-                    yield self.counter(metric, series)
-                case Histogram():
-                    yield self.histogram(metric, series)
-                case Summary():
-                    yield zero_summary(metric)
-                case _:
-                    yield self.gauge(metric)
+            family = Family(metric.name, metric.help, metric.kind)
+            for suffix, labels, value in self.samples(metric):
+                family.add_sample(f"{metric.name}{suffix}", labels, value)
+            yield family
 
-    def names(self, metric: Metric) -> list[str]:
-        """Label names; ours begin with the pool."""
-        return [*([] if metric.name.startswith("tgi_") else [POOL]), *metric.labels]
+    def samples(self, metric: Metric) -> Iterator[Sample]:
+        """What follows the metric's name, labels and value of each of its samples."""
+        series = self.series.get(metric.name, {})
+        match metric:
+            case Counter():
+                suffix = "" if is_of_tgi(metric) else "_total"
+                for labels in all_labels(metric, series):
+                    yield suffix, self.named(metric, labels), series.get(labels, {}).get("", 0.0)
+            case Histogram():
+                for labels in all_labels(metric, series):
+                    yield from histogram(metric, self.named(metric, labels), series.get(labels, {}))
+            case Summary():
+                yield from ZEROS
+            case _:
+                for labels, value in self.gauges[metric.name].items():
+                    yield "", self.named(metric, labels), value
 
-    def labels(self, metric: Metric, labels: Labels) -> list[str]:
-        return [*([] if metric.name.startswith("tgi_") else [self.pool]), *labels]
+    def named(self, metric: Metric, labels: Labels) -> dict[str, str]:
+        """Labels by their names; ours begin with the pool."""
+        pool = {} if is_of_tgi(metric) else {POOL: self.pool}
+        return pool | dict(zip(metric.labels, labels, strict=True))
 
-    def counter(self, metric: Metric, series: Series) -> Family:
-        family = Family(metric.name, metric.help, "counter")
-        sample = metric.name if metric.name.startswith("tgi_") else f"{metric.name}_total"
-        names = self.names(metric)
-        for labels in all_labels(metric, series):
-            value = series.get(labels, {}).get("", 0.0)
-            family.add_sample(sample, dict(zip(names, self.labels(metric, labels), strict=True)), value)
-        return family
 
-    def histogram(self, metric: Histogram, series: Series) -> Family:
-        family = HistogramMetricFamily(metric.name, metric.help, labels=self.names(metric))
-        for labels in all_labels(metric, series):
-            parts = series.get(labels, {})
-            family.add_metric(
-                self.labels(metric, labels), cumulative(metric.bounds, parts), parts.get(SUM, 0.0)
-            )
-        return family
-
-    def gauge(self, metric: Metric) -> Family:
-        family = GaugeMetricFamily(metric.name, metric.help, labels=self.names(metric))
-        for labels, value in self.gauges[metric.name].items():
-            family.add_metric(self.labels(metric, labels), value)
-        return family
+def is_of_tgi(metric: Metric) -> bool:
+    return metric.name.startswith("tgi_")
 
 
 def by_metric(values: Values) -> dict[str, Series]:
@@ -138,25 +132,16 @@ def all_labels(metric: Metric, series: Series) -> list[Labels]:
     return sorted({*product(*metric.labels.values()), *series})
 
 
-def cumulative(bounds: tuple[float, ...], parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Cumulative buckets, with the bounds of this process and those of processes that had others."""
-    counts = dict.fromkeys(bounds, 0.0) | {
+def histogram(metric: Histogram, labels: dict[str, str], parts: Mapping[str, float]) -> Iterator[Sample]:
+    """Samples of one series: cumulative buckets, with the bounds of this process and those of processes that
+    had others, then the number of all values and their sum.
+    """
+    counts = dict.fromkeys(metric.bounds, 0.0) | {
         float(part): count for part, count in parts.items() if part not in (SUM, "")
     }
     total = 0.0
-    buckets = []
     for bound in sorted(counts):
         total += counts[bound]
-        buckets.append((str(floatToGoString(bound)), total))  # type: ignore[no-untyped-call]
-    assert bounds[-1] == INFINITY
-    return buckets
-
-
-def zero_summary(metric: Metric) -> Family:
-    """A summary without observations."""
-    family = Family(metric.name, metric.help, "summary")
-    for quantile in QUANTILES:
-        family.add_sample(metric.name, {"quantile": quantile}, 0.0)
-    family.add_sample(f"{metric.name}_sum", {}, 0.0)
-    family.add_sample(f"{metric.name}_count", {}, 0.0)
-    return family
+        yield "_bucket", labels | {"le": floatToGoString(bound)}, total  # type: ignore[no-untyped-call]
+    yield "_count", labels, total
+    yield "_sum", labels, parts.get(SUM, 0.0)

@@ -18,13 +18,8 @@ ACCEPTED = b"accepted\n"
 
 
 def encode_variables(variables: Mapping[str, str]) -> bytes:
-    """One line."""
+    """One line, a JSON object."""
     return json.dumps(dict(variables)).encode() + b"\n"
-
-
-def decode_variables(line: bytes) -> dict[str, str]:
-    """The variables of a line that `encode_variables` made."""
-    return {str(name): str(value) for name, value in json.loads(line).items()}
 
 
 def wait_for_place() -> None:
@@ -36,7 +31,7 @@ def wait_for_place() -> None:
         line = launcher.makefile("rb").readline()
         if not line:
             sys.exit(0)
-        os.environ.update(decode_variables(line))
+        os.environ.update(json.loads(line))
         launcher.sendall(ACCEPTED)
     detach_stdin()
 

@@ -17,6 +17,8 @@ KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+LOAD_FORMATS = dict.fromkeys(("safetensors", "fastsafetensors", "runai_streamer"), "auto")
+"""vLLM's names of ways to read files of safetensors."""
 
 
 class SettingError(Exception):
@@ -46,20 +48,9 @@ def to_level(text: str) -> str:
     return LEVELS.get(level, level)
 
 
-OF_SAFETENSORS = ("safetensors", "fastsafetensors", "runai_streamer")
-"""vLLM's names of ways to read such files."""
-
-
-def to_load_format(text: str) -> str:
-    return "auto" if text.lower() in OF_SAFETENSORS else text.lower()
-
-
-def to_dtype(text: str) -> str:
-    return DTYPES.get(text.lower(), text.lower())
-
-
-def to_kv_cache_dtype(text: str) -> str:
-    return KV_DTYPES.get(text.lower(), text.lower())
+def spelled(names: Mapping[str, str]) -> BeforeValidator:
+    """Takes a value in any letters, and under other names."""
+    return BeforeValidator(lambda text: names.get(text.lower(), text.lower()))
 
 
 Number = Annotated[int, BeforeValidator(to_number), Field(ge=0, le=MAX_NUMBER)]
@@ -68,11 +59,11 @@ Processes = Annotated[Number, Field(ge=1, le=MAX_PROCESSES)]
 Port = Annotated[Number, Field(le=MAX_PORT)]
 Seconds = Annotated[float, Field(ge=0, le=WEEK_S)]
 Words = Annotated[tuple[str, ...], BeforeValidator(to_list)]
-Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(str.lower)]
-Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(to_dtype)]
-KVCacheDtype = Annotated[Literal["auto", "fp8_e4m3", "fp8_e5m2"], BeforeValidator(to_kv_cache_dtype)]
-LoadFormat = Annotated[Literal["auto", "dummy"], BeforeValidator(to_load_format)]
-RopeScaling = Annotated[Literal["linear", "dynamic"], BeforeValidator(str.lower)]
+Device = Annotated[Literal["auto", "cpu", "cuda"], spelled({})]
+Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], spelled(DTYPES)]
+KVCacheDtype = Annotated[Literal["auto", "fp8_e4m3", "fp8_e5m2"], spelled(KV_DTYPES)]
+LoadFormat = Annotated[Literal["auto", "dummy"], spelled(LOAD_FORMATS)]
+RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
 
 

@@ -101,7 +101,3 @@ def cut_off(rounds: Sequence[Round]) -> tuple[list[float], list[float]]:
             else:
                 firsts.append(max(0.0, one.ended_s - answer.sent_s))
     return firsts, gaps
-
-
-def ratio(ours: float | None, theirs: float | None) -> float | None:
-    return ours / theirs if ours and theirs else None

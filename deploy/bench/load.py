@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import httpx
 
@@ -104,8 +105,9 @@ async def measure(
         show_stage(f"{targets[i].server.name}: {users} at once", seconds + SETTLE_S)
         texts = prompts(f"{seed} {users} {len(done)}", num_words)
         done.append(await run_round(targets[i], users, texts, plan.max_tokens, seconds))
-    means = [mean for done in rounds.values() for one in done if (mean := mean_prompt_tokens(one))]
-    return (round(sum(means) / len(means)) if means else first[0].prompt_tokens), rounds
+    answers = [answer for done in rounds.values() for one in done for answer in one.answers]
+    counts = [answer.prompt_tokens for answer in answers if answer.prompt_tokens]
+    return (round(fmean(counts)) if counts else first[0].prompt_tokens), rounds
 
 
 async def request_one_token(target: Target, text: str) -> TimedAnswer:
@@ -120,12 +122,6 @@ async def request_one_token(target: Target, text: str) -> TimedAnswer:
             f"{target.server.name} at {target.server.url} answers no request: {error}"
         ) from error
     return answer
-
-
-def mean_prompt_tokens(one: Round) -> float | None:
-    """Return the mean length of the prompts in tokens, as the server reports it."""
-    counts = [answer.prompt_tokens for answer in one.answers if answer.prompt_tokens]
-    return sum(counts) / len(counts) if counts else None
 
 
 def prompts(name: str, num_words: int) -> Iterator[str]:

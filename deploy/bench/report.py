@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.bench.figures import Figures, ratio
+from deploy.bench.figures import Figures
 from deploy.bench.load import LoadPlan
 from deploy.bench.servers import Server
 
@@ -116,9 +116,10 @@ def label(result: Comparison, server: Server) -> str:
 
 def ratio_cell(measure: Measure, ours: Figures, theirs: Figures) -> Text:
     """Return ours divided by theirs; green where ours is better."""
-    part = ratio(measure.of(ours), measure.of(theirs))
-    if part is None:
+    own, other = measure.of(ours), measure.of(theirs)
+    if not own or not other:
         return Text("–", style="dim")
+    part = own / other
     better = part > 1 if measure.more_is_better else part < 1
     return Text(
         f"{part:.2f}×", style="bold" if abs(part - 1) < SAME else "bold green" if better else "bold red"

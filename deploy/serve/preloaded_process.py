@@ -85,6 +85,7 @@ class WaitingProcess:
         await self.process.wait()
 
 
+@dataclass(slots=True, eq=False)
 class PreloadedProcess:
     """Keeps one process waiting, from when all of its kind are ready, and again when that one was used or has
     ended: it would take processor time from one that starts.
@@ -97,20 +98,12 @@ class PreloadedProcess:
         waiting: the process; None without one.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        choose_flags: Callable[[], list[str]],
-        open_channel: OpenChannel | None = None,
-    ) -> None:
-        self.kind = kind
-        self.command = command
-        self.environ = environ
-        self.choose_flags = choose_flags
-        self.open_channel = open_channel
-        self.waiting: WaitingProcess | None = None
+    kind: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    choose_flags: Callable[[], list[str]]
+    open_channel: OpenChannel | None = None
+    waiting: WaitingProcess | None = None
 
     async def keep(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
         """Never returns; no process is left when it is cancelled."""

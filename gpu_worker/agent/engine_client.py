@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.process.run_delay import run_delay_s
+from common.settings.settings import SettingError
 from gpu_worker.agent.engine_link import EngineLink
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import Begin, EngineFailure, Frame, Grant, LoadProgress, Ready, StepResult
@@ -25,15 +26,6 @@ StepsHandler = Callable[[Sequence[StepResult]], None]
 
 class EngineDied(Exception):
     """A process of the engine ended."""
-
-
-class EngineRefused(Exception):
-    """The engine cannot serve with these settings; `setting` names the one at fault."""
-
-    def __init__(self, setting: str, cause: str) -> None:
-        self.setting = setting
-        self.cause = cause
-        super().__init__(f"{setting}: {cause}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +59,10 @@ class RankProcess:
 
 
 def raise_on_failure(frame: Frame) -> Frame:
-    """Return the frame. Raises EngineDied for an EngineFailure, EngineRefused for one
-    that names a setting.
-    """
+    """Return the frame. Raises EngineDied for an EngineFailure, SettingError for one that names a setting."""
     if isinstance(frame, EngineFailure):
         raise (
-            EngineRefused(frame.setting, frame.cause)
+            SettingError(frame.setting, frame.cause)
             if frame.setting
             else EngineDied(f"engine failed: {frame.cause}")
         )
@@ -128,7 +118,7 @@ class EngineClient:
         )
 
     async def receive(self) -> Frame:
-        """Return rank 0's next frame. Raises EngineDied when none comes any more, EngineRefused."""
+        """Return rank 0's next frame. Raises EngineDied when none comes any more, SettingError."""
         link = self.ranks[0].link
         return raise_on_failure(await link.receive() or self.failure or await self.wait_for_exit(0))
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess
+from common.settings.settings import SettingError
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.engine_link import EngineLink
 from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, Ready, StepResult, encode
 from tests.support.waiting import wait_until
@@ -100,7 +101,7 @@ async def test_ready_returns_the_capacity_and_passes_progress_on(engine: FakeEng
     assert await steps_until_death(engine, "unexpected frame of the engine: Ready") == []
 
 
-async def test_a_setting_that_cannot_be_served_raises_engine_refused(engine: FakeEngine) -> None:
+async def test_a_setting_that_cannot_be_served_raises_a_setting_error(engine: FakeEngine) -> None:
     engine.send(encode(EngineFailure("dtype", "float7 is none")))
-    with pytest.raises(EngineRefused, match="dtype: float7 is none"):
+    with pytest.raises(SettingError, match="DTYPE: float7 is none"):
         await engine.client.ready(print)
