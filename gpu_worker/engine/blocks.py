@@ -5,7 +5,7 @@ A weight is quant * scale + offset of its block, computed in float32 and rounded
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,3 +108,24 @@ class Blocks:
             torch.cat([part.scales for part in parts])[rows],
             torch.cat(offsets)[rows] if offsets else None,
         )
+
+
+@dataclass(eq=False)
+class ReadBlocks(Mapping[str, Blocks]):
+    """Those of `layers` that may be in blocks, each read when it is asked for; `read` returns None for one
+    that is not.
+    """
+
+    layers: list[str]
+    read: Callable[[str], Blocks | None]
+
+    def __getitem__(self, layer: str) -> Blocks:
+        if layer not in self.layers or (blocks := self.read(layer)) is None:
+            raise KeyError(layer)
+        return blocks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)

@@ -1,5 +1,7 @@
 """Philox: the random numbers of a row's tokens, a pure function of seed, choice and index."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,14 +22,14 @@ def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArr
     return np.asarray((source.random_raw(count) >> np.uint64(11)) * 2.0**-53, np.float64)
 
 
+@dataclass(slots=True, eq=False)
 class PhiloxStream:
     """The random numbers of one row, computed 64 tokens at a time."""
 
-    def __init__(self, seed: int, choice: int) -> None:
-        self.seed = seed
-        self.choice = choice
-        self.begin = -BUFFERED
-        self.values: list[float] = []
+    seed: int
+    choice: int
+    begin: int = -BUFFERED
+    values: list[float] = field(default_factory=list)
 
     def at(self, index: int) -> float:
         """Return the number of the token of this index."""

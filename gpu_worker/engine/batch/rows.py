@@ -7,6 +7,7 @@ waits for `collect`.
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -29,6 +30,7 @@ NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 MAX_SCORED_TOKENS = 256
 
 
+@dataclass(slots=True, eq=False)
 class Rows:
     """The rows that the engine holds, in the order of their starts.
 
@@ -46,32 +48,21 @@ class Rows:
         result: what happened since the last `take_result`.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        eos_ids: Sequence[int],
-        make_grammar: GrammarFactory = no_grammars,
-        max_scored_tokens: int = MAX_SCORED_TOKENS,
-        recompute_length: int | None = None,
-        prefix_caching: bool = False,
-        make_proposer: ProposerFactory | None = None,
-        max_decoded: int = sys.maxsize,
-    ) -> None:
-        self.block_size = block_size
-        self.eos_ids = eos_ids
-        self.make_grammar = make_grammar
-        self.max_scored_tokens = max_scored_tokens
-        self.recompute_length = recompute_length
-        self.prefix_caching = prefix_caching
-        self.make_proposer = make_proposer
-        self.max_decoded = max_decoded
-        self.rows: dict[int, Row] = {}
-        self.step = 0
-        self.until = 0
-        self.prefill_tokens = 0
-        self.mixed_prefill_tokens = 0
-        self.max_rows = sys.maxsize
-        self.result = StepResultBuilder()
+    block_size: int
+    eos_ids: Sequence[int]
+    make_grammar: GrammarFactory = no_grammars
+    max_scored_tokens: int = MAX_SCORED_TOKENS
+    recompute_length: int | None = None
+    prefix_caching: bool = False
+    make_proposer: ProposerFactory | None = None
+    max_decoded: int = sys.maxsize
+    rows: dict[int, Row] = field(default_factory=dict)
+    step: int = 0
+    until: int = 0
+    prefill_tokens: int = 0
+    mixed_prefill_tokens: int = 0
+    max_rows: int = sys.maxsize
+    result: StepResultBuilder = field(default_factory=StepResultBuilder)
 
     def apply(self, grant: Grant) -> list[Int32]:
         """Apply a grant → the blocks that rows own newly."""

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gpu_worker.engine.blocks import Blocks
+from gpu_worker.engine.blocks import Blocks, ReadBlocks
 from gpu_worker.engine.model.gguf_types import UNPACK, unpack
 
 BLOCKS_FILE = Path("blocks") / "model.safetensors"
@@ -40,30 +40,23 @@ def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
         save_file(tensors, path)
 
 
-class LayerBlocks(Mapping[str, Blocks]):
+def converted_blocks(folder: Path) -> Mapping[str, Blocks]:
     """Blocks by the name of their linear layer, each read when it is asked for; none for a model that was no
     GGUF file with such weights.
     """
+    path, fields = folder / BLOCKS_FILE, dict[str, list[str]]()
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                layer, _, field = name.rpartition(".")
+                fields.setdefault(layer, []).append(field)
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / BLOCKS_FILE
-        self.fields: dict[str, list[str]] = {}
-        if self.path.exists():
-            with safe_open(self.path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    layer, _, field = name.rpartition(".")
-                    self.fields.setdefault(layer, []).append(field)
+    def read(layer: str) -> Blocks:
+        with safe_open(path, "pt") as file:
+            tensors = {field: file.get_tensor(f"{layer}.{field}") for field in fields[layer]}
+        return Blocks.of_tensors(tensors)
 
-    def __getitem__(self, layer: str) -> Blocks:
-        fields = self.fields[layer]
-        with safe_open(self.path, "pt") as file:
-            return Blocks.of_tensors({field: file.get_tensor(f"{layer}.{field}") for field in fields})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.fields)
-
-    def __len__(self) -> int:
-        return len(self.fields)
+    return ReadBlocks(list(fields), read)
 
 
 def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:

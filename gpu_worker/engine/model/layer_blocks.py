@@ -3,41 +3,22 @@ CUDA, layers that multiply them as they are.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gpu_worker.engine.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
+from gpu_worker.engine.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks, ReadBlocks
 from gpu_worker.engine.cuda.block_linear import BlockLinear, converts_floats, fits, multiplies_blocks
 from gpu_worker.engine.model.config import quantization_of
-from gpu_worker.engine.model.gguf_blocks import LayerBlocks
+from gpu_worker.engine.model.gguf_blocks import converted_blocks
 from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
 from gpu_worker.engine.parallel.tp_plan import TensorShards
 from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
 from gpu_worker.engine.quantization.methods import METHODS, method_of
 from gpu_worker.engine.quantization.weight import ScaledFloats, Weight
-
-
-class ReadBlocks(Mapping[str, Blocks]):
-    """`layers` that may be in blocks; `read` returns None for one that is not."""
-
-    def __init__(self, layers: list[str], read: Callable[[str], Blocks | None]) -> None:
-        self.layers = layers
-        self.read = read
-
-    def __getitem__(self, layer: str) -> Blocks:
-        if layer not in self.layers or (blocks := self.read(layer)) is None:
-            raise KeyError(layer)
-        return blocks
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
 
 def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Mapping[str, Blocks]:
@@ -48,7 +29,7 @@ def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Ma
     if not on_cuda and (device.type, model.dtype) != ("cpu", torch.bfloat16):
         return {}
     if quantization_of(config) is None:
-        return LayerBlocks(path)
+        return converted_blocks(path)
     weights, floats = find_weights(path, config, model), on_cuda and converts_floats(device)
 
     def read(layer: str) -> Blocks | None:

@@ -1,6 +1,7 @@
 """Weights of one rank (tensor parallel): reads a rank's part of every tensor from the checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,15 @@ from gpu_worker.engine.quantization.checkpoint import read_tensors
 from gpu_worker.engine.quantization.methods import METHODS
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RankSlices:
     """Stands for a tensor of a safetensors file, as transformers takes it, and reads only `intervals` of one
     dimension.
     """
 
-    def __init__(self, whole: Any, dim: int, intervals: Sequence[Interval]) -> None:
-        self.whole = whole
-        self.dim = dim
-        self.intervals = intervals
+    whole: Any
+    dim: int
+    intervals: Sequence[Interval]
 
     def get_dtype(self) -> str:
         return str(self.whole.get_dtype())

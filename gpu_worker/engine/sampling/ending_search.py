@@ -61,6 +61,7 @@ class Exits:
 NO_EXITS = Exits([], [], [])
 
 
+@dataclass(frozen=True, eq=False)
 class EndingSearch:
     """Finds short endings: what is forced, an exit, or one byte after the other.
 
@@ -68,8 +69,7 @@ class EndingSearch:
     further on is no longer than the rest of the one before, whether the row was resumed there or not.
     """
 
-    def __init__(self, vocabulary: llguidance.LLTokenizer) -> None:
-        self.vocabulary = vocabulary
+    vocabulary: llguidance.LLTokenizer
 
     @cached_property
     def byte_ids(self) -> dict[int, int]:

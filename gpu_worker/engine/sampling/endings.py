@@ -1,6 +1,7 @@
 """Endings: rows with a grammar are steered to an end of their text, so that `max_tokens` does not cut it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import llguidance
@@ -19,6 +20,7 @@ MIN_WINDOW = 128
 BEGINNINGS = (b"", b"{", b"[")
 
 
+@dataclass(eq=False)
 class Endings:
     """Steers rows into short endings.
 
@@ -26,9 +28,8 @@ class Endings:
         steers: rows are steered; else they are sampled only.
     """
 
-    def __init__(self, matchers: Matchers, steers: bool = True) -> None:
-        self.matchers = matchers
-        self.steers = steers
+    matchers: Matchers
+    steers: bool = True
 
     @cached_property
     def search(self) -> EndingSearch:

@@ -36,6 +36,7 @@ class Steering:
     exits: Exits
 
 
+@dataclass(slots=True, eq=False)
 class Matcher:
     """One row's place in its grammar: a GrammarMask.
 
@@ -47,19 +48,12 @@ class Matcher:
         following: the copy of this step that has taken one more token.
     """
 
-    def __init__(
-        self,
-        compiled: "Future[llguidance.LLMatcher]",
-        num_words: int,
-        newest: int | None = None,
-        steering: "Future[Steering] | None" = None,
-    ) -> None:
-        self.compiled = compiled
-        self.num_words = num_words
-        self.newest = newest
-        self.bits: Bits | None = None
-        self.steering = steering
-        self.following: Matcher | None = None
+    compiled: "Future[llguidance.LLMatcher]"
+    num_words: int
+    newest: int | None = None
+    steering: "Future[Steering] | None" = None
+    bits: Bits | None = None
+    following: "Matcher | None" = None
 
     def is_ready(self) -> bool:
         return self.compiled.done() and (self.steering is None or self.steering.done())

@@ -6,10 +6,9 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.models.bloom import modeling_bloom
 
-from gpu_worker.engine.attention.backend import NAME
+from gpu_worker.engine.model.families.register import attend
 
 modeling: Any = modeling_bloom
 
@@ -22,8 +21,7 @@ class PagedBloomAttention(modeling_bloom.BloomAttention):
     ) -> tuple[torch.Tensor, None]:
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         slopes = slopes_of(self.num_heads)
-        attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
-        output, _ = attend(
+        output = attend(
             self, query, key, value, attention_mask, scaling=self.inv_norm_factor, alibi_slopes=slopes
         )
         return self.dense(output.flatten(2)) + residual, None

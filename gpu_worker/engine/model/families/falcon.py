@@ -5,10 +5,10 @@ others use.
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.models.falcon import modeling_falcon
 
 from gpu_worker.engine.attention.backend import NAME
+from gpu_worker.engine.model.families.register import attend
 
 modeling: Any = modeling_falcon
 
@@ -29,8 +29,7 @@ class PagedFalconAttention(modeling_falcon.FalconAttention):
         batch, tokens, hidden = hidden_states.shape
         query, key, value = (part.transpose(1, 2) for part in self.heads(self.query_key_value(hidden_states)))
         query, key = modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
-        attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
-        output, _ = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
+        output = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
         return self.dense(output.reshape(batch, tokens, hidden)), None
 
     def heads(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.models.codegen import modeling_codegen
 from transformers.models.gptj import modeling_gptj
 
 from gpu_worker.engine.attention.backend import NAME
+from gpu_worker.engine.model.families.register import attend
 
 modeling: Any = modeling_gptj
 
@@ -18,9 +18,8 @@ def attend_scaled(
     """query, key and value [1, heads, tokens, head_dim], rotated ones in float32 perhaps → [1, heads, tokens,
     head_dim] of the values' dtype.
     """
-    attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
     query, key = query.to(value.dtype), key.to(value.dtype)
-    output, _ = attend(module, query, key, value, attention_mask, scaling=1 / module.scale_attn)
+    output = attend(module, query, key, value, attention_mask, scaling=1 / module.scale_attn)
     return output.transpose(1, 2), None
 
 

@@ -6,12 +6,11 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.mpt import modeling_mpt
 
-from gpu_worker.engine.attention.backend import NAME
+from gpu_worker.engine.model.families.register import attend
 
 modeling: Any = modeling_mpt
 
@@ -26,9 +25,8 @@ class PagedMptAttention(modeling_mpt.MptAttention):
         if self.clip_qkv:
             mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
         query, key, value = mixed.unflatten(2, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
         slopes = slopes_of(self.n_heads)
-        output, _ = attend(
+        output = attend(
             self, query, key, value, attention_mask, scaling=self.softmax_scale, alibi_slopes=slopes
         )
         return self.out_proj(output.flatten(2)), None

@@ -5,6 +5,11 @@ transformers.
 import importlib
 from typing import Any
 
+import torch
+from transformers import AttentionInterface
+
+from gpu_worker.engine.attention.backend import NAME
+
 MODULES = {
     "bloom": "gpu_worker.engine.model.families.bloom",
     "codegen": "gpu_worker.engine.model.families.gptj",
@@ -16,6 +21,22 @@ MODULES = {
 """By model type. A module adds its classes to a table of transformers, or names in `PAGED` which class takes
 the place of which.
 """
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """By what the interface has under our name: query [1, heads, tokens, head_dim], key and value [1,
+    kv_heads, tokens, head_dim] of the model's dtype → [1, tokens, heads, head_dim].
+    """
+    registered = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
+    output: torch.Tensor = registered(module, query, key, value, attention_mask, **options)[0]
+    return output
 
 
 def register_family(model_type: str) -> None:

@@ -5,10 +5,9 @@ use.
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.models.xglm import modeling_xglm
 
-from gpu_worker.engine.attention.backend import NAME
+from gpu_worker.engine.model.families.register import attend
 
 
 class PagedXGLMAttention(modeling_xglm.XGLMAttention):
@@ -21,8 +20,7 @@ class PagedXGLMAttention(modeling_xglm.XGLMAttention):
             part(hidden_states).unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
-        output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling)
+        output = attend(self, query, key, value, attention_mask, scaling=self.scaling)
         return self.out_proj(output.flatten(2)), None
 
 

@@ -12,7 +12,7 @@ from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 from gpu_worker.engine.model import gguf as convert
-from gpu_worker.engine.model.gguf_blocks import BLOCKS_FILE, LayerBlocks
+from gpu_worker.engine.model.gguf_blocks import BLOCKS_FILE, converted_blocks
 from tests.support.engine.tiny_engine import engine_of, play, prompts
 from tests.unit.gpu_worker.engine.model.test_gguf import LAYERS, MATRICES, TYPES, write
 
@@ -30,7 +30,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
     """Also where transformers has reordered the rows of the file's matrices."""
-    blocks = LayerBlocks(converted)
+    blocks = converted_blocks(converted)
     assert len(blocks) == LAYERS * len(MATRICES) + 1
     with safe_open(converted / "model.safetensors", "pt") as file:
         for name, layer in blocks.items():
@@ -70,4 +70,4 @@ def test_rows_of_several_kinds_are_not_joined() -> None:
 def test_a_file_without_such_types_has_no_blocks(tmp_path: Path) -> None:
     source = write(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.BF16)
     convert.convert(source, tmp_path / "converted")
-    assert LayerBlocks(tmp_path / "converted") == {}
+    assert converted_blocks(tmp_path / "converted") == {}
