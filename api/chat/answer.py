@@ -6,7 +6,6 @@ All of it is a function of the answer's `Reading` and of the pieces, so every ga
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from api.tool_calls.formats.table import CALL_FORMATS
@@ -24,28 +23,6 @@ from common.messages.answer import Reading
 
 ID_CHARS = 24
 SHORT_ID_CHARS = 9
-
-
-@dataclass(slots=True)
-class Call:
-    """A call of a tool.
-
-    Attributes:
-        arguments: JSON text.
-    """
-
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class ReadAnswer:
-    """What one choice says, as far as it is read."""
-
-    content: str
-    reasoning: str
-    calls: list[Call]
 
 
 class AnswerReader:
@@ -127,21 +104,6 @@ class AnswerReader:
         form = CALL_FORMATS.get(self.reading.calls)
         return digest[:SHORT_ID_CHARS] if form and form.short_ids else f"call_{digest[:ID_CHARS]}"
 
-    def join(self, deltas: Iterable[Delta]) -> ReadAnswer:
-        """All deltas together."""
-        read = ReadAnswer("", "", [])
-        for one in deltas:
-            match one:
-                case ContentDelta(text):
-                    read.content += text
-                case ReasoningDelta(text):
-                    read.reasoning += text
-                case CallStart(index, name):
-                    read.calls.append(Call(self.call_id(index), name))
-                case CallArguments(index, text):
-                    read.calls[index].arguments += text
-        return read
-
 
 def marks_of(reading: Reading) -> tuple[str, ...]:
     """Texts that divide an answer into its parts."""
@@ -152,20 +114,32 @@ def marks_of(reading: Reading) -> tuple[str, ...]:
 # --- OpenAI's objects ---------------------------------------------------------------------------------------
 
 
-def render_message(reading: Reading, read: ReadAnswer) -> dict[str, Any]:
-    """A message's fields, but for its role."""
-    calls = [render_call(call) for call in read.calls]
-    message: dict[str, Any] = {"content": read.content if read.content or not calls else None}
-    if read.reasoning:
-        message |= render_reasoning(read.reasoning)
-    if calls:
-        message |= {"function_call": calls[0]["function"]} if reading.is_older else {"tool_calls": calls}
+def render_message(reader: AnswerReader, deltas: Iterable[Delta], prefix: str = "") -> dict[str, Any]:
+    """The fields of the message that all deltas make, but for its role; its content begins with `prefix`."""
+    content, reasoning = prefix, ""
+    calls: list[dict[str, Any]] = []
+    for one in deltas:
+        match one:
+            case ContentDelta(text):
+                content += text
+            case ReasoningDelta(text):
+                reasoning += text
+            case CallStart(index, name):
+                calls.append(new_call(reader, index, name))
+            case CallArguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    message: dict[str, Any] = {"content": content if content or not calls else None}
+    if reasoning:
+        message |= render_reasoning(reasoning)
+    if calls and reader.reading.is_older:
+        message["function_call"] = calls[0]["function"]
+    elif calls:
+        message["tool_calls"] = calls
     return message
 
 
-def render_call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
+def new_call(reader: AnswerReader, index: int, name: str) -> dict[str, Any]:
+    return {"id": reader.call_id(index), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def render_reasoning(text: str) -> dict[str, str]:
@@ -183,8 +157,7 @@ def render_deltas(reader: AnswerReader, deltas: Sequence[Delta]) -> list[dict[st
             case ReasoningDelta(text):
                 chunks.append(render_reasoning(text))
             case CallStart(index, name):
-                call = render_call(Call(reader.call_id(index), name))
-                chunks.append(render_call_delta(reader, index, call))
+                chunks.append(render_call_delta(reader, index, new_call(reader, index, name)))
             case CallArguments(index, text):
                 chunks.append(render_call_delta(reader, index, {"function": {"arguments": text}}))
     return chunks

@@ -3,14 +3,12 @@
 import json
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from api.errors import invalid
 from api.inference.fields import Listed, Strict, with_one_error
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
@@ -43,7 +41,7 @@ class EarlierCall(Strict, extra="allow"):
 
 
 class ChatMessage(Strict, extra="allow"):
-    role: str = Field(json_schema_extra={"enum": list(ROLES)})
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = Field(
         default=None,
         description="A text, or parts that make up one text. Null where the assistant only called tools.",
@@ -85,8 +83,6 @@ def template_message(one: ChatMessage, name: str, call_id: str) -> dict[str, Any
     Args:
         call_id: id of a call without one, and of its result: the same for both.
     """
-    if one.role not in ROLES:
-        raise invalid(f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {one.role!r}", f"{name}.role")
     if one.has_calls and one.role != "assistant":
         field = "tool_calls" if one.tool_calls else "function_call"
         raise invalid(f"`{name}.{field}` is for the role `assistant`", f"{name}.{field}")

@@ -107,22 +107,19 @@ def known_calls(messages: Sequence[Message], template: ChatTemplate) -> Sequence
     if "tool_calls" not in template.source:
         return join_results([plain_message(one) for one in messages])
     if template.wants_text_arguments:
-        return [{**one, **text_calls(one)} for one in messages]
+        return [
+            {**one, "tool_calls": [text_call(call) for call in one["tool_calls"]]}
+            if "tool_calls" in one
+            else one
+            for one in messages
+        ]
     return messages
 
 
-def text_calls(message: Message) -> dict[str, Any]:
-    """The calls of a message, with arguments that are JSON texts."""
-    if "tool_calls" not in message:
-        return {}
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [json.dumps(one["arguments"], ensure_ascii=False) for one in functions]
-    return {
-        "tool_calls": [
-            {**call, "function": {**call["function"], "arguments": text}}
-            for call, text in zip(message["tool_calls"], texts, strict=True)
-        ]
-    }
+def text_call(call: Message) -> Message:
+    """A call with arguments that are a JSON text."""
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def plain_message(message: Message) -> Message:

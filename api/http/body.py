@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid
@@ -51,14 +52,17 @@ def parse_body(schema: type[Schema], data: bytes) -> Schema:
 
 
 def schema_error(error: ValidationError) -> ApiError:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    problems = error.errors(include_url=False, include_context=False)
     if problems[0]["type"] == "json_invalid":
         return ApiError(400, "invalid_json", problems[0]["msg"])
-    fields = [field_name(problem["loc"]) for problem in problems[:MAX_PROBLEMS]]
-    return invalid(
-        "; ".join(f"`{field}`: {problem['msg']}" for field, problem in zip(fields, problems, strict=False)),
-        fields[0],
-    )
+    named = [(field_name(problem["loc"]), words_of(problem)) for problem in problems[:MAX_PROBLEMS]]
+    return invalid("; ".join(f"`{field}`: {words}" for field, words in named), named[0][0])
+
+
+def words_of(problem: ErrorDetails) -> str:
+    """What is wrong; where one of a few values is expected, with the one that was given."""
+    given = f". Given: {problem['input']!r:.60}" if problem["type"] == "literal_error" else ""
+    return problem["msg"] + given
 
 
 def field_name(path: Sequence[str | int]) -> str:

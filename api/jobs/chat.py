@@ -10,7 +10,6 @@ from api.inference.pool import Pool
 from api.inference.validate import validate
 from api.jobs.job import Job
 from api.json import to_json
-from api.openai.accept import fill_defaults
 from api.openai.chat_params import read_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
@@ -52,7 +51,6 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     content = to_json(parameters | {"messages": job.body.messages, "stream": not is_whole})
     chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()
-    chat = fill_defaults(chat, pool.tokenizer.sampling_defaults)
     read = await read_chat(chat, pool)
     params = replace(read.params, seed=job.seed if read.params.seed is None else read.params.seed)
     requests = await validate(params, pool.workers.limits, pool.tokenizer)

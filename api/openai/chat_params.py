@@ -54,7 +54,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     check_effort(body, pool)
     chat, prompt = await render_chat(body, tools, pool.tokenizer.chat_template)
     reading = None if chat.is_open else new_reading(body, pool, tools, prompt[-PROMPT_END_CHARS:])
-    params = from_chat(body, prompt)
+    params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = grammar or body.grammar()
     if reading is not None:

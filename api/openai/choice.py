@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from api.chat.answer import AnswerReader, is_whole_json, marks_of
+from api.chat.answer import AnswerReader, is_whole_json, marks_of, render_message
 from api.openai.stop_holdback import StopHoldback
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
@@ -95,7 +95,7 @@ class Choice:
         content, reading = self.text.visible_text, self.rendering.reading
         if reading is not None:
             reader = AnswerReader(reading, "")
-            content = reader.join(reader.read(content, 0, ended=True)).content
+            content = render_message(reader, reader.read(content, 0, ended=True))["content"] or ""
         return is_whole_json(content)
 
 

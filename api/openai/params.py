@@ -72,7 +72,7 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
 
 
 def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
-    """The parameters that both routes have. The default temperature is 1; `fill_defaults` has put the model's
+    """The parameters that both routes have. The default temperature is 1; `with_defaults` has put the model's
     own values into the body.
     """
     return GenerationParams(

@@ -46,9 +46,7 @@ class ChatCompletionRenderer(ResponseRenderer):
             for i, piece in enumerate(pieces)
             for delta in reader.read(piece.text, len(piece.tokens), i == last)
         ]
-        read = reader.join(deltas)
-        read.content = choice.prefix + read.content
-        return render_message(reader.reading, read)
+        return render_message(reader, deltas, choice.prefix)
 
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
         content = choice.prefix or (None if self.readers else "")

@@ -33,7 +33,8 @@ async def completions(request: Request) -> Response:
     """
     pool, completion = await accept(request, CompletionRequest)
     await pool.admission.check()
-    prompts, limits, tokenizer = from_completion(completion), pool.workers.limits, pool.tokenizer
+    limits, tokenizer = pool.workers.limits, pool.tokenizer
+    prompts = from_completion(completion.with_defaults(tokenizer.sampling_defaults))
     check_num_prompts(prompts, limits)
     requests, prefixes = [], []
     for params in prompts:

@@ -5,7 +5,8 @@ another route has. Unknown names are ignored.
 """
 
 import functools
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -18,6 +19,7 @@ from api.inference.fields import (
     RESUME_S,
     SERVICE_TIER,
     Listed,
+    SamplingFields,
     Strict,
     StructuredOutputFields,
     least,
@@ -29,6 +31,7 @@ from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from common.messages.answer import Rendering
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
+SAMPLED = SamplingFields.model_fields
 
 
 class StreamOptions(Strict):
@@ -131,6 +134,19 @@ class OpenAIRequest(StructuredOutputFields):
             names_by_id=bool(self.return_tokens_as_token_ids),
             prompt_tops=None if self.stream else self.prompt_logprobs,
         )
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """The body with a model's defaults where it says nothing. As in vLLM, the default number of tokens is
+        also the most that a request gets.
+        """
+        filled = {
+            name: value for name, value in defaults.items() if name in SAMPLED and getattr(self, name) is None
+        }
+        if most := defaults.get("max_new_tokens"):
+            lengths = {name: getattr(self, name, None) for name in ("max_tokens", "max_completion_tokens")}
+            given = {name: min(length, most) for name, length in lengths.items() if length is not None}
+            filled |= given or {"max_tokens": most}
+        return self.model_copy(update=filled) if filled else self
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields, and for fields that contradict each other."""

@@ -13,7 +13,6 @@ from api.errors import ApiError, invalid
 from api.http.body import schema_error
 from api.inference.fields import SamplingFields
 from api.inference.pool import Pool
-from api.openai.accept import fill_defaults
 from api.openai.chat_params import ChatParams, read_chat
 from api.openai.params import CHAT_NAMES
 from api.openai.request_schemas import ChatRequest
@@ -34,9 +33,8 @@ OWN_NAMES = {
 
 async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
-    chat = fill_defaults(to_chat(body, items), pool.tokenizer.sampling_defaults)
     try:
-        found = await read_chat(chat, pool, text_grammar(body))
+        found = await read_chat(to_chat(body, items), pool, text_grammar(body))
     except ApiError as error:
         raise with_own_names(error) from error
     return replace(found, params=replace(found.params, names=NAMES))

@@ -19,7 +19,6 @@ from api.inference.fields import Listed, Strict
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
 from api.inference.validate import Limits, validate
-from api.openai.accept import fill_defaults
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.answers import RENDERER, VERTEX
@@ -105,4 +104,4 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
         raise invalid("`stream` must be false: the answer has all predictions", "stream")
     if await pools_of(request).find(chat.model) is not pool:
         raise invalid(f"`model` must be this fleet's own. Given: {chat.model}", "model")
-    return (await read_chat(fill_defaults(chat, pool.tokenizer.sampling_defaults), pool)).params
+    return (await read_chat(chat, pool)).params

@@ -115,12 +115,9 @@ def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Th
     if name == HARMONY:
         return lark.source(harmony_answer(lark, offer, choice.is_required))
     calls = RULES[name](lark, offer)
-    body = required(lark, calls) if choice.is_required else optional(lark, calls, choice.is_parallel)
+    required = f"{lark.marked(calls.mark)} {calls.rest}"
+    body = required if choice.is_required else optional(lark, calls, choice.is_parallel)
     return lark.source(f"{thought(lark, thinking)} {lark.rule(body)}")
-
-
-def required(lark: Lark, calls: CallsRule) -> str:
-    return f"{lark.mark(calls.mark)} {calls.rest}" if calls.mark else calls.rest
 
 
 def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:

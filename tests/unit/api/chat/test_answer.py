@@ -21,7 +21,7 @@ def test_chunks_add_up_to_the_message() -> None:
     deltas = [reader.read(char, 1, False) for char in TEXT] + [reader.read("", 0, True)]
     chunks = [chunk for one in deltas for chunk in render_deltas(reader, one)]
     whole = AnswerReader(READING, "r.0")
-    message = render_message(READING, whole.join(whole.read(TEXT, len(TEXT), True)))
+    message = render_message(whole, whole.read(TEXT, len(TEXT), True))
     assert message["content"] == "".join(chunk.get("content", "") for chunk in chunks) == "So:"
     assert message["reasoning"] == "".join(chunk.get("reasoning", "") for chunk in chunks) == "Hm."
     calls = [call for chunk in chunks for call in chunk.get("tool_calls", [])]
@@ -62,5 +62,6 @@ def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
 
 def test_what_the_client_did_not_ask_for_is_left_out() -> None:
     reader = AnswerReader(Reading("hermes", "qwen3", parallel=False, shows_reasoning=False), "r.0")
-    read = reader.join(reader.read(TEXT, 9, True))
-    assert (read.reasoning, read.content, [call.name for call in read.calls]) == ("", "So:", ["f"])
+    message = render_message(reader, reader.read(TEXT, 9, True))
+    assert "reasoning" not in message and message["content"] == "So:"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]

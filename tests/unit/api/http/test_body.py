@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from api.errors import ApiError
 from api.http.body import parse_body
 from api.openai.request_schemas import ChatRequest
+from api.responses.request_schemas import ResponsesRequest
 from api.tgi.request_schemas import GenerateRequest
 
 HI = {"role": "user", "content": "Hi"}
@@ -26,6 +27,11 @@ ARGUMENTS = "`messages[0].tool_calls[0].function.arguments`"
             ChatRequest,
             {"messages": [HI, {"role": "user", "content": [3]}]},
             f"`messages[1].content`: {PARTS}",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "a", "truncation": "auto"},
+            "`truncation`: Input should be 'disabled'. Given: 'auto'",
         ),
         (ChatRequest, {"messages": [3]}, "`messages[0]`: Input should be an object"),
         (ChatRequest, {"messages": [CALL]}, f"{ARGUMENTS}: {EITHER}"),
