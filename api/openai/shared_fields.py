@@ -11,7 +11,7 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from api.errors import invalid
-from api.http.body import reject_unsupported
+from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
     DETACHED,
@@ -27,11 +27,56 @@ from api.inference.fields import (
     with_one_error,
 )
 from api.inference.ranges import MAX_STOP_CHARS
-from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from common.messages.answer import Rendering
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 SAMPLED = SamplingFields.model_fields
+UNSUPPORTED: UnsupportedFields = {
+    "audio": (),
+    "chat_template": (),
+    "documents": (),
+    "ec_transfer_params": (),
+    "grammar": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logits_processors": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
+    "vllm_xargs": (),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's, vLLM's and TGI's requests that these routes refuse by name."""
+TGI_FIELDS = frozenset(
+    {
+        "adapter_id",
+        "decoder_input_details",
+        "details",
+        "do_sample",
+        "max_new_tokens",
+        "min_new_tokens",
+        "return_full_text",
+        "top_n_tokens",
+        "truncate",
+        "watermark",
+    }
+)
+"""Parameters that only TGI's routes have."""
 
 
 class StreamOptions(Strict):

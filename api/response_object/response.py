@@ -9,7 +9,7 @@ from api.chat.answer import AnswerReader
 from api.errors import failed
 from api.logprobs.render import chat_logprobs
 from api.openai.choice import TextPiece, new_choices
-from api.response_object.items import CallItem, Event, Item, Logprobs, MessageItem, OutputItem, ReasoningItem
+from api.response_object.items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
 from api.streams.stream import Stream
 from api.tool_calls.reading.deltas import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from common.messages.answer import HttpAnswer
@@ -148,25 +148,21 @@ class ResponsesRenderer:
     def render(self, status: str) -> dict[str, Any]:
         """The response as it is now."""
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        error = None
+        if status == "failed" and self.stream.terminal is not None:
+            error = {"code": "server_error", "message": failed(self.stream.terminal).text}
         return {
             "id": response_id(self.answer.request_id),
             "object": "response",
             "created_at": self.answer.created_s,
             "status": status,
-            "error": self.error() if status == "failed" else None,
+            "error": error,
             "incomplete_details": incomplete,
             "model": self.answer.model,
-            "output": self.items(),
+            "output": [item.render() for item in self.output],
             **self.fields,
             "usage": self.usage() if status in ENDS else None,
         }
-
-    def items(self) -> list[Item]:
-        return [item.render() for item in self.output]
-
-    def error(self) -> dict[str, Any]:
-        assert self.stream.terminal is not None
-        return {"code": "server_error", "message": failed(self.stream.terminal).text}
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, those that were taken."""

@@ -26,12 +26,6 @@ NAMES = {
 UNSUPPORTED: UnsupportedFields = {"adapter_id": ()}
 
 
-def unsupported(name: str) -> Any:
-    """A field that is refused unless its value changes nothing."""
-    accepted: list[Any] = [None, *UNSUPPORTED[name]]
-    return Field(default=None, description="Not supported yet.", json_schema_extra={"enum": accepted})
-
-
 class GenerateParameters(SamplingFields):
     """Generation parameters. Null and absent mean the default."""
 
@@ -96,7 +90,9 @@ class GenerateParameters(SamplingFields):
         description="Favour tokens that follow from those before them, so that a text shows where it comes "
         "from (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
     )
-    adapter_id: str | None = unsupported("adapter_id")
+    adapter_id: str | None = Field(
+        default=None, description="Not supported yet.", json_schema_extra={"enum": [None]}
+    )
 
     @property
     def wants_details(self) -> bool:

@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from api.openai.chat_params import note_effort
 from api.openai.request_schemas import OPENAI_FIELDS, ChatRequest, CompletionRequest
 from api.openai.routes_models import STARTED
-from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
+from api.openai.shared_fields import TGI_FIELDS, UNSUPPORTED
 from api.tgi.request_schemas import GenerateParameters
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
