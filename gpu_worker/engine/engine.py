@@ -116,9 +116,9 @@ class Engine:
         loaded = self.loaded
         size = FIXED_TOKENS if deterministic else warmup.max_decoded_tokens(max_rows)
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
-        shapes = size, max_blocks, loaded.vocab_size, loaded.geometry.dtype
-        graphs = CudaGraphs(loaded.decode, loaded.plan_decode, *shapes, loaded.device)
-        graphs.capture(capture, [size] if deterministic else graph_sizes(max_rows, size))
+        graphs = CudaGraphs(loaded, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device)
+        longest = 1 if deterministic else max_blocks * self.block_size
+        graphs.capture(capture, [size] if deterministic else graph_sizes(max_rows, size), longest)
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:

@@ -100,6 +100,18 @@ def parts_of(lines: Any, step: Any) -> Any:
     return arrange([chunk(lines[row], begin, count) for row, begin, count in step])
 
 
+def on_device(pair: Pair, slices: Any, rest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ positions int32 [rows], table int32 [rows, blocks] of rows that decode, and of `rest` that only fill
+    the graph.
+    """
+    width = max(len(row_slice.row.blocks) for row_slice in slices)
+    table = torch.zeros(len(slices) + rest, width, dtype=torch.int32)
+    for line, row_slice in zip(table, slices, strict=False):
+        line[: len(row_slice.row.blocks)] = torch.from_numpy(row_slice.row.blocks)
+    positions = torch.tensor([*(row_slice.begin for row_slice in slices), *[0] * rest], dtype=torch.int32)
+    return positions.to(pair.device), table.to(pair.device)
+
+
 def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
     for step in STEPS:
         slices = parts_of(lines, step)
@@ -162,15 +174,28 @@ def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
     given = pair.tokens(len(slices))
     _, planned = pair.attend(slices, given, None)
-    width = max(len(row_slice.row.blocks) for row_slice in slices)
-    table = torch.zeros(len(slices) + 2, width, dtype=torch.int32)
-    for line, row_slice in zip(table, slices, strict=False):
-        line[: len(row_slice.row.blocks)] = torch.from_numpy(row_slice.row.blocks)
-    positions = torch.tensor([*(row_slice.begin for row_slice in slices), 0, 0], dtype=torch.int32)
-    pair.flash.begin_decode(positions.to(pair.device), table.to(pair.device))
+    pair.flash.begin_decode(*on_device(pair, slices, 2))
     filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
     found = pair.flash.attend(pair.modules[1], *filled, None)
     assert torch.equal(found[:, : len(slices)], planned)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("shape", SERVED, ids=str)
+def test_split_rows_equal_those_of_torch(device: str, shape: Shape, sinks: bool) -> None:
+    """A long row beside short ones, all in 8 parts: of the short ones most are empty."""
+    torch.manual_seed(0)
+    pair, lines = pair_of(device, shape, None, None), rows(shape[1], (2100, 1, 33))
+    own = torch.randn(KV_HEADS * shape[3]) if sinks else None
+    prompts = parts_of(lines, [(0, 0, 2100), (1, 0, 1), (2, 0, 33)])
+    pair.attend(prompts, pair.tokens(2134), own)
+    slices, given = parts_of(lines, [(0, 2100, 1), (1, 1, 1), (2, 33, 1)]), pair.tokens(3)
+    exact, _ = pair.attend(slices, given, own)
+    pair.flash.begin_decode(*on_device(pair, slices, 0), True)
+    tensors = [None if one is None else one.to(pair.device) for one in (*given, own)]
+    for _ in range(2):  # the counters are left as they were
+        pair.check([exact, pair.flash.attend(pair.modules[1], *tensors)], "split")
 
 
 @ANYWHERE

@@ -10,13 +10,13 @@ from tests.support.engine.fake_flashinfer import kernels, latents
 
 pytestmark = pytest.mark.gpu
 real = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-decode, mla = pytest.importorskip("flashinfer.decode"), pytest.importorskip("flashinfer.mla")
+mla = pytest.importorskip("flashinfer.mla")
 
 Paged = real.BatchPrefillWithPagedKVCacheWrapper
 Decode = real.BatchDecodeWithPagedKVCacheWrapper
 Latent = mla.BatchMLAPagedAttentionWrapper
 FUNCTIONS = {
-    "xqa": (kernels.xqa_batch_decode_with_kv_cache, decode.xqa_batch_decode_with_kv_cache),
+    "xqa": (kernels.xqa, real.xqa),
     "csr": (latents.MLAPlanMetadata.csr, mla.MLAPlanMetadata.csr),
 }
 CLASSES = {

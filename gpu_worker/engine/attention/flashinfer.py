@@ -10,16 +10,20 @@ import weakref
 from typing import Any, Optional
 
 import torch
-from flashinfer.decode import xqa_batch_decode_with_kv_cache
+from flashinfer import xqa
 from torch.nn.functional import pad
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
     FlashInferStep,
     Int32,
     table_of,
-    window_left,
 )
-from gpu_worker.engine.attention.flashinfer_plans import DecodePlans, StepPlans, make_workspace
+from gpu_worker.engine.attention.flashinfer_plans import (
+    DecodePlans,
+    StepPlans,
+    make_workspace,
+    processors_of,
+)
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
     plans_needed_because,
@@ -27,15 +31,15 @@ from gpu_worker.engine.attention.flashinfer_support import (
 )
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.kv_write import write_kv
+from gpu_worker.engine.attention.row_splits import scratch_bytes, splits_rows, told_processors
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.batch.to_device import to_device
 
 log = logging.getLogger(__name__)
 
-PLAN_FREE_BYTES = 16 * 2**20
-"""8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads
-of 256 numbers at most.
-"""
+COUNTERS_BYTES = 8 * 2**20
+"""XQA's counters of programs that share a row; it leaves them at zero."""
+ALIGNMENT = 1024
 
 
 class FlashInferBackend:
@@ -50,6 +54,8 @@ class FlashInferBackend:
 
     Attributes:
         planned: by view, whether rows that decode need plans.
+        split_heads: K heads of the views whose rows may be split for the sake of a long one; 0 where there
+            are none.
         decoders: in a captured step, by view, what computes rows that decode; None is XQA.
     """
 
@@ -70,9 +76,11 @@ class FlashInferBackend:
         self.plan_free = not any(reasons)
         for why in dict.fromkeys(filter(None, reasons)):
             log.warning("FlashInfer plans each step that decodes, which is slower: %s", why)
-        self.workspace = torch.zeros(
-            PLAN_FREE_BYTES, dtype=torch.uint8, device=device
-        )  # XQA's counters start at zero
+        self.processors = processors_of(device)
+        split = [view.spec.kv_heads for view in self.views if view.spec.window is None]
+        self.split_heads = max(split, default=0) if self.plan_free else 0
+        self.counters = torch.zeros(COUNTERS_BYTES, dtype=torch.uint8, device=device)
+        self.scratch = torch.empty(self.scratch_bytes(max_rows), dtype=torch.uint8, device=device)
         scratch = make_workspace(geometry, device, max_rows)
         self.plans = StepPlans(geometry, self.planned, scratch, generation)
         self.decode_plans = DecodePlans(geometry, self.planned, scratch, generation, max_rows, max_blocks)
@@ -87,6 +95,14 @@ class FlashInferBackend:
 
     # --- before a forward ---
 
+    def scratch_bytes(self, max_rows: int) -> int:
+        views = (view for view, planned in zip(self.views, self.planned, strict=True) if not planned)
+        sizes = (
+            scratch_bytes(max_rows, view.spec.kv_heads, view.spec.group, view.value_dim, self.processors)
+            for view in views
+        )
+        return max(sizes, default=0) + ALIGNMENT
+
     def take_pages(self) -> None:
         """Nothing is kept of a cache."""
 
@@ -97,26 +113,36 @@ class FlashInferBackend:
             to_device(inputs.slots, self.device),
             to_device(table, self.device),
             to_device(lengths, self.device),
+            self.splits_rows(lengths),
         )
         self.decoders = [None] * len(self.views)
         self.plans.plan(inputs.spans, first)
+
+    def splits_rows(self, lengths: Int32) -> bool:
+        """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
+        return bool(
+            self.split_heads and len(lengths) and splits_rows(lengths, self.split_heads, self.processors)
+        )
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
         """Prepare a `begin_decode`: positions int32 [rows], table int32 [rows, blocks]."""
         if not self.plan_free:
             self.decode_plans.plan(positions, table)
 
-    def begin_decode(self, positions: torch.Tensor, table: torch.Tensor) -> None:
+    def begin_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
         """As `begin`, for rows that all decode and are planned, from tensors on the device: positions int32
-        [rows], table int32 [rows, blocks].
+        [rows], table int32 [rows, blocks]. `is_split`: rows are split.
         """
-        self.step = self.rows_that_decode(positions, table)
+        self.step = self.rows_that_decode(positions, table, is_split)
         wrappers = self.decode_plans.wrappers.get(len(positions), {})
         self.decoders = [wrappers.get(view) for view in self.views]
 
-    def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> FlashInferStep:
+    def rows_that_decode(
+        self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False
+    ) -> FlashInferStep:
         blocks = table.gather(1, (positions // self.block_size).long()[:, None])[:, 0]
-        return FlashInferStep(blocks * self.block_size + positions % self.block_size, table, positions + 1)
+        slots = blocks * self.block_size + positions % self.block_size
+        return FlashInferStep(slots, table, positions + 1, is_split)
 
     # --- in a forward ---
 
@@ -149,19 +175,26 @@ class FlashInferBackend:
         return output
 
     def decode(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
-        xqa_batch_decode_with_kv_cache(
-            query,
-            (module.keys, module.values),
-            self.workspace,
-            self.step.table,
-            self.step.lengths,
-            self.step.table.shape[1] * self.block_size,
-            bmm1_scale=module.spec.scaling * module.key_scale,
-            bmm2_scale=module.value_scale,
-            window_left=window_left(module.spec),
-            out=output,
-            sinks=sinks,
+        """XQA multiplies scores by both scales and its root of `dim`, outputs by that of V."""
+        spec, step = module.spec, self.step
+        is_split = step.is_split and spec.window is None
+        xqa(
+            query[:, None],
+            module.keys,
+            module.values,
+            step.table,
+            step.lengths[:, None],
+            output[:, None],
+            self.scratch,
+            self.counters,
+            spec.kv_heads,
+            self.block_size,
+            sinks=None if sinks is None else sinks.view(spec.kv_heads, spec.group),
+            q_scale=spec.scaling * module.key_scale / module.value_scale * query.shape[2] ** 0.5,
+            kv_scale=module.value_scale,
+            sliding_win_size=spec.window or 0,
             kv_layout="HND",
+            sm_count=told_processors(len(query), spec.kv_heads, self.processors, is_split),
         )
 
 

@@ -23,11 +23,13 @@ class FlashInferStep:
         slots: int [tokens]
         table: int32 [rows, blocks]; of the rows at the front of the line that decode without a plan.
         lengths: int32 [rows]
+        is_split: rows are split as of attention/row_splits.py.
     """
 
     slots: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    is_split: bool = False
 
 
 class PlanInputs(NamedTuple):

@@ -23,9 +23,14 @@ SCHEDULE_BYTES = 2**20
 
 def make_workspace(geometry: Geometry, device: torch.device, max_rows: int) -> torch.Tensor:
     """→ uint8 [bytes]: where programs that share a row put what they hand to each other."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-    return torch.empty(workspace_bytes(geometry, processors, max_rows), dtype=torch.uint8, device=device)
+    size = workspace_bytes(geometry, processors_of(device), max_rows)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def processors_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Uploads:

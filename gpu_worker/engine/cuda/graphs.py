@@ -1,7 +1,7 @@
 """CUDA graphs of steps in which all rows decode: the host launches one thing instead of hundreds."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,22 @@ from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 
-Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""ids int64 [1, rows], positions int32 [rows], table int32 [rows, blocks] → logits [rows, vocabulary]"""
-Plan = Callable[[Int32, Int32], None]
-"""positions int32 [rows], table int32 [rows, blocks]: what the host decides before a step is replayed."""
+
+class DecodeSteps(Protocol):
+    """Steps in which all rows decode, as LoadedModel has them: what is captured, and what the host decides
+    before it is replayed. positions int32 [rows], table int32 [rows, blocks].
+    """
+
+    def plan_decode(self, positions: Int32, table: Int32) -> None: ...
+
+    def splits_rows(self, lengths: Int32) -> bool: ...
+
+    def decode(
+        self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_split: bool
+    ) -> torch.Tensor:
+        """ids int64 [1, rows] → logits [rows, vocabulary] of the model's dtype"""
+
+
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """A function → one that replays what it launched."""
 
@@ -42,22 +54,21 @@ class CudaGraphs:
         ids: int32 [max_rows]; below 0 the token that the step in flight samples, as in batch/inputs.py.
         positions: int32 [max_rows]
         table: int32 [max_rows, max_blocks]; the rows' blocks.
+        split_graphs: as `graphs`, for steps whose rows are split for the sake of a long one.
         previous: int64 [max_rows]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
     """
 
     def __init__(
         self,
-        decode: Decode,
-        plan: Plan,
+        steps: DecodeSteps,
         max_rows: int,
         max_blocks: int,
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.decode = decode
-        self.plan = plan
+        self.steps = steps
         self.device = device
         self.max_rows = max_rows
         self.ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -66,17 +77,25 @@ class CudaGraphs:
         self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=device)
         self.graphs: dict[int, Callable[[], None]] = {}
+        self.split_graphs: dict[int, Callable[[], None]] = {}
 
-    def capture(self, capture: Capture, sizes: Sequence[int]) -> None:
-        """The largest first: the others find room in its memory."""
+    def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
+        """The largest first: the others find room in its memory. Where rows of up to `longest` tokens make
+        steps of split rows, these are captured, too, in few sizes.
+        """
         for size in sorted(sizes, reverse=True):
-            self.plan(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
-            self.graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
+            self.steps.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
+            self.graphs[size] = capture(lambda size=size: self.forward(size, False))  # type: ignore[misc]
+            if is_split_size(size, sizes) and self.steps.splits_rows(skewed_lengths(size, longest)):
+                run = lambda size=size: self.forward(size, True)  # noqa: E731
+                self.split_graphs[size] = capture(run)
         self.graphs = dict(sorted(self.graphs.items()))
+        self.split_graphs = dict(sorted(self.split_graphs.items()))
 
-    def forward(self, size: int) -> None:
+    def forward(self, size: int, is_split: bool) -> None:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
-        self.logits[:size].copy_(self.decode(ids[None], self.positions[:size], self.table[:size]))
+        inputs = ids[None], self.positions[:size], self.table[:size]
+        self.logits[:size].copy_(self.steps.decode(*inputs, is_split))
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         """Whether all rows decode, and are no more than the largest graph has. Slices are in the order of the
@@ -89,35 +108,59 @@ class CudaGraphs:
         """Launch a step of rows that decode → logits, which the next step overwrites. `previous`: what the
         step in flight samples.
         """
-        rows = num_tokens(slices)
-        size = next(size for size in self.graphs if size >= rows)
-        self.copy_inputs(inputs_of(slices, size), size)
+        positions = positions_of(slices).astype(np.int32)
+        rows = len(positions)
+        graphs = self.graphs_for(positions)
+        size = next(size for size in graphs if size >= rows)
+        self.copy_inputs(inputs_of(slices, positions, size), size)
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
-        self.graphs[size]()
+        graphs[size]()
         return self.logits[:rows]
+
+    def graphs_for(self, positions: Int32) -> dict[int, Callable[[], None]]:
+        """Those that split rows, where that takes less time and one has room; else the others. positions
+        int32 [rows]
+        """
+        if len(positions) > max(self.split_graphs, default=0):
+            return self.graphs
+        return self.split_graphs if self.steps.splits_rows(positions + 1) else self.graphs
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
         """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks,
         size] as of `inputs_of`. Rows that only fill the graph write to scratch block 0.
         """
-        self.plan(inputs[1], inputs[2:].T)
+        self.steps.plan_decode(inputs[1], inputs[2:].T)
         staged = to_device(inputs, self.device)
         self.ids[:size].copy_(staged[0])
         self.positions[:size].copy_(staged[1])
         self.table[:size, : len(staged) - 2].copy_(staged[2:].T)
 
 
+def is_split_size(size: int, sizes: Sequence[int]) -> bool:
+    """Powers of two, and the largest: steps of split rows are rare."""
+    return size & (size - 1) == 0 or size == max(sizes)
+
+
+def skewed_lengths(rows: int, longest: int) -> Int32:
+    """int32 [rows]: one row of so many tokens beside short ones."""
+    lengths = np.ones(rows, np.int32)
+    lengths[0] = longest
+    return lengths
+
+
 def num_tokens(slices: Sequence[RowSlice]) -> int:
     return sum(row_slice.count for row_slice in slices)
 
 
-def inputs_of(slices: Sequence[RowSlice], size: int) -> Int32:
-    """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, a column for each token."""
+def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:
+    """positions int32 [rows] → int32 [2 + blocks, size]: ids, positions, and the rows' blocks, a column for
+    each token.
+    """
     inputs = np.zeros((2 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
     ids = decode_ids(slices)
     inputs[0, : len(ids)] = ids
-    inputs[1, : len(ids)] = positions_of(slices)
+    inputs[1, : len(ids)] = positions
     begin = 0
     for row_slice in slices:
         blocks = row_slice.row.blocks

@@ -73,15 +73,22 @@ class LoadedModel:
         """
         self.backend.plan_decode(positions, table)  # type: ignore[attr-defined]
 
+    def splits_rows(self, lengths: Int32) -> bool:
+        """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
+        is_split: bool = self.backend.splits_rows(lengths)  # type: ignore[attr-defined]
+        return is_split
+
     @torch.inference_mode()
-    def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False
+    ) -> torch.Tensor:
         """As `forward`, of rows that all decode, with nothing from the host behind `plan_decode`; only where
         `capturable`.
 
         ids int64 [1, rows], positions int32 [rows], table of blocks int32 [rows, blocks] → logits [rows,
-        vocabulary]
+        vocabulary]. `is_split`: each row's keys are split.
         """
-        self.backend.begin_decode(positions, table)  # type: ignore[attr-defined]
+        self.backend.begin_decode(positions, table, is_split)  # type: ignore[attr-defined]
         for rope in self.ropes:
             rope.begin_decode(positions)
         return self.logits(ids, positions.long()[None], 0)

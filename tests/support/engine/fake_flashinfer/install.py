@@ -16,13 +16,13 @@ def install() -> bool:
     """
     if torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is not None:
         return False
-    fake, decode, mla = (ModuleType(f"flashinfer{name}") for name in ("", ".decode", ".mla"))
+    fake, mla = (ModuleType(f"flashinfer{name}") for name in ("", ".mla"))
     fake.BatchPrefillWithPagedKVCacheWrapper = kernels.BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     fake.BatchDecodeWithPagedKVCacheWrapper = kernels.BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    decode.xqa_batch_decode_with_kv_cache = kernels.xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
+    fake.xqa = kernels.xqa  # type: ignore[attr-defined]
     mla.BatchMLAPagedAttentionWrapper = latents.BatchMLAPagedAttentionWrapper  # type: ignore[attr-defined]
     mla.MLAPlanMetadata = latents.MLAPlanMetadata  # type: ignore[attr-defined]
-    found = {"flashinfer": fake, "flashinfer.decode": decode, "flashinfer.mla": mla}
+    found = {"flashinfer": fake, "flashinfer.mla": mla}
     sys.modules |= found
     importlib.import_module("gpu_worker.engine.attention.flashinfer")
     for name in found:

@@ -9,43 +9,47 @@ import torch
 from tests.support.engine.fake_flashinfer.plain import attention, gathered
 
 Cache = tuple[torch.Tensor, torch.Tensor]
-COUNTERS_BYTES = 8 * 2**20
-"""Of XQA's workspace."""
 
 
-def xqa_batch_decode_with_kv_cache(
-    query: torch.Tensor, kv_cache: Cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, max_seq_len: int, *, bmm1_scale: float, bmm2_scale: float, window_left: int,
-    out: torch.Tensor, sinks: torch.Tensor | None, kv_layout: str,
+def xqa(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
+    seq_lens: torch.Tensor, output: torch.Tensor, workspace_buffer: torch.Tensor, semaphores: torch.Tensor,
+    num_kv_heads: int, page_size: int, *, sinks: torch.Tensor | None, q_scale: float, kv_scale: float,
+    sliding_win_size: int, kv_layout: str, sm_count: int,
 ) -> None:  # fmt: skip
     """The kernel takes addresses and a few strides: everything else must be as it expects, and nothing checks
     it.
     """
-    (rows, heads, dim), (keys, values) = query.shape, kv_cache
-    kv_heads, block_size = keys.shape[1:3]
+    (rows, beams, heads, dim), keys, values = q.shape, k_cache, v_cache
     assert (
         kv_layout == "HND"
         and keys.shape == values.shape
         and keys.stride() == values.stride()
         and keys.stride(3) == 1
     )
-    assert block_size in (16, 32, 64, 128) and heads % kv_heads == 0 and dim % 16 == 0
-    assert -(-heads // kv_heads // 16) * 16 * dim * 2 <= 2**14, "queries of one program"
-    assert keys.dtype == values.dtype and keys.dtype in (query.dtype, torch.float8_e4m3fn)
-    assert query.dtype == out.dtype and out.shape == query.shape
-    assert all(tensor.is_contiguous() for tensor in (query, out, block_tables, seq_lens, workspace_buffer))
-    assert block_tables.dtype == seq_lens.dtype == torch.int32 and seq_lens.shape == (rows,)
-    assert block_tables.shape == (rows, max_seq_len // block_size) and max_seq_len % block_size == 0
-    assert workspace_buffer.dtype == torch.uint8 and len(workspace_buffer) > COUNTERS_BYTES
-    assert type(bmm1_scale) is type(bmm2_scale) is float and type(window_left) is int
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (heads,))
-    for row, (blocks, length) in enumerate(zip(block_tables, seq_lens.tolist(), strict=True)):
-        held = blocks[: -(-length // block_size)]
-        row_keys, row_values = (gathered(cache, held, length, query.dtype) for cache in kv_cache)
-        output, _ = attention(
-            query[row : row + 1], row_keys, row_values, bmm1_scale, window_left, None, sinks
-        )
-        out[row] = output[0] * bmm2_scale
+    assert beams == 1 and keys.shape[1:3] == (num_kv_heads, page_size)
+    assert page_size in (16, 32, 64, 128) and heads % num_kv_heads == 0 and dim % 16 == 0
+    group = heads // num_kv_heads
+    assert -(-group // 16) * 16 * dim * 2 <= 2**14, "queries of one program"
+    assert keys.dtype == values.dtype and keys.dtype in (q.dtype, torch.float8_e4m3fn)
+    assert q.dtype == output.dtype and output.shape == q.shape
+    tensors = (q, output, page_table, seq_lens, workspace_buffer, semaphores)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert page_table.dtype == seq_lens.dtype == torch.int32 and seq_lens.shape == (rows, 1)
+    assert page_table.shape[0] == rows and workspace_buffer.dtype == semaphores.dtype == torch.uint8
+    assert len(semaphores) >= 4 * rows * num_kv_heads
+    parts = max(1, sm_count // (rows * num_kv_heads))
+    if parts > 1:
+        assert len(workspace_buffer) >= parts * rows * num_kv_heads * (group * dim * 2 + 256)
+    assert type(q_scale) is type(kv_scale) is float and type(sliding_win_size) is type(sm_count) is int
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_kv_heads, group))
+    scale, window_left = q_scale * kv_scale * dim**-0.5, sliding_win_size - 1
+    flat = None if sinks is None else sinks.flatten()
+    for row, (blocks, [length]) in enumerate(zip(page_table, seq_lens.tolist(), strict=True)):
+        held = blocks[: -(-length // page_size)]
+        row_keys, row_values = (gathered(cache, held, length, q.dtype) for cache in (keys, values))
+        found, _ = attention(q[row], row_keys, row_values, scale, window_left, None, flat)
+        output[row, 0] = found[0] * kv_scale
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from gpu_worker.engine.batch.row_slice import arrange
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
+from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES
 
@@ -118,6 +120,32 @@ def test_each_layer_of_a_captured_step_has_its_own_kernel(generation: int, kv_dt
         query, key, value = (torch.cat((tensor, tensor[:, :, :2]), 2) for tensor in given)
         found = flash.attend(module, query, key, value, own)
         torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-5)
+
+
+def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XQA is told of more processors, so that it splits each row into 8, but not those of a window."""
+    torch.manual_seed(0)
+    told = list[int]()
+
+    def note(*given: Any, sm_count: int, **rest: Any) -> None:
+        told.append(sm_count)
+        kernels.xqa(*given, sm_count=sm_count, **rest)
+
+    monkeypatch.setattr("gpu_worker.engine.attention.flashinfer.xqa", note)
+    specs = [AttentionSpec(2, 3, window, 0.2) for window in (None, 20)]
+    geometry = Geometry([LayerSpec(spec, 64, 64) for spec in specs], 16, torch.float32, torch.float32)
+    flash, modules = FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS), [SimpleNamespace() for _ in specs]
+    attention.attach(modules, geometry, KVCache(geometry, BLOCKS, CPU), flash)
+    positions = torch.tensor([40, 0, 0], dtype=torch.int32)
+    table = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 0, 0]], dtype=torch.int32)
+    for module in modules:
+        query, key, value = (torch.randn(1, num, 3, 64) for num in (6, 2, 2))
+        outputs = []
+        for is_split in (False, True):
+            flash.begin_decode(positions, table, is_split)
+            outputs.append(flash.attend(module, query, key, value, None))
+        assert torch.equal(*outputs)
+    assert told == [1, 8 * 3 * 2, 1, 1]
 
 
 @pytest.mark.parametrize("generation", [8, HOPPER])

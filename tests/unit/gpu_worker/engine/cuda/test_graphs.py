@@ -15,11 +15,16 @@ from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_s
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.fake_flashinfer import kernels
+from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.on_cuda import noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.speculation.knowing_proposer import KnowingProposers
 from tests.unit.gpu_worker.engine.test_split_step import limit
+
+if not install():
+    pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
+from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 AMPERE, HOPPER = 8, 9
 QUICKLY = [("Qwen2", HOPPER), ("gpt-oss", AMPERE), ("Phi3-longrope", HOPPER), ("DeepSeek-V3", HOPPER)]
@@ -157,6 +162,32 @@ def test_halves_of_a_step_use_graphs(tmp_path: Path, like_cuda: Callable[[Path],
     expected = play(engine, fresh, prefill_tokens=7)
     scarce = limit(engine, room=2, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
     assert play(engine, fresh, prefill_tokens=7) == expected and scarce.num_raised
+
+
+def test_a_long_row_is_split_in_a_graph_of_its_own(
+    tmp_path: Path, like_cuda: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside shorter ones; they have captured steps of few sizes, and their ids stay the same."""
+    model, seen = tiny_models.save(tmp_path, *FAMILIES["Llama"]), list[tuple[str, int]]()
+    monkeypatch.setattr(FlashInferBackend, "splits_rows", lambda backend, lengths: (lengths > 50).any())
+    engine, fresh = like_cuda(tmp_path), {0: list(range(3, 60)), 1: [5, 6], 2: [7, 8, 9]}
+    graphs = engine.graphs
+    assert isinstance(graphs, CudaGraphs) and list(graphs.split_graphs) == [1, 2, 48]
+
+    def note(kind: str, size: int, run: Callable[[], None]) -> Callable[[], None]:
+        def noted() -> None:
+            seen.append((kind, size))
+            run()
+
+        return noted
+
+    graphs.graphs = {size: note("own", size, run) for size, run in graphs.graphs.items()}
+    graphs.split_graphs = {size: note("split", size, run) for size, run in graphs.split_graphs.items()}
+    for some in ([0, 1], [1, 2]):
+        rows = {row: fresh[row] for row in some}
+        expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in rows.items()}
+        assert play(engine, rows) == expected
+    assert seen == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
 
 
 def test_sizes_of_graphs() -> None:
