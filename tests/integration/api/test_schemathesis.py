@@ -53,8 +53,8 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
     thread.join()
 
 
-@pytest.mark.parametrize("all_of_twins", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "all"])
-def test_every_route_is_as_described(base_url: str, all_of_twins: bool, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("thoroughly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "all"])
+def test_every_route_is_as_described(base_url: str, thoroughly: bool, subtests: pytest.Subtests) -> None:
     from tests.support.clients import described_routes  # a second, in each of the processes that collect
 
-    described_routes.try_routes(asyncio.run(document()), base_url, all_of_twins, subtests.test)
+    described_routes.try_routes(asyncio.run(document()), base_url, thoroughly, subtests.test)

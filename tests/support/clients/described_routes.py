@@ -15,9 +15,9 @@ from schemathesis.core.result import Ok
 from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, HypothesisTestMode, create_test
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-SETTINGS = settings(
-    max_examples=10, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+FEW, MANY = 5, 10
+"""Random cases of a route, in each mode."""
 MODES = list(HypothesisTestMode)
 UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
 TWINS = ("/", "/generate_stream", "/invocations", "/vertex", "/chat_tokenize")
@@ -50,9 +50,10 @@ UNDESCRIBED = re.compile(
 
 
 def try_routes(
-    document: Any, base_url: str, all_of_twins: bool, apart: Callable[[str], AbstractContextManager[Any]]
+    document: Any, base_url: str, thoroughly: bool, apart: Callable[[str], AbstractContextManager[Any]]
 ) -> None:
-    """Try each route, `apart` by its label."""
+    """Try each route, `apart` by its label. Thoroughly is with many random cases, and all cases of twins."""
+    chosen = settings(SETTINGS, max_examples=MANY if thoroughly else FEW)
     schema = schemathesis.openapi.from_dict(document)
     num_cases = Counter[str]()
 
@@ -66,8 +67,8 @@ def try_routes(
         for found in schema.get_all_operations():
             assert isinstance(found, Ok), found
             operation = found.ok()
-            modes = MODES if all_of_twins or operation.path not in TWINS else UNCOVERED
-            config = HypothesisTestConfig(schema.config, modes, settings=SETTINGS)
+            modes = MODES if thoroughly or operation.path not in TWINS else UNCOVERED
+            config = HypothesisTestConfig(schema.config, modes, settings=chosen)
             with apart(operation.label):
                 create_test(operation=operation, test_func=check, config=config)()
                 assert num_cases[operation.path]
