@@ -2,11 +2,13 @@
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from common.settings.settings import SettingError
 
 LOOPBACK = "127.0.0.1"
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Torchrun's, in the order of the fields of a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,8 @@ class Place:
             ) from error
 
     def environ(self) -> dict[str, str]:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        values = (self.rank, self.world_size, self.local_rank, self.local_world_size, self.address, self.port)
-        return dict(zip(names, map(str, values), strict=True))
+        """The variables that `read` takes."""
+        return dict(zip(VARIABLES, map(str, astuple(self)), strict=True))
 
 
 def local_places(num_ranks: int) -> list[Place]:

@@ -120,9 +120,9 @@ async def read_once(
         for worker in workers:
             pipe.xrange(keys.log(worker))
         answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
-    states: dict[str, Committed] = {}
-    for i, request_id in enumerate(request_ids):
-        states[request_id] = parse_state(*answers[2 * i : 2 * i + 2])
+    states = {
+        request_id: parse_state(*answers[2 * i : 2 * i + 2]) for i, request_id in enumerate(request_ids)
+    }
     for entries in answers[2 * len(request_ids) :]:
         append_tokens(log_tokens(entries or []), states)
     return states

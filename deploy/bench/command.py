@@ -101,9 +101,11 @@ def write(path: Path, content: bytes, mode: str = "wb") -> None:
 async def compare(urls: Sequence[str], plan: load.LoadPlan) -> report.Comparison:
     """Measure the servers at `urls`, ours first. Raises ServerError."""
     async with contextlib.AsyncExitStack() as stack:
-        clients = []
-        for url, key in zip(urls, (api_key(), os.environ.get("AGAINST_API_KEY")), strict=False):
-            clients.append(await stack.enter_async_context(new_client(httpx.AsyncClient, url, ANSWER_S, key)))
+        keys = (api_key(), os.environ.get("AGAINST_API_KEY"))
+        clients = [
+            await stack.enter_async_context(new_client(httpx.AsyncClient, url, ANSWER_S, key))
+            for url, key in zip(urls, keys, strict=False)
+        ]
         found = [await servers.identify(client) for client in clients]
         path = servers.route(found)
         targets = [load.Target(server, client, path) for server, client in zip(found, clients, strict=True)]

@@ -60,24 +60,9 @@ def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | No
     output = empty_output(len(requests), num_tops, logits.device)
     for function, places in groups.items():
         index = to_device(places, logits.device)
-        sample_into(output, index, logits, function, [requests[place] for place in places])
+        group = [request for place in places if (request := requests[place])]
+        put_into(output, index, sample_group(logits.index_select(0, index), function, group))
     return output
-
-
-def sample_into(
-    output: SamplerOutput,
-    places: torch.Tensor,
-    logits: torch.Tensor,
-    function: SampleFunction | None,
-    requests: Sequence[SampleRequest | None],
-) -> None:
-    """Sample the rows at places int64 [group], all by one function, of logits float [rows, vocabulary]."""
-    rows = logits.index_select(0, places)
-    if function is None:
-        sampled = greedy_output(rows)
-    else:
-        sampled = sample_group(rows, function, [request for request in requests if request])
-    put_into(output, places, sampled)
 
 
 @torch.inference_mode()
@@ -111,11 +96,13 @@ def sample_function_of(state: SamplingState) -> SampleFunction:
 
 
 def sample_group(
-    logits: torch.Tensor, function: SampleFunction, requests: Sequence[SampleRequest]
+    logits: torch.Tensor, function: SampleFunction | None, requests: Sequence[SampleRequest]
 ) -> SamplerOutput:
     """logits float [rows, vocabulary] of rows with one function → ids int64 [rows], log-probabilities float32
-    [rows].
+    [rows]. Without a function they are greedy, and have no requests.
     """
+    if function is None:
+        return greedy_output(logits)
     states = [request.state for request in requests]
     scores = logits.to(torch.float32, copy=True)
     adjust_scores(scores, states, [request.index for request in requests])
