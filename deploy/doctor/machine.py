@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,6 +18,8 @@ PYTHONS = ((3, 11), (3, 13))
 COMPILERS = ("c++", "g++", "clang++")
 CUDA = Path("/usr/local/cuda")
 """Where FlashInfer looks for the CUDA toolkit when CUDA_HOME is not set and nvcc is not in PATH."""
+HEADERS = Path(sysconfig.get_path("include"))
+"""Where this Python's headers are, if they are installed."""
 
 
 def check_python(_: Settings) -> Finding:
@@ -109,6 +112,12 @@ def check_kernels(settings: Settings) -> Finding:
             "fail",
             f"{found} and Triton have no C++ compiler beside nvcc",
             "install a C++ compiler, such as g++",
+        )
+    if not (HEADERS / "Python.h").exists():
+        return Finding(
+            "fail",
+            f"Triton, which comes with torch, has no {HEADERS}/Python.h to compile what launches its kernels",
+            "install Python's headers, such as python3-dev",
         )
     return Finding("ok", f"{found}, compiled by {nvcc}")
 

@@ -56,6 +56,7 @@ class LoadedModel:
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
         """Make a cache of so many blocks, and of the scratch block; of another geometry for a trial."""
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
+        self.cache.fill([0], 0.0)  # the scratch block: on CUDA, so that no row waits until this is compiled
         attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
 
     @torch.inference_mode()

@@ -72,13 +72,16 @@ def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.devic
 def run_largest_step(
     forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
 ) -> None:
-    """Compute so many prompt tokens, and sample so many rows with the parameters that need most memory."""
+    """Compute so many prompt tokens, and sample so many rows with the parameters that need most memory; and
+    without any, since kernels are compiled when they are first used, and rows would wait for that.
+    """
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     state = SamplingState.of(
         StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []
     )
     assert state
-    sample(logits.new_zeros(rows, logits.shape[1]), [SampleRequest(state, 0)] * rows)
+    for request in (SampleRequest(state, 0), None):
+        sample(logits.new_zeros(rows, logits.shape[1]), [request] * rows)
 
 
 def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:

@@ -5,7 +5,7 @@ pass where there is no GPU.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
+from gpu_worker.engine.model.layer_blocks import replace_linears
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
 
@@ -93,6 +95,11 @@ def backend_of(geometry: Geometry, device: torch.device, max_rows: int, max_bloc
     )
 
 
+def replace_and_fuse(model: Any, blocks: Mapping[str, Blocks]) -> None:
+    replace_linears(model, blocks)
+    fuse_linears(model)
+
+
 def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the
     backend has them, a step ahead.
@@ -100,7 +107,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     chosen = Settings(model_id=str(folder), device=device, **SETTINGS | settings)  # type: ignore[arg-type]
     if device == "cuda":
         return Engine(chosen)
-    monkeypatch.setattr(load, "pack_linears", lambda model, blocks: fuse_linears(model))
+    monkeypatch.setattr(load, "pack_linears", replace_and_fuse)
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(chosen)

@@ -10,7 +10,7 @@ WIDTH = 8192
 """Logits that a program looks at together. A row has one program, so its sum is made in one order whatever
 other rows there are.
 """
-WARPS = 16
+OPTIONS = {"num_warps": 16}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,5 +62,5 @@ def greedy_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids, logprobs = (
         torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32)
     )
-    greedy_row[(rows,)](logits, ids, logprobs, size, WIDTH, num_warps=WARPS)
+    greedy_row[(rows,)](logits, ids, logprobs, size, WIDTH, **OPTIONS)
     return ids, logprobs

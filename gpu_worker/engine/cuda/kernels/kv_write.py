@@ -85,7 +85,7 @@ def write_keys_and_values(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["value", "num_blocks"])  # type: ignore[untyped-decorator]
 def fill_block_part(
     store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor,
     width: tl.constexpr

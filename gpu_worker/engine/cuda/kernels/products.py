@@ -8,6 +8,8 @@ import triton.language as tl
 
 FEW = 16
 """Rows of the smallest tile: a matrix unit multiplies no fewer."""
+OPTIONS = {"num_stages": 4, "enable_fp_fusion": False}
+"""Scale and offset are rounded one after the other, as dequantising does."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,6 +82,6 @@ def multiply_tiles(
     grid = triton.cdiv(outputs, tile_outputs), triton.cdiv(num_rows, tile_rows)
     multiply_tile[grid](
         rows, quants, scales, offsets, codes, bias, results, num_rows, inputs, outputs,
-        inputs // groups, halves, tile_rows, tile_outputs, part, num_stages=4,
+        inputs // groups, halves, tile_rows, tile_outputs, part, **OPTIONS,
     )  # fmt: skip
     return results

@@ -31,7 +31,7 @@ WIDTH = 4096
 """Logits that a program looks at together."""
 PART = 1024
 """Tokens of a list that a program looks at together, each for all digits."""
-WARPS = 16
+OPTIONS = {"num_warps": 16, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,6 +206,6 @@ def sample_rows(
     kept = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     sample_row[(num_rows,)](
         logits, logits.stride(0), parameters, ids, values, masks, scores, lists, output_ids, output_logprobs,
-        totals, kept, size, WIDTH, PART, num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
+        totals, kept, size, WIDTH, PART, **OPTIONS,
     )  # fmt: skip
     return scores, totals, kept

@@ -131,7 +131,7 @@ def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer compiles them, with nvcc from CUDA_HOME and a C++ compiler."""
+    """FlashInfer compiles them, with nvcc and a C++ compiler; Triton needs Python's headers."""
     assert found("kernels").level == "ok"
     checks.NVIDIA.touch()
     for name in ("CUDA_HOME", "CUDA_PATH"):
@@ -146,6 +146,9 @@ def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CUDA_HOME", str(nowhere / "toolkit"))
     assert found("kernels").level == "fail" and "g++" in found("kernels").fix
     program(nowhere / "bin/g++")
+    monkeypatch.setattr(machine, "HEADERS", nowhere / "include")
+    assert found("kernels").level == "fail" and "include/Python.h" in found("kernels").found
+    program(nowhere / "include/Python.h")
     assert found("kernels") == Finding("ok", f"FlashInfer 0.7.2, compiled by {nowhere}/toolkit/bin/nvcc")
     assert found("kernels", device="cpu").found == "none needed without a GPU"
 
