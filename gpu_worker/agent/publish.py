@@ -126,12 +126,9 @@ class Publisher:
             self.sequence,
             report,
             acknowledged,
-            [self.events(channel, tokens) for channel, tokens in by_channel.items()],
+            [(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
             [(self.keys.request(row.request.request_id), bytes(row.prompt or b"")) for row in outbox.prompts],
-            [
-                (self.terminal_keys(row.request.request_id), self.terminal(row, why))
-                for row, why in outbox.terminals
-            ],
+            [self.terminal(row, why) for row, why in outbox.terminals],
             [*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
             "trim" if trim else "",
             "prefill" if outbox.prefilled else "decode",
@@ -165,26 +162,19 @@ class Publisher:
         ]
         return keys, [*head, *(part for message in flush.messages for part in message), *args]
 
-    def events(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
-        """The message of a channel; without a channel only the log has it."""
+    def event(self, channel: str, tokens: list[Tokens], terminals: list[Terminal]) -> bytes:
+        """The next message of a channel; without a channel only the log has it."""
         number = self.channels.next_number(channel, self.sequence) if channel else 0
-        return channel, encode(Events(self.incarnation, number, tokens, flush=self.sequence))
+        return encode(Events(self.incarnation, number, tokens, terminals, self.sequence))
 
-    def terminal_keys(self, request_id: str) -> list[str]:
-        return [self.keys.request(request_id), self.keys.tokens(request_id)]
-
-    def terminal(self, row: RowText, why: str) -> list[Any]:
-        """Return attempt, base, what is kept, for how long, channel and event of an end."""
-        request = row.request
+    def terminal(self, row: RowText, why: str) -> tuple[list[str], list[Any]]:
+        """Return the keys of an end; and its attempt, base, what is kept, for how long, channel and event."""
+        request, channel = row.request, row.request.channel
         end = terminal_for(request.request_id, why, row.num_tokens)
-        channel = request.channel
-        event = self.end_event(channel, end) if channel else b""
+        event = self.event(channel, [], [end]) if channel else b""
         kept = kept_of(end, bytes(row.records))
-        return [row.attempt, row.base, *kept, request.result_ttl_ms, channel, event]
-
-    def end_event(self, channel: str, end: Terminal) -> bytes:
-        number = self.channels.next_number(channel, self.sequence)
-        return encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
+        keys = [self.keys.request(request.request_id), self.keys.tokens(request.request_id)]
+        return keys, [row.attempt, row.base, *kept, request.result_ttl_ms, channel, event]
 
     async def write(self, flush: Flush) -> list[RowText]:
         """Write a flush → rows that are not this worker's to go on with: the request is gone, has ended,

@@ -192,7 +192,9 @@ class RowTable:
             num_cached=start.num_cached,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
         )
-        replay(row, committed_ids)
+        for token_id in committed_ids:
+            row.num_tokens += 1
+            row.matches_stop_string(row.detokenizer.step(token_id))
         self.rows[start.row] = row
         self.last_row = max(self.last_row, start.row)
         self.num_known += len(prompt_ids) + start.base
@@ -209,9 +211,3 @@ class RowTable:
         for row in self.rows.values():
             filled.update(unpack_ids(row.blocks)[: -(-(len(row.prompt_ids) + row.num_tokens) // block_size)])
         return len(filled)
-
-
-def replay(row: RowText, committed_ids: Sequence[int]) -> None:
-    for token_id in committed_ids:
-        row.num_tokens += 1
-        row.matches_stop_string(row.detokenizer.step(token_id))
