@@ -12,11 +12,13 @@ MAX_PAUSE_S = 60.0
 class FailureLog:
     """Logs each new cause at once, then what repeats at growing intervals with its count, and the end.
 
+    A step that goes on for as long as it does not fail has no other success than a minute without failures.
+
     Attributes:
         step: what fails, as in "reading plans".
         causes: those that have been logged since the step last succeeded.
         count: failures since then; none where there was none.
-        since_s: monotonic time of the first of them.
+        since_s, last_s: monotonic times of the first of them, and of the last.
         due_s: when a repeated cause is logged again.
     """
 
@@ -26,13 +28,17 @@ class FailureLog:
         self.causes: set[str] = set()
         self.count = 0
         self.since_s = 0.0
+        self.last_s = 0.0
         self.due_s = 0.0
 
     def failed(self, cause: str) -> None:
         """Count a failure; `cause` is one line."""
         now_s = time.monotonic()
+        if self.count and now_s - self.last_s > MAX_PAUSE_S:
+            self.forget()
         if not self.count:
             self.since_s = now_s
+        self.last_s = now_s
         self.count += 1
         if cause not in self.causes:
             self.causes.add(cause)
@@ -50,6 +56,9 @@ class FailureLog:
         age_s = time.monotonic() - self.since_s
         count = plural(self.count, "failure")
         self.log.info("%s has succeeded again, after %s in %.1f s", self.step, count, age_s)
+        self.forget()
+
+    def forget(self) -> None:
         self.causes.clear()
         self.count = 0
         self.due_s = 0.0

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import ERRORS, broker_url, connect, describe_error, script
 from common.broker.keys import Keys
+from common.plural import plural
 from common.process.incarnations import first_incarnation
 from common.settings.flag_parser import FlagParser
 from common.settings.settings import Settings
@@ -98,7 +99,7 @@ async def wait_until_gone(redis: Redis, keys: Keys, worker: str) -> None:
                 print(f"{worker} is gone; it was last {seen}", flush=True)
                 return
             state, rows = ((field or b"").decode() for field in found)
-            seen = f"{state}, with {rows} requests"
+            seen = f"{state}, with {plural(int(rows or 0), 'request')}"
             line = f"{worker} is {seen}"
         except ERRORS as error:
             line = f"{worker}: {describe_error(error)}"

@@ -1,5 +1,6 @@
 """`tokenfleet explain REQUEST_ID`: the timeline of one request."""
 
+import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -40,6 +41,9 @@ INTERRUPTIONS = {
 PAUSES = ("died", "interrupted", "taken_over")
 STYLES = {"died": "red", "interrupted": "yellow", "taken_over": "yellow", "ended": "green"}
 
+ANSWER_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)(?=[0-9a-f]{32}(\.|$))")
+"""What stands before a request's id in the `id` of its answer, on OpenAI's routes."""
+
 Event = dict[str, Any]
 
 
@@ -52,13 +56,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "request_id",
-        help="the header x-request-id of the response; the number of a choice may follow it",
+        help="the header x-request-id of the response, or its `id` on /v1; the number of a choice may follow",
     )
     add_url(parser)
     flags = parser.parse_args(list(argv))
     try:
         with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
-            found = fetch_json(client, f"/fleet/requests/{quote(flags.request_id, safe='')}")
+            request_id = ANSWER_ID.sub("", flags.request_id, count=1)
+            found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
         with frame_errors(found):
             tables = {name: timeline(events) for name, events in found["timelines"].items()}
     except ServerError as error:

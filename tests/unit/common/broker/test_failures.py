@@ -75,3 +75,14 @@ def test_the_next_outage_is_one_of_its_own(clock: Clock, caplog: pytest.LogCaptu
         failing.succeeded()
     said = f"a flush failed, trying again: {AWAY}", "a flush has succeeded again, after 1 failure in 0.1 s"
     assert caplog.messages == [*said, *said]
+
+
+def test_a_failure_after_a_minute_without_one_begins_anew(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that never returns says nothing of its success."""
+    failing = FailureLog(logging.getLogger(), "reading jobs")
+    fail(failing, clock, 1 / 16)
+    clock.now_s += 3600
+    fail(failing, clock, 1 / 16)
+    assert caplog.messages == [f"reading jobs failed, trying again: {AWAY}"] * 2

@@ -90,9 +90,12 @@ ODD = {
 }
 
 
+OWN_ID = "de57631b1f34491f82900fbb5c26f525"
+
+
 class Gateway(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        known = unquote(self.path) == "/fleet/requests/a/b"
+        known = unquote(self.path) in ("/fleet/requests/a/b", f"/fleet/requests/{OWN_ID}")
         odd = ODD.get(unquote(self.path).removeprefix("/fleet/requests/"))
         body = (
             {"request_id": "a/b", "timelines": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}}
@@ -119,6 +122,12 @@ def test_every_choice_has_a_timeline(url: str, capsys: pytest.CaptureFixture[str
     assert main(["a/b", "--url", url]) == 0
     said = capsys.readouterr().out
     assert "request a/b.0" in said and "request a/b.1" in said and "died at token 37" in said
+
+
+@pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "resp_"])
+def test_the_id_of_an_answer_names_its_request(prefix: str, url: str) -> None:
+    assert main([prefix + OWN_ID, "--url", url]) == 0
+    assert main([prefix + "mine", "--url", url]) == 1
 
 
 def test_an_unknown_request_is_one_error_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
