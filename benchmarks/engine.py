@@ -134,8 +134,8 @@ class Benchmark:
     def fill_cache(self, kv_len: int) -> None:
         rows = list(self.engine.rows.rows.values())
         cache, end = self.engine.loaded.cache, 1 + sum(len(row.blocks) for row in rows)
-        for pages in (*cache.keys, *cache.values):
-            pages[1:end] = torch.randn(pages[1:end].shape).to(pages.dtype)
+        for pages in (*cache.keys, *cache.values):  # the same in all blocks: numbers for each take minutes
+            pages[1:end] = torch.randn(pages.shape[1:], device=pages.device).to(pages.dtype)
         for row in rows:
             row.kv_len = kv_len
 

@@ -41,6 +41,10 @@ class TimedEvent:
         self.event.synchronize()
         self.waits_s.append(time.perf_counter() - began)
 
+    def query(self) -> bool:
+        """Tell whether the device has come to it."""
+        return bool(self.event.query())
+
 
 class Waits:
     """Measures the steps that an engine runs from now on.
