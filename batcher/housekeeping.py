@@ -74,7 +74,7 @@ class Housekeeping:
     def start(self, undecodable: int, control_id: str) -> None:
         """Start what is due, unless a task runs. Messages of `control` before `control_id` are done."""
         if not self.tasks and (self.timeline.is_due or self.left_ms <= 0):
-            self.tasks.add(asyncio.create_task(self.run_due(undecodable, control_id)))
+            self.tasks.add(asyncio.create_task(self.run(undecodable, control_id)))
 
     def take_dead(self) -> list[str]:
         """Return the workers that must be sealed, once a task has found them. Raises what ended it."""
@@ -86,12 +86,11 @@ class Housekeeping:
         for task in self.tasks:
             task.cancel()
 
-    async def run_due(self, undecodable: int, control_id: str) -> list[str]:
-        await self.timeline.write()
-        return await self.run(undecodable, control_id) if self.left_ms <= 0 else []
-
     async def run(self, undecodable: int, control_id: str) -> list[str]:
-        """Return the workers that must be sealed."""
+        """Do what is due. Return the workers that must be sealed."""
+        await self.timeline.write()
+        if self.left_ms > 0:
+            return []
         self.due_s = time.monotonic() + until_beat(self.interval_s)
         orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
         dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped

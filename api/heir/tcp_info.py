@@ -31,10 +31,10 @@ def bytes_written(connection: socket.socket) -> int:
 
 
 def bytes_acked(connection: socket.socket) -> int:
-    if sys.platform != "linux":
-        raise OSError("this kernel does not count the bytes of a connection")
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED_AT + BYTES_ACKED.size)
-    if len(info) < BYTES_ACKED_AT + BYTES_ACKED.size:
+    size = BYTES_ACKED_AT + BYTES_ACKED.size
+    is_linux = sys.platform == "linux"
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size) if is_linux else b""
+    if len(info) < size:
         raise OSError("this kernel does not count the bytes of a connection")
     count: int = BYTES_ACKED.unpack_from(info, BYTES_ACKED_AT)[0]
     return count

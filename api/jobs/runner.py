@@ -179,8 +179,9 @@ class JobRun:
     # --- answer ---------------------------------------------------------------------------------------------
 
     async def send_frames(self, accepted: chat.ChatJob | generate.GenerateJob) -> None:
-        """Send frames until the end; without listeners, only wait for the end."""
-        if not await self.has_listeners():
+        """Once anybody listens, send frames until the end; without listeners, only wait for the end."""
+        await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
+        if not self.has_listener.is_set():
             return
         async for new in accepted.frames(self.streams):
             self.add_frames(new)
@@ -193,11 +194,6 @@ class JobRun:
         for lane, text in new:
             self.frames.append((lane, self.num_frames[lane], text))
             self.num_frames[lane] += 1
-
-    async def has_listeners(self) -> bool:
-        """Whether anybody listens; waits for a listener until all streams have ended."""
-        await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
-        return self.has_listener.is_set()
 
     async def detach(self) -> None:
         """Remove the streams from this gateway alone: if the job is not answered yet, another gateway goes

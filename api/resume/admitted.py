@@ -1,10 +1,10 @@
 """Admitted: the answer of a request that a pool has admitted, found by the request's id."""
 
+import contextlib
 import hmac
 import re
 from typing import NamedTuple
 
-from redis.asyncio import Redis
 from starlette.requests import Request
 
 from api.errors import asking_broker
@@ -55,18 +55,9 @@ async def look_up(own: Pool, request_id: str) -> tuple[str, HttpAnswer, str] | N
     others = [member.decode() for member in await own.redis.zrange(POOLS, 0, -1)]
     for name in (own.settings.pool, *others):
         for first_choice in (request_id, f"{request_id}.0"):
-            found = await read_answer(own.redis, Keys(name).request(first_choice))
-            if found is not None:
-                return name, *found
+            request_key = Keys(name).request(first_choice)
+            kept, channel = await own.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
+            if kept is not None and channel is not None:
+                with contextlib.suppress(WireError):  # somebody wrote to the key
+                    return name, decode(HttpAnswer, kept), channel.decode()
     return None
-
-
-async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] | None:
-    """The answer kept with a request, and the channel of its events."""
-    kept, channel = await redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
-    if kept is None or channel is None:
-        return None
-    try:
-        return decode(HttpAnswer, kept), channel.decode()
-    except WireError:  # somebody wrote to the key
-        return None

@@ -12,7 +12,7 @@ from api.http.respond import AnswerRenderer
 from api.inference.pool import Pool
 from api.openai import respond
 from api.response_object import frames as response_frames
-from api.streams.feed import MAX_ITEMS, Feed, FeedBehind
+from api.streams.feed import Feed, FeedBehind
 from api.streams.fill import Filler
 from api.streams.offers import supersede
 from api.streams.sources import Sources
@@ -23,7 +23,6 @@ from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 
 HEADER = "Last-Event-ID"
-RENDER_TIMEOUT_S = 30.0
 READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
 """How long and how often an answer is read that has fewer frames than its client says."""
 
@@ -66,36 +65,6 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     return streams
 
 
-async def skip_frames(
-    answer: HttpAnswer, frames: Feed[bytes], num_seen: int, streams: Sequence[Stream]
-) -> list[bytes]:
-    """Skip the frames that the client has. Returns those that were rendered with the last of them.
-
-    Raises ApiError (422) if there are not so many yet: a client has only frames that are committed.
-    """
-    num_skipped = 0
-    new: list[bytes] = []
-    needs_no_token = answer.response is not None
-    is_more = bool(needs_no_token or streams[0].num_ready or streams[0].terminal)
-    while num_skipped < num_seen and is_more:
-        try:
-            new = await asyncio.wait_for(anext(frames), RENDER_TIMEOUT_S)
-        except (StopAsyncIteration, TimeoutError):
-            break
-        num_skipped += len(new)
-        is_more = len(new) >= MAX_ITEMS
-    failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
-    if num_skipped < num_seen and failure:  # the tokens of a request that failed are not kept
-        raise failed(failure)
-    if num_skipped < num_seen:
-        raise invalid(
-            f"`{HEADER}` must be the id of a frame that was sent: this answer has {num_skipped} so far. "
-            f"Given: {num_seen}",
-            HEADER,
-        )
-    return new[len(new) - (num_skipped - num_seen) :]
-
-
 async def read_behind(
     pool: Pool, answer: HttpAnswer, channel: str, num_seen: int
 ) -> tuple[list[Stream], Feed[bytes] | None]:
@@ -119,14 +88,25 @@ async def read_behind(
 
 
 async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed[bytes] | None:
-    """The frames behind those that the client has; None if it has all. Raises ApiError (422)."""
-    frames = renderer_of(answer).frames(answer, streams)
-    first = await skip_frames(answer, frames, num_seen, streams)
-    if not first and all(stream.terminal for stream in streams):
-        first = await anext(frames, [])
-        if not first:
+    """The frames behind those that the client has; None if it has all. Raises ApiError: 424, and 422 if there
+    are not so many yet: a client has only frames that are committed.
+    """
+    frames = FeedBehind(renderer_of(answer).frames(answer, streams), num_seen)
+    await frames.prepare()
+    failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
+    if frames.num_seen and failure:  # the tokens of a request that failed are not kept
+        raise failed(failure)
+    if frames.num_seen:
+        raise invalid(
+            f"`{HEADER}` must be the id of a frame that was sent: this answer has "
+            f"{num_seen - frames.num_seen} so far. Given: {num_seen}",
+            HEADER,
+        )
+    if not frames.first and all(stream.terminal for stream in streams):
+        frames.first = await anext(frames.source, [])
+        if not frames.first:
             return None
-    return FeedBehind(frames, 0, first)
+    return frames
 
 
 async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:

@@ -63,7 +63,7 @@ class InheritedAnswers:
         )
         release, renderer = pool.admission.release, attach.renderer_of(answer)
         if answer.streamed:
-            frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen, [])
+            frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen)
             return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
         arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
         return await respond_with_whole(

@@ -88,13 +88,18 @@ class MappedFeed(Feed[T], Generic[S, T]):
 
 
 class FeedBehind(Feed[T]):
-    """Another feed without its first items: the `first` ones that are ready, then the others."""
+    """Another feed without its first items, which `prepare` skips as far as they are ready.
 
-    def __init__(self, source: Feed[T], num_seen: int, first: list[T]) -> None:
+    Attributes:
+        num_seen: how many are still to be skipped.
+        first: items that came with the last of those.
+    """
+
+    def __init__(self, source: Feed[T], num_seen: int) -> None:
         super().__init__(source.changed)
         self.source = source
         self.num_seen = num_seen
-        self.first = first
+        self.first: list[T] = []
 
     def take(self) -> list[T]:
         first, self.first = self.first, []

@@ -35,7 +35,7 @@ async def test_an_iteration_waits_for_items_up_to_the_last() -> None:
 
 async def test_items_that_were_seen_are_skipped_however_they_are_grouped() -> None:
     for num_seen in range(6):
-        letters = FeedBehind(Letters("abcd."), num_seen, [])
+        letters = FeedBehind(Letters("abcd."), num_seen)
         assert not letters.is_prepared or not num_seen
         assert "".join([letter async for new in letters for letter in new]) == "abcd."[num_seen:]
 
