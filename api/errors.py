@@ -83,12 +83,6 @@ def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:
     return ApiError(422, "validation", sentence, param, "context_length_exceeded")
 
 
-def unauthorised() -> ApiError:
-    return ApiError(
-        401, "unauthorized", "Incorrect API key: expected the header `Authorization: Bearer <key>`"
-    )
-
-
 def model_not_found(text: str) -> ApiError:
     return ApiError(404, "model_not_found", text, param="model", code="model_not_found")
 

@@ -4,7 +4,7 @@ import secrets
 
 from fastapi import Request
 
-from api.errors import unauthorised
+from api.errors import ApiError
 from api.http.state import own_pool
 
 
@@ -15,4 +15,5 @@ def check_key(request: Request) -> None:
     if key and not (
         scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode("latin-1"), key.encode())
     ):
-        raise unauthorised()
+        why = "Incorrect API key: expected the header `Authorization: Bearer <key>`"
+        raise ApiError(401, "unauthorized", why)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from api.inference.metrics import durations
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 from common.settings.settings import Settings
@@ -13,19 +14,11 @@ def prompt_headers(settings: Settings, num_chars: int) -> dict[str, str]:
     return compute_type | {"x-compute-characters": str(num_chars)}
 
 
-def time_headers(stream: Stream, started_s: float) -> dict[str, str]:
-    """Headers of a finished stream; `started_s` is the monotonic time of the request's arrival."""
-    total_s = stream.ended_s - started_s
-    inference_s = stream.ended_s - stream.placed_s
-    milliseconds = {
-        "x-total-time": total_s,
-        "x-validation-time": stream.started_s - started_s,
-        "x-queue-time": stream.placed_s - stream.started_s,
-        "x-inference-time": inference_s,
-        "x-time-per-token": inference_s / max(1, stream.num_tokens),
-    }
-    return {name: str(round(1000 * value)) for name, value in milliseconds.items()} | {
-        "x-compute-time": f"{total_s:.6f}",
+def time_headers(stream: Stream, arrived_s: float) -> dict[str, str]:
+    """Headers of a finished stream; `arrived_s` is the monotonic time of the request's arrival."""
+    seconds = durations(stream, arrived_s)
+    return {f"x-{name}": str(round(1000 * value)) for name, value in seconds.items()} | {
+        "x-compute-time": f"{seconds['total-time']:.6f}",
         "x-prompt-tokens": str(len(stream.prompt_ids)),
         "x-generated-tokens": str(stream.num_tokens),
     }

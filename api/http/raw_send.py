@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.heir.answer_socket import CYCLE, socket_of
 from api.streams.feed import MAX_ITEMS, Feed
+from common.process.first_end import run_until_one_ends
 
 STATE_KEY = "raw_send"
 
@@ -41,19 +42,9 @@ class RawEventSourceResponse(EventSourceResponse):
         self.raw_send: Send = scope["state"][STATE_KEY]
         self.answer_socket = socket_of(scope)
         self.cycle = scope["extensions"][CYCLE]
-        tasks = [
-            asyncio.create_task(work)
-            for work in (self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send))
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled() and (error := task.exception()):
-                raise error
+        await run_until_one_ends(
+            self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send)
+        )
 
     async def _stream_response(self, send: Send) -> None:
         """As the library does it, but without encoding, a log line and a timeout for every frame."""

@@ -16,6 +16,14 @@ log = logging.getLogger(__name__)
 
 FAILURES = {"overloaded": "overloaded", "unavailable": "unavailable", "template_error": "template"}
 """Type of an error → label `err`; all others are `validation`."""
+HISTOGRAMS = {
+    "total-time": catalogue.REQUEST_DURATION,
+    "validation-time": catalogue.VALIDATION_DURATION,
+    "queue-time": catalogue.QUEUE_DURATION,
+    "inference-time": catalogue.INFERENCE_DURATION,
+    "time-per-token": catalogue.TIME_PER_TOKEN,
+}
+"""TGI's names of the durations of a request → their metrics."""
 ARRIVED_S: ContextVar[float] = ContextVar("arrived_s", default=0.0)
 """Monotonic time at which the request that this task serves arrived; 0 in tasks that serve none."""
 
@@ -64,12 +72,21 @@ def fit_buckets(limits: Limits) -> None:
 
 
 def observe_durations(stream: Stream) -> None:
-    arrived_s = ARRIVED_S.get() or stream.started_s
-    inference_s = stream.ended_s - stream.placed_s
     catalogue.REQUEST_SUCCESS.add()
-    catalogue.REQUEST_DURATION.observe(stream.ended_s - arrived_s)
-    catalogue.VALIDATION_DURATION.observe(stream.started_s - arrived_s)
-    catalogue.QUEUE_DURATION.observe(stream.placed_s - stream.started_s)
-    catalogue.INFERENCE_DURATION.observe(inference_s)
-    catalogue.TIME_PER_TOKEN.observe(inference_s / max(1, stream.num_tokens))
+    for name, seconds in durations(stream, ARRIVED_S.get() or stream.started_s).items():
+        HISTOGRAMS[name].observe(seconds)
     catalogue.GENERATED_TOKENS.observe(stream.num_tokens)
+
+
+def durations(stream: Stream, arrived_s: float) -> dict[str, float]:
+    """What a finished stream took in seconds, by the names of HISTOGRAMS. `arrived_s` is the monotonic time
+    of the request's arrival.
+    """
+    inference_s = stream.ended_s - stream.placed_s
+    return {
+        "total-time": stream.ended_s - arrived_s,
+        "validation-time": stream.started_s - arrived_s,
+        "queue-time": stream.placed_s - stream.started_s,
+        "inference-time": inference_s,
+        "time-per-token": inference_s / max(1, stream.num_tokens),
+    }
