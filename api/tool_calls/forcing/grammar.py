@@ -115,7 +115,7 @@ def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Th
     if name == HARMONY:
         return lark.source(harmony_answer(lark, offer, choice.is_required))
     calls = RULES[name](lark, offer)
-    required = f"{lark.marked(calls.mark)} {calls.rest}"
+    required = f"{lark.mark(calls.mark)} {calls.rest}" if calls.mark else calls.rest
     body = required if choice.is_required else optional(lark, calls, choice.is_parallel)
     return lark.source(f"{thought(lark, thinking)} {lark.rule(body)}")
 
