@@ -28,7 +28,7 @@ from tests.support.load import Load
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-MAX_NEW_TOKENS = 100
+NUM_STREAMS, MAX_NEW_TOKENS = 8, 100
 SETTINGS = {
     "num_workers": 2,
     "num_gateways": 1,
@@ -42,7 +42,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def undisturbed(fleet: Fleet) -> list[list[int]]:
     async def run() -> list[list[int]]:
-        return await Load(fleet, MAX_NEW_TOKENS).whole()
+        return await Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS).whole()
 
     return asyncio.run(run())
 
@@ -105,7 +105,7 @@ async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) 
     redis = connect(fleet.redis_url)
     # before the load begins: a predecessor's place in the pool may take longer to expire than the load runs
     incarnation = await wait_until(lambda: incarnation_of(redis, "w0"))
-    load = Load(fleet, MAX_NEW_TOKENS)
+    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
     await load.progress(5)
     pid = fleet.pid("w0")
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -154,7 +154,7 @@ async def not_in_pool(redis: Redis, incarnation: str) -> bool:
 @pytest.mark.parametrize("how", ["signal", "command"])
 async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]], how: str) -> None:
     await two_ready(fleet)
-    load = Load(fleet, MAX_NEW_TOKENS)
+    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
     await load.progress(5)
     old = fleet.pid("w1")
     if how == "signal":
@@ -178,7 +178,7 @@ async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
 ) -> None:
     """The launcher keeps the sockets: streams go on where they are."""
     await two_ready(fleet)
-    load = Load(fleet, MAX_NEW_TOKENS)
+    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
     for name, number in (("g0", signal.SIGKILL), ("g1", signal.SIGTERM)):
         await load.progress(5)
         old = fleet.pid(name)
