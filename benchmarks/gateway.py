@@ -5,7 +5,8 @@ time is then the sum of both. A scripted worker without a model, in this process
 the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
 It is given for a token while all streams run, and for the rest of a request. With `--contended` a process per
 core copies large arrays meanwhile, as an engine does that streams its weights: the gateway then finds its
-caches cold.
+caches cold. With `--peer URL PID` both are asked for `/v1/completions`, in turns: the other server is one
+whose engine sends tokens at the same pace, as vLLM's does with `benchmarks/vllm_executor.py`.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import httpx
 import psutil
@@ -33,6 +35,7 @@ from tests.support.waiting import wait_until
 
 LOADS = ((1, 768, 0.01), (32, 256, 0.04), (256, 96, 0.1))
 """(streams, new tokens of each, seconds between steps)"""
+GENERATE_STREAM, COMPLETIONS = "/generate_stream", "/v1/completions"
 ONE_TOKEN = {"inputs": "number 0", "parameters": {"max_new_tokens": 1}}
 COPIES = "import numpy; a = numpy.ones(2**26, 'f4'); b = a.copy()\nwhile True: b[:] = a"
 
@@ -49,14 +52,26 @@ class Cost:
 class Gateway:
     """A gateway process and its CPU times, with a resolution of 10 ms."""
 
-    def __init__(self, pid: int, url: str) -> None:
+    def __init__(self, pid: int, url: str, path: str) -> None:
         self.process = psutil.Process(pid)
         self.url = url
+        self.path = path
 
     def cpu_us(self) -> tuple[float, float]:
         """CPU time in user and in system mode."""
         times = self.process.cpu_times()
         return times.user * 1e6, times.system * 1e6
+
+    def body(self, text: str, out_tokens: int) -> dict[str, Any]:
+        if self.path == GENERATE_STREAM:
+            return {"inputs": text, "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}}
+        return {
+            "prompt": text,
+            "max_tokens": out_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+        }
 
     async def is_ready(self) -> bool:
         """Whether it serves: a scripted worker is no fleet, so /health would not say so."""
@@ -68,7 +83,7 @@ class Gateway:
 
 
 @contextmanager
-def gateway(broker: Broker) -> Iterator[Gateway]:
+def gateway(broker: Broker, path: str = GENERATE_STREAM) -> Iterator[Gateway]:
     port = free_port()
     variables = {
         "REDIS_URL": broker.url,
@@ -79,7 +94,7 @@ def gateway(broker: Broker) -> Iterator[Gateway]:
         "WORKER_GRACE_S": "3600",  # no batcher runs, and the scripted worker shows itself once
     }
     with running([sys.executable, "-m", "api"], os.environ | variables) as pid:
-        yield Gateway(pid, f"http://127.0.0.1:{port}")
+        yield Gateway(pid, f"http://127.0.0.1:{port}", path)
 
 
 @contextmanager
@@ -103,14 +118,11 @@ async def load(gateways: Sequence[Gateway], streams: int, out_tokens: int) -> Co
         return (*map(sum, zip(*(gateway.cpu_us() for gateway in gateways), strict=True)),)
 
     begun = cpu_us()
-    urls = cycle(f"{gateway.url}/generate_stream" for gateway in gateways)
-    bodies = [
-        {"inputs": prompt(i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}}
-        for i in range(streams)
-    ]
     tasks = [
-        asyncio.create_task(stream(next(urls), body, answer))
-        for body, answer in zip(bodies, answers, strict=True)
+        asyncio.create_task(
+            stream(f"{gateway.url}{gateway.path}", gateway.body(prompt(i), out_tokens), answer)
+        )
+        for i, (gateway, answer) in enumerate(zip(cycle(gateways), answers, strict=False))
     ]
     await wait_until(lambda: all(answer.frames for answer in answers), 60)
     first, num_first = cpu_us(), num_tokens()
@@ -123,34 +135,49 @@ async def load(gateways: Sequence[Gateway], streams: int, out_tokens: int) -> Co
     return Cost(user, system, request)
 
 
-async def measure(gateways: Sequence[Gateway], broker: Broker, runs: int) -> None:
-    ids = model_tokenizer().backend.encode(" ".join(prompt(i) for i in range(8))).ids
+async def measure(gateways: Sequence[Gateway], peers: Sequence[Gateway], broker: Broker, runs: int) -> None:
+    ids = token_ids()
     for streams, out_tokens, step_s in LOADS:
-        costs = []
+        costs, peer_costs = [], []
         for _ in range(runs):
             async with working(broker.url, model_tokenizer().backend, lambda _: Answer(ids), step_s):
                 for gateway in gateways:
                     await wait_until(gateway.is_ready, 60)
                 costs.append(await load(gateways, streams, out_tokens))
-        user, system, request = (
-            statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__
-        )
-        totals = sorted(cost.token_user + cost.token_system for cost in costs)
-        print(
-            f"{streams:3d} streams: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), "
-            f"{1e6 / (user + system):6,.0f} tokens/s of a core, "
-            f"in single runs {totals[0]:.1f} to {totals[-1]:.1f}; {request:5.0f} µs a request besides",
-            flush=True,
-        )
+            if peers:
+                peer_costs.append(await load(peers, streams, out_tokens))
+        show(f"{streams:3d} streams", costs)
+        if peers:
+            show("       peer", peer_costs)
 
 
-def main(runs: int, contended: bool, num_gateways: int) -> None:
+def token_ids() -> list[int]:
+    """Ids of text: their pieces are of the usual lengths."""
+    return model_tokenizer().backend.encode(" ".join(prompt(i) for i in range(8))).ids
+
+
+def show(what: str, costs: Sequence[Cost]) -> None:
+    user, system, request = (
+        statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__
+    )
+    totals = sorted(cost.token_user + cost.token_system for cost in costs)
+    print(
+        f"{what}: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), "
+        f"{1e6 / (user + system):6,.0f} tokens/s of a core, "
+        f"in single runs {totals[0]:.1f} to {totals[-1]:.1f}; {request:5.0f} µs a request besides",
+        flush=True,
+    )
+
+
+def main(runs: int, contended: bool, num_gateways: int, peer: Sequence[str]) -> None:
+    path = COMPLETIONS if peer else GENERATE_STREAM
     with ExitStack() as stack:
         for _ in range((os.cpu_count() or 1) * contended):
             stack.enter_context(running([sys.executable, "-c", COPIES], dict(os.environ)))
         broker = stack.enter_context(brokers.running())
-        gateways = [stack.enter_context(gateway(broker)) for _ in range(num_gateways)]
-        uvloop.run(measure(gateways, broker, runs))
+        gateways = [stack.enter_context(gateway(broker, path)) for _ in range(num_gateways)]
+        peers = [Gateway(int(peer[1]), peer[0], path)] if peer else []
+        uvloop.run(measure(gateways, peers, broker, runs))
 
 
 if __name__ == "__main__":
@@ -160,5 +187,10 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--contended", action="store_true")
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--peer", nargs=2, default=(), metavar=("URL", "PID"))
+    parser.add_argument("--ids", action="store_true", help="print the scripted token ids, and end")
     args = parser.parse_args()
-    main(args.runs, args.contended, args.gateways)
+    if args.ids:
+        print(*token_ids(), sep=",")
+    else:
+        main(args.runs, args.contended, args.gateways, args.peer)
