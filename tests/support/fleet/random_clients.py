@@ -134,7 +134,7 @@ class Clients:
         answer = json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id))))
         if is_cancelled and "error" in answer:
             return
-        assert [token["id"] for token in answer["details"]["tokens"]] == ids, answer
+        assert [token["id"] for token in answer["details"]["tokens"]] == ids, (answer, ids)
         if "reply_to" in address:
             await wait_until(lambda: len(self.published.get(job_id, [])) == len(ids))
         if "reply" in address:

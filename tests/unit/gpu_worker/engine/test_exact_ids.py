@@ -128,6 +128,7 @@ def test_ids_of_rows_that_start_with_blocks_of_others(
     firsts = [played.start(index, prompts[index], new_tokens(indices)) for index in indices]
     tables = {index: played.rows[index].blocks for index in indices}
     played.run(firsts)
+    played.kept = {block for table in tables.values() for block in table}
 
     def cached(index: int, ids: list[int]) -> list[int]:
         known = len(prompts[index]) + len(answers[index]) - 1

@@ -52,7 +52,8 @@ def test_builds_for_other_processors_compute_the_same(
     built = native.library.__wrapped__()
     assert built and built.tf_multiplies(native.TYPE_CODES[torch.bfloat16]) == (march != "x86-64-v2")
     for dtype in native.TYPE_CODES:
-        attention.test_outputs_equal_those_of_torch(dtype, 16, built)
+        for stored in (None, *native.STORED_CODES):
+            attention.test_outputs_equal_those_of_torch(dtype, 16, stored, built)
         for size in (60, 3000):
             choice.test_kernels_sample_the_same_ids_as_torch(size, dtype, built)
             choice.test_kernels_score_prompts_as_torch_does(size, dtype, built)
