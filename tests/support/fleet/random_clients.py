@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
+from uuid import uuid4
 
 import httpx
 from redis.asyncio import Redis
@@ -37,6 +38,7 @@ class Clients:
         self.alone: list[list[int]] = []
         self.published: dict[str, list[Any]] = {}
         self.num_jobs = 0
+        self.name = uuid4().hex  # results of jobs stay in the broker of a fleet that others used
 
     async def learn_answers(self) -> None:
         """Fills `alone`."""
@@ -124,7 +126,7 @@ class Clients:
     async def submit(self) -> None:
         """A job with frames on a channel, in a stream, on both or on neither; one in five is cancelled."""
         self.num_jobs += 1
-        job_id, (body, ids) = f"job-{self.num_jobs}", self.random_request()
+        job_id, (body, ids) = f"job-{self.num_jobs}-{self.name}", self.random_request()
         address = {"reply_to": f"ext:{job_id}"} if self.draw.random() < 0.5 else {}
         address |= {"reply": "stream"} if self.draw.random() < 0.5 else {}
         await self.redis.xadd(KEYS.submit, {"job": json.dumps({"id": job_id, **body, **address})})

@@ -87,7 +87,8 @@ async def test_a_stream_adds_up_to_the_whole_answer(broker: Broker) -> None:
     async with answering(broker.url, answer, **HERMES) as (_, _, client):
         whole = (await ask(client))["message"]
         own = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
-        body: Any = CHAT | {"tools": TOOLS, "model": "tgi"}
+        strict = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
+        body: Any = CHAT | {"tools": strict, "model": "tgi"}  # before version 3 it reads only such
         async with own, own.chat.completions.stream(**body) as stream:
             async for _ in stream:
                 pass
