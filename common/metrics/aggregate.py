@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
@@ -22,7 +21,6 @@ FINAL_ADD_S = 1.0
 """Time limit of the last addition, at the end of the process."""
 
 
-@dataclass(slots=True)
 class MetricsPublisher:
     """Adds this process's counts to the pool's hash.
 
@@ -33,9 +31,10 @@ class MetricsPublisher:
         added: the values that have been added so far.
     """
 
-    redis: Redis
-    keys: Keys
-    added: dict[str, float] = field(default_factory=own_values)
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.added = own_values()
 
     async def run(self, stopped: asyncio.Event) -> None:
         """Add every ADD_S seconds, and a last time after `stopped` is set. (A cancelled task could not know

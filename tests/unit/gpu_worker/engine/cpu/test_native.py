@@ -14,7 +14,7 @@ from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import OneDnnLinear
 from tests.support.engine import tiny_models
-from tests.support.engine.tiny_engine import engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.attention import test_cpu_paged as attention
 from tests.unit.gpu_worker.engine.cpu import test_packed_linear as products
@@ -71,7 +71,7 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
 ) -> None:
     """One line in the log says so."""
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    expected = {row: tiny_models.generate(model, prompt, 40) for row, prompt in enumerate(prompts())}
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     monkeypatch.setattr(native, "COMPILERS", ())
     monkeypatch.setattr(native, "library", native.functools.cache(native.library.__wrapped__))  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
