@@ -43,8 +43,8 @@ LONG = ("unit/gpu_worker", "integration", "repo")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores: tests wait about half of their time."""
-    return cpu.num_cores() + 1
+    """Two more than there are cores: tests wait about half of their time."""
+    return cpu.num_cores() + 2
 
 
 def pytest_xdist_setupnodes() -> None:
