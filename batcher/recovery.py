@@ -151,7 +151,8 @@ class Recovery:
         live = await self.enqueue(held, states)
         await self.workers.remove_worker_keys(incarnation)
         self.timeline.record_death(incarnation, live)
-        log.warning("worker %s is removed; %d of its requests resume", incarnation, len(live))
+        level = logging.INFO if why == "drained" else logging.WARNING
+        log.log(level, "worker %s is removed; of its requests %d resume", incarnation, len(live))
 
     async def save(self, states: dict[str, Committed], worker: str = "", is_crash: bool = False) -> None:
         """Append to each request's own string what only logs have of it, and record that `worker` holds it no

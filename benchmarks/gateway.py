@@ -5,8 +5,9 @@ time is then the sum of both. A scripted worker without a model, in this process
 the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
 It is given for a token while all streams run, and for the rest of a request. With `--contended` a process per
 core copies large arrays meanwhile, as an engine does that streams its weights: the gateway then finds its
-caches cold. With `--peer URL PID` both are asked for `/v1/completions`, in turns: the other server is one
-whose engine sends tokens at the same pace, as vLLM's does with `benchmarks/vllm_executor.py`.
+caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames. So does `--peer URL
+PID`, which measures another server in turns: one whose engine sends tokens at the same pace, as vLLM's does
+with `benchmarks/vllm_executor.py`.
 """
 
 import argparse
@@ -169,8 +170,8 @@ def show(what: str, costs: Sequence[Cost]) -> None:
     )
 
 
-def main(runs: int, contended: bool, num_gateways: int, peer: Sequence[str]) -> None:
-    path = COMPLETIONS if peer else GENERATE_STREAM
+def main(runs: int, contended: bool, num_gateways: int, path: str, peer: Sequence[str]) -> None:
+    path = COMPLETIONS if peer else path
     with ExitStack() as stack:
         for _ in range((os.cpu_count() or 1) * contended):
             stack.enter_context(running([sys.executable, "-c", COPIES], dict(os.environ)))
@@ -187,10 +188,11 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--contended", action="store_true")
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--path", choices=(GENERATE_STREAM, COMPLETIONS), default=GENERATE_STREAM)
     parser.add_argument("--peer", nargs=2, default=(), metavar=("URL", "PID"))
     parser.add_argument("--ids", action="store_true", help="print the scripted token ids, and end")
     args = parser.parse_args()
     if args.ids:
         print(*token_ids(), sep=",")
     else:
-        main(args.runs, args.contended, args.gateways, args.peer)
+        main(args.runs, args.contended, args.gateways, args.path, args.peer)

@@ -1,7 +1,7 @@
 """One choice of a response on OpenAI's routes, and the pieces of text that are sent of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from api.chat.answer import AnswerReader, is_whole_json, marks_of, render_message
 from api.openai.stop_holdback import StopHoldback
@@ -11,8 +11,7 @@ from common.messages.answer import HttpAnswer, Rendering
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """A piece of a choice's text, sent in one chunk.
 
     Attributes:
@@ -61,9 +60,9 @@ class Choice:
         return self.has_tokens or (self.stream.finished and not self.ended)
 
     def take_piece(self) -> TextPiece:
-        """The next piece: of one token. The last piece of a finished choice ends it."""
+        """The next piece of a choice that has one: a token's. The last piece of a finished choice ends it."""
         self.begun = True
-        if self.has_tokens:
+        if self.stream.terminal is None or self.has_tokens:
             return self.piece(1)
         self.ended = True
         if self.rendering.prompt_only:

@@ -24,6 +24,7 @@ class ResponseRenderer(ABC):
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         self.answer = answer
         self.choices = new_choices(answer, streams)
+        self.chunk_head = self.render_head(self.chunk_kind)
 
     def render_whole(self) -> bytes:
         """The whole response, once all choices have finished."""
@@ -35,7 +36,7 @@ class ResponseRenderer(ABC):
             fields = self.render_choice(choice, pieces)
             choices.append({"index": choice.index, **fields, **self.render_ending(choice)})
         fields = {"usage": self.final_usage(), **self.whole_fields()}
-        return self.render_object(self.whole_kind, choices, fields)
+        return render_object(self.render_head(self.whole_kind), choices, fields)
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         """The next chunks of a choice that has a piece: of it, or the one before the first piece. None
@@ -46,10 +47,11 @@ class ResponseRenderer(ABC):
             fields = {"index": choice.index, **first, "finish_reason": None}
             return [self.render_chunk([fields], self.first_fields(choice))]
         deltas = self.render_deltas(choice, choice.take_piece())
-        endings = [NO_ENDING] * (len(deltas) - 1) + [self.render_ending(choice)]
+        ending = self.render_ending(choice) if choice.ended else NO_ENDING
+        last = len(deltas) - 1
         return [
-            self.render_chunk([{"index": choice.index, **delta, **ending}])
-            for delta, ending in zip(deltas, endings, strict=False)
+            self.render_chunk([{"index": choice.index, **delta, **(ending if i == last else NO_ENDING)}])
+            for i, delta in enumerate(deltas)
         ]
 
     def render_ending(self, choice: Choice) -> dict[str, Any]:
@@ -58,13 +60,15 @@ class ResponseRenderer(ABC):
 
     def render_chunk(self, choices: list[dict[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> bytes:
         shows = self.answer.rendering
-        usage = {"usage": self.usage() if shows.running_usage else None} if shows.usage else {}
-        return self.render_object(self.chunk_kind, choices, {**usage, **fields})
+        if shows.usage:
+            fields = {"usage": self.usage() if shows.running_usage else None, **fields}
+        return render_object(self.chunk_head, choices, fields)
 
     def render_usage_chunk(self) -> bytes:
-        return self.render_object(self.chunk_kind, [], {"usage": self.final_usage()})
+        return render_object(self.chunk_head, [], {"usage": self.final_usage()})
 
-    def render_object(self, kind: str, choices: list[dict[str, Any]], fields: dict[str, Any]) -> bytes:
+    def render_head(self, kind: str) -> bytes:
+        """What the chunks of an answer begin with, up to their choices: it is encoded once."""
         about = {
             "id": f"{self.prefix}-{self.answer.request_id}",
             "object": kind,
@@ -72,7 +76,7 @@ class ResponseRenderer(ABC):
             "model": self.answer.model,
             "system_fingerprint": self.answer.fingerprint,
         }
-        return to_json({**about, "choices": choices, **fields})
+        return to_json(about)[:-1] + b',"choices":'
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, those that were sent."""
@@ -127,6 +131,11 @@ class ResponseRenderer(ABC):
     @abstractmethod
     def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
         """The fields of each chunk of a piece."""
+
+
+def render_object(head: bytes, choices: list[dict[str, Any]], fields: Mapping[str, Any]) -> bytes:
+    """The JSON object of a head, choices, and the fields behind these."""
+    return b"%b%b%b" % (head, to_json(choices), b"," + to_json(fields)[1:] if fields else b"}")
 
 
 def join_text(choice: Choice, pieces: Sequence[TextPiece]) -> str:

@@ -44,9 +44,11 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
 
     def take(self) -> list[tuple[int, bytes]]:
         new: list[tuple[int, bytes]] = []
-        while self.has_piece and len(new) < MAX_ITEMS:
+        while self.has_piece:
             new += take_turn(self.renderer, self.turns)
-        return new if self.has_piece else [*new, *self.take_end()]
+            if len(new) >= MAX_ITEMS:
+                return new
+        return [*new, *self.take_end()]
 
     @property
     def has_piece(self) -> bool:

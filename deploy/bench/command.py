@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     console.print(report.view(result, console.width))
     if flags.svg:
-        write(flags.svg, svg.draw(result).encode())
+        write("--svg", flags.svg, svg.draw(result).encode())
     if flags.json:
-        write(flags.json, orjson.dumps(as_json(result), option=orjson.OPT_INDENT_2))
+        write("--json", flags.json, orjson.dumps(as_json(result), option=orjson.OPT_INDENT_2))
     return 0 if all(it.tokens_per_s for it in result.figures.values()) else 1
 
 
@@ -84,18 +84,19 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
             )
     if flags.svg is not None:
         svg.check_matplotlib()
-    for path in (flags.svg, flags.json):
+    for name, path in (("--svg", flags.svg), ("--json", flags.json)):
         if path is not None:
-            write(path, b"", "ab")  # fails now, and not after a minute
+            write(name, path, b"", "ab")  # fails now, and not after a minute
     return flags
 
 
-def write(path: Path, content: bytes, mode: str = "wb") -> None:
+def write(name: str, path: Path, content: bytes, mode: str = "wb") -> None:
+    """Raises SettingError with the name of the flag."""
     try:
         with path.open(mode) as file:
             file.write(content)
     except OSError as error:
-        raise SettingError("file", f"{path} cannot be written: {error.strerror}") from error
+        raise SettingError(name, f"{path} cannot be written: {error.strerror}") from error
 
 
 async def compare(urls: Sequence[str], plan: load.LoadPlan) -> report.Comparison:

@@ -115,7 +115,7 @@ def load(one: Snapshot) -> str:
     """Return a batcher's waiting requests, a gateway's open streams or a broker's commands per second."""
     figures = (
         (one.get("waiting"), "waiting"),
-        (one.get("streams"), "streams"),
+        (one.get("streams"), "stream" if one.get("streams") == 1 else "streams"),
         (one.get("commands_per_s"), "ops/s"),
     )
     return ", ".join(f"{number(value)} {unit}" for value, unit in figures if value is not None)

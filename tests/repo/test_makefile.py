@@ -1,5 +1,6 @@
 """`make serve` and its signals, with a fleet of fakes in the place of ours."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -49,7 +50,7 @@ def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         for leftover in everybody or psutil.Process(process.pid).children(recursive=True):
-            if leftover.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 leftover.kill()
         process.kill()
         process.wait()

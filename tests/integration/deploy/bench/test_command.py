@@ -229,7 +229,7 @@ def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.Cap
         (["--duration", "nan"], "--duration: nan"),
         (["--max-tokens", "0"], "--max-tokens: 0 is less than 1"),
         (["--against", "nowhere:x"], "URL: 'nowhere:x'"),
-        (["--svg", "/no/such/place.svg"], "FILE: /no/such/place.svg cannot be written: No such file"),
+        (["--svg", "/no/such/place.svg"], "--svg: /no/such/place.svg cannot be written: No such file"),
         (["--durations", "5"], "--durations"),
     ],
 )

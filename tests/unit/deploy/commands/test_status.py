@@ -56,6 +56,7 @@ def test_the_table_shows_every_process() -> None:
     assert "43.0 tokens/s" in head
     assert [line.split()[0] for line in lines] == ["gateway", "batcher", "worker"]
     assert "3 streams" in lines[0]
+    assert fleet_table.load({"streams": 1}) == "1 stream"
     assert "1 waiting" in lines[1]
     assert "3.5 s" in lines[1]
     for word in ("w0-aaaa", "here", "41", "ready", "2/256", "12/4 096", "43.0", "0.2 s"):
