@@ -69,7 +69,7 @@ def test_processes_have_names_restart_and_drain(
             assert fleet.restarted("w0", old_worker) == worker
             wait_until_sync(lambda: workers(fleet) == [worker])
             fleet.launcher.terminate()
-            wait_until_sync(lambda: httpx.get(f"{fleet.base_url}/health").status_code == 503)
+            wait_until_sync(lambda: "shutting down" in httpx.get(f"{fleet.base_url}/health").text)
             refused = httpx.post(f"{fleet.base_url}/generate", json=body)
             assert refused.status_code == 503 and "shutting down" in refused.text
             assert last_frame(lines)["details"]["generated_tokens"] == 300
