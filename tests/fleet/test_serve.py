@@ -14,7 +14,7 @@ import pytest
 
 from common.settings.settings import Settings
 from deploy.serve import checks
-from tests.support.fleet.fleet import READY_S, Fleet, have_ended
+from tests.support.fleet.fleet import READY_S, Fleet, have_ended, title
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import wait_until_sync
 
@@ -43,7 +43,7 @@ def test_processes_have_names_restart_and_drain(
     monkeypatch.setattr(Fleet, "start_process", start_process)
     preloads = {"preload_worker": True, "preload_gateway": True}
     with Fleet(num_workers=1, dtype="bfloat16", kv_cache_bytes="64MiB", threads=1, **preloads) as fleet:
-        titles = {" ".join(process.cmdline()).strip() for process in fleet.processes()}
+        titles = {" ".join(title(process)) for process in fleet.processes()}
         assert {
             "tokenfleet serve",
             "tokenfleet api g0",
@@ -102,7 +102,7 @@ def test_a_killed_launcher_leaves_no_process() -> None:
     with Fleet(kv_cache_bytes="64MiB", preload_worker=True) as fleet:
         wait_until_sync(fleet.preloaded, READY_S)
         processes = fleet.processes()
-        assert any("engine" in " ".join(process.cmdline()) for process in processes)
+        assert any("engine" in title(process) for process in processes)
         for process in processes[1:]:
             process.suspend()
         fleet.launcher.kill()

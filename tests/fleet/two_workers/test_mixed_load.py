@@ -20,7 +20,7 @@ thousand requests.
 
 def grown(fleet: Fleet, before: dict[str, int]) -> dict[str, int]:
     """What has grown too much, by how many bytes."""
-    growth = {name: size - before[name] for name, size in memory(fleet).items()}
+    growth = {name: size - before[name] for name, size in memory(fleet).items() if name in before}
     return {
         name: more
         for name, more in growth.items()

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.fleet import Fleet, title
 
 KEYS = Keys("default")
 SETTLED_S = 1.5
@@ -91,9 +92,19 @@ def tree(root: psutil.Process) -> list[psutil.Process]:
 
 
 def handles(fleet: Fleet) -> dict[int, int]:
-    return {process.pid: process.num_fds() for process in processes(fleet)}
+    return {process.pid: count for process, count in each(fleet, psutil.Process.num_fds)}
 
 
 def memory(fleet: Fleet) -> dict[str, int]:
     """Bytes by the name of the process."""
-    return {process.cmdline()[0]: process.memory_info().rss for process in processes(fleet)}
+    return {
+        " ".join(title(process)): size
+        for process, size in each(fleet, lambda process: process.memory_info().rss)
+    }
+
+
+def each(fleet: Fleet, read: Callable[[psutil.Process], int]) -> Iterator[tuple[psutil.Process, int]]:
+    """What `read` finds of each of the `processes` that has not ended meanwhile."""
+    for process in processes(fleet):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield process, read(process)
