@@ -1,6 +1,6 @@
 """Validation: makes requests of generation parameters, or refuses them by the name of the field at fault."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from api.tokenizer import ModelTokenizer
 from common.messages.packing import pack_ids
 from common.messages.request import Generate
 
+LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
 MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
@@ -62,8 +63,9 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     """Raises ApiError (422) for parameters that are wrong with any prompt."""
     check_ranges(params)
-    check_stops(params, limits, tokenizer)
-    check_logits(params, tokenizer)
+    check_lists(params, limits, tokenizer)
+    check_items(params)
+    check_allowed_ids(params, tokenizer)
     check_top_n(params, limits)
 
 
@@ -87,60 +89,22 @@ def check_ranges(params: GenerationParams) -> None:
             raise invalid_field(params, name, f"must be {allowed}. Given: {value}")
 
 
-def check_stops(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
-    stops = params.stopping.stop
-    check_count(params, "stop", stops, limits.max_stop_sequences, "stop sequences")
-    if "" in stops:
-        raise invalid_field(params, "stop", "must not have an empty stop sequence")
-    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
-        words = f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}"
-        raise invalid_field(params, "stop", words)
-    check_id_list(params, "stop_ids", params.stopping.stop_ids, tokenizer)
-
-
-def check_logits(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
-    check_id_list(params, "top_p_reset_ids", params.sampling.top_p_reset_ids, tokenizer)
-    biases = params.sampling.logit_bias
-    check_count(params, "logit_bias", biases, MAX_BIASES, "token ids")
-    check_ids(params, "logit_bias", [token_id for token_id, _ in biases], tokenizer)
-    for _, value in biases:
-        if not BIASES.holds(value):
-            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {value}")
-    check_bad_words(params)
-    check_allowed_ids(params, tokenizer)
-
-
-def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
-    field, ids = "allowed_token_ids", params.sampling.allowed_token_ids
-    check_count(params, field, ids, tokenizer.size, "token ids")
-    check_ids(params, field, ids, tokenizer)
-    if ids and params.grammar is not None:
-        raise invalid_field(params, field, "and a structured output or forced calls exclude each other")
-    ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
-    if ids and params.stopping.min_new_tokens and ends.issuperset(ids):
-        raise invalid_field(
-            params, field, f"has no token that may come before `{params.name('min_new_tokens')}`"
-        )
-
-
-def check_bad_words(params: GenerationParams) -> None:
-    check_count(params, "bad_words", params.bad_words, MAX_BAD_WORDS, "words")
-    for word in params.bad_words:
-        if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
-            words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
-            raise invalid_field(params, "bad_words", words)
-
-
-def check_id_list(
-    params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer
-) -> None:
-    check_count(params, field, ids, MAX_LISTED_IDS, "token ids")
-    check_ids(params, field, ids, tokenizer)
-
-
-def check_count(params: GenerationParams, field: str, given: Sized, most: int, what: str) -> None:
-    if len(given) > most:
-        raise invalid_field(params, field, f"supports up to {most} {what}. Given: {len(given)}")
+def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
+    """How many items a list may have, and what token ids it may name."""
+    most = {
+        "stop": (limits.max_stop_sequences, "stop sequences"),
+        "stop_ids": (MAX_LISTED_IDS, "token ids"),
+        "top_p_reset_ids": (MAX_LISTED_IDS, "token ids"),
+        "logit_bias": (MAX_BIASES, "token ids"),
+        "bad_words": (MAX_BAD_WORDS, "words"),
+        "allowed_token_ids": (tokenizer.size, "token ids"),
+    }
+    for field, (number, what) in most.items():
+        if (given := len(params.value(field))) > number:
+            raise invalid_field(params, field, f"supports up to {number} {what}. Given: {given}")
+    for field in LISTS_OF_IDS:
+        check_ids(params, field, params.value(field), tokenizer)
+    check_ids(params, "logit_bias", [token_id for token_id, _ in params.sampling.logit_bias], tokenizer)
 
 
 def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer) -> None:
@@ -151,6 +115,35 @@ def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenize
                 field,
                 f"must have token ids of at least 0 and below {tokenizer.size}. Given: {token_id}",
             )
+
+
+def check_items(params: GenerationParams) -> None:
+    """Stop strings, biases and bad words, one by one."""
+    stops = params.stopping.stop
+    if "" in stops:
+        raise invalid_field(params, "stop", "must not have an empty stop sequence")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
+        words = f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}"
+        raise invalid_field(params, "stop", words)
+    for _, value in params.sampling.logit_bias:
+        if not BIASES.holds(value):
+            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {value}")
+    for word in params.bad_words:
+        if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
+            words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
+            raise invalid_field(params, "bad_words", words)
+
+
+def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
+    """What may not stand beside `allowed_token_ids`."""
+    field, ids = "allowed_token_ids", params.sampling.allowed_token_ids
+    if ids and params.grammar is not None:
+        raise invalid_field(params, field, "and a structured output or forced calls exclude each other")
+    ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
+    if ids and params.stopping.min_new_tokens and ends.issuperset(ids):
+        raise invalid_field(
+            params, field, f"has no token that may come before `{params.name('min_new_tokens')}`"
+        )
 
 
 def check_top_n(params: GenerationParams, limits: Limits) -> None:

@@ -5,36 +5,22 @@ checked.
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import llguidance
+
+from api.tokenizer import ModelTokenizer
 
 NUM_BYTES = 256
 
 
-class Vocabulary(Protocol):
-    """A model's tokens. It is hashed by identity.
+class Bytes:
+    """A vocabulary of single bytes, of tokens without a text up to its size, and of an end.
 
     Attributes:
-        size: all ids are below it.
+        size: all ids that a grammar may name are below it.
         special_tokens: ids of control tokens by their texts, which are no text to a grammar.
         ending_ids: ids that end an answer.
     """
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def special_tokens(self) -> Mapping[str, int]: ...
-    @property
-    def ending_ids(self) -> frozenset[int]: ...
-    def id_of(self, text: str) -> int | None:
-        """The id of the token that has this text; None if there is no such token."""
-
-    def __hash__(self) -> int: ...
-
-
-class Bytes:
-    """A vocabulary of single bytes, of tokens without a text up to its size, and of an end."""
 
     bos_token_id = None
     special_tokens: Mapping[str, int] = {}
@@ -57,6 +43,8 @@ class Bytes:
         return ord(text) if len(text) == 1 and text.isascii() else None
 
 
+Vocabulary = ModelTokenizer | Bytes
+"""A model's tokens, or the stand-in for them. Both are hashed by identity."""
 BYTES = Bytes()
 
 
