@@ -6,7 +6,7 @@ The deltas are a pure function of the pieces of text, and joined they are the sa
 from collections.abc import Sequence
 
 from api.tool_calls.formats.table import CallFormat
-from api.tool_calls.reading.deltas import Delta, Tool
+from api.tool_calls.reading.deltas import ContentDelta, Delta, Tool
 from api.tool_calls.reading.reader import Reader, Reading, Waiting
 from api.tool_calls.reasoning import ReasoningFormat, read_reasoning
 
@@ -38,14 +38,13 @@ class AnswerParser:
         """What the next piece of text says. Marks of the formats are part of it, special tokens or not."""
         self.reader.text += text
         next(self.reading, None)
-        return self.reader.take_deltas()
+        deltas, self.reader.deltas = self.reader.deltas, []
+        return deltas
 
     def finish(self) -> list[Delta]:
         """What the rest of the text says, when none follows."""
         self.reader.ended = True
-        next(self.reading, None)
-        self.reader.finish_text()
-        return self.reader.take_deltas()
+        return self.feed("")
 
     @property
     def num_calls(self) -> int:
@@ -63,6 +62,8 @@ def read_answer(
         yield from calls.read(reader)
     else:
         yield from reader.content_until()
+    if reader.space:  # white space at the end is content
+        reader.emit(ContentDelta(reader.space))
 
 
 def begins_call(reader: Reader, calls: CallFormat) -> Waiting:

@@ -56,10 +56,6 @@ class Reader:
         self.committed = False
         self.deltas: list[Delta] = []
 
-    def take_deltas(self) -> list[Delta]:
-        deltas, self.deltas = self.deltas, []
-        return deltas
-
     # --- reading --------------------------------------------------------------------------------------------
 
     def next_is(self, *words: str) -> Waiting:
@@ -185,12 +181,6 @@ class Reader:
         """Drops white space on both sides of this place."""
         self.space = ""
         self.trims = True
-
-    def finish_text(self) -> None:
-        """White space at the end is content."""
-        if self.space:
-            self.emit(ContentDelta(self.space))
-            self.space = ""
 
     def start_call(self, name: str) -> None:
         self.trim()
