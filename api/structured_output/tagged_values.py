@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from api.errors import ApiError
 from api.structured_output.lark import Lark, literal, one_of
-from api.tool_calls.formats import tagged
+from api.tool_calls.formats.tagged import PAIR, PARAMETER, ArgumentTags
 from api.tool_calls.reading.typed_text import types_of
 
 Refuse = Callable[[str], ApiError]
@@ -20,53 +20,37 @@ OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 DEFINITIONS = ("$defs", "definitions")
 ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]*/"
 SPACE = r"(/[ \n\t]{1,33}/)?"
-
-
-class Tagging(NamedTuple):
-    """What stands around a name and its value.
-
-    Attributes:
-        name_ends: one of them stands behind the name.
-        before_value: stands behind that, and white space.
-    """
-
-    name: str
-    name_ends: tuple[str, ...]
-    before_value: str
-    end: str
-
-
 STYLES = {
-    "qwen_xml": Tagging(tagged.PARAMETER, (">",), "", tagged.END_PARAMETER),
-    "minimax_xml": Tagging('<parameter name="', ('">',), "", tagged.END_PARAMETER),
-    "deepseek_xml": Tagging(
+    "qwen_xml": PARAMETER,
+    "minimax_xml": ArgumentTags('<parameter name="', ('">',), "", PARAMETER.end),
+    "deepseek_xml": ArgumentTags(
         '<｜DSML｜parameter name="', ('" string="true">', '" string="false">'), "", "</｜DSML｜parameter>"
     ),
-    "glm_xml": Tagging(tagged.KEY, (tagged.END_KEY,), tagged.VALUE, tagged.END_VALUE),
+    "glm_xml": PAIR,
 }
 """By xgrammar's names of styles."""
 
 
-def tagged_object(lark: Lark, tagging: Tagging, schema: Mapping[str, Any], refuse: Refuse) -> str:
+def tagged_object(lark: Lark, tags: ArgumentTags, schema: Mapping[str, Any], refuse: Refuse) -> str:
     """All properties in the order of the schema; those that are not required may be missing. An object of
     which the schema names no property may have any. White space is free between tags, and around JSON.
     """
     found = list(properties_of(schema, refuse))
     if not found and schema.get("additionalProperties") is not False:
-        name = f"{lark.marked(tagging.name)} {lark.lexeme(ANY_NAME)}"
-        return f"({SPACE} {name} {before_value(lark, tagging)} {lark.until(tagging.end)})* {SPACE}"
+        name = f"{lark.marked(tags.name)} {lark.lexeme(ANY_NAME)}"
+        return f"({SPACE} {name} {before_value(lark, tags)} {lark.until(tags.end)})* {SPACE}"
     parts = []
     for name, part, is_required in found:
-        head = f"{lark.marked(tagging.name + name)} {before_value(lark, tagging)}"
-        one = f"{SPACE} {head} {tagged_value(lark, part, tagging.end, SPACE, refuse)}"
+        head = f"{lark.marked(tags.name + name)} {before_value(lark, tags)}"
+        one = f"{SPACE} {head} {tagged_value(lark, part, tags.end, SPACE, refuse)}"
         parts.append(one if is_required else f"({one})?")
     return " ".join([*parts, SPACE])
 
 
-def before_value(lark: Lark, tagging: Tagging) -> str:
+def before_value(lark: Lark, tags: ArgumentTags) -> str:
     """What stands between a name and its value."""
-    end = lark.any_marked(tagging.name_ends)
-    return f"{end} {SPACE} {lark.marked(tagging.before_value)}" if tagging.before_value else end
+    end = lark.any_marked(tags.name_ends)
+    return f"{end} {SPACE} {lark.marked(tags.value)}" if tags.value else end
 
 
 def tagged_value(

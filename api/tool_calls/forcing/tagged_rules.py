@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from api.structured_output.lark import Lark, literal, one_of
 from api.structured_output.tagged_values import Refuse, properties_of, tagged_value
@@ -17,27 +17,15 @@ Arguments = Callable[[Tool, Mapping[str, Any]], str]
 NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 
 
-class Wrapping(NamedTuple):
-    """What stands before the name of an argument, before its value, and behind it."""
-
-    name: str
-    value: str
-    end: str
-
-
-PARAMETER = Wrapping(tagged.PARAMETER, ">\n", tagged.END_PARAMETER)
-PAIR = Wrapping(tagged.KEY, f"{tagged.END_KEY}\n{tagged.VALUE}", tagged.END_VALUE)
-
-
 def functions_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
     """Functions with their parameters in tags: Qwen3-Coder's."""
-    one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, PARAMETER))
+    one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, tagged.PARAMETER))
     tail = literal(f"{tagged.END_FUNCTION}\n")
     return calls_between(lark, offer, open, f'"\\n" {one} {tail}', close)
 
 
 def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
-    call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, PAIR))
+    call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, tagged.PAIR))
     return calls_between(lark, offer, tagged.OPEN, call, tagged.CLOSE)
 
 
@@ -50,13 +38,13 @@ def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Ar
     )
 
 
-def arguments_of(lark: Lark, wrapping: Wrapping, tool: Tool, schema: Mapping[str, Any]) -> str:
+def arguments_of(lark: Lark, tags: tagged.ArgumentTags, tool: Tool, schema: Mapping[str, Any]) -> str:
     """All arguments in the order of the schema; those that are not required may be missing."""
     parts = []
-    refuse = refusal_of(tool)
+    refuse, [name_end] = refusal_of(tool), tags.name_ends
     for name, part, is_required in properties_of(schema, refuse):
-        head = lark.marked(wrapping.name + name + wrapping.value)
-        argument = f'{head} {tagged_value(lark, part, wrapping.end, refuse=refuse)} "\\n"'
+        head = lark.marked(f"{tags.name}{name}{name_end}\n{tags.value}")
+        argument = f'{head} {tagged_value(lark, part, tags.end, refuse=refuse)} "\\n"'
         parts.append(argument if is_required else f"({argument})?")
     return " ".join(parts)
 

@@ -52,7 +52,8 @@ def functions_between(name: str, open: str, close: str) -> CallFormat:
 
 HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
 MISTRAL_MARKS = (mistral.CALLS, mistral.CALL_ID, mistral.ARGS)
-GLM_MARKS = (tagged.OPEN, tagged.CLOSE, tagged.KEY, tagged.END_KEY, tagged.VALUE, tagged.END_VALUE)
+PAIR = tagged.PAIR
+GLM_MARKS = (tagged.OPEN, tagged.CLOSE, PAIR.name, *PAIR.name_ends, PAIR.value, PAIR.end)
 
 CALL_FORMATS = {
     form.name: form

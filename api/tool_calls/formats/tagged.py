@@ -1,8 +1,7 @@
 """Calls whose arguments are tagged texts: Qwen3-Coder's and GLM's."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from api.tool_calls.reading.reader import MAX_NAME, Reader, Reading, Waiting
 from api.tool_calls.reading.typed_text import property_types, read_typed
@@ -11,94 +10,75 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 FUNCTION = "<function="
 END_FUNCTION = "</function>"
-PARAMETER = "<parameter="
-END_PARAMETER = "</parameter>"
-KEY = "<arg_key>"
-END_KEY = "</arg_key>"
-VALUE = "<arg_value>"
-END_VALUE = "</arg_value>"
-TEXT = frozenset(["string"])
 
 
-def parameters_of(reader: Reader, name: str) -> Mapping[str, Any]:
-    return next((tool.parameters for tool in reader.tools if tool.name == name), {})
+class ArgumentTags(NamedTuple):
+    """What stands around the name of an argument and its value.
+
+    Attributes:
+        name_ends: one of them stands behind the name.
+        value: stands behind that, and white space; "" if the value follows at once.
+        line: what divides tags and value besides, where the model writes it.
+        untyped: the types of a parameter of which the schema says none.
+    """
+
+    name: str
+    name_ends: tuple[str, ...]
+    value: str
+    end: str
+    line: str = ""
+    untyped: frozenset[str] = frozenset()
 
 
-def before_value(key: str, is_first: bool) -> str:
-    return f"{'{' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: "
-
-
-# --- Qwen3-Coder --------------------------------------------------------------------------------------------
+PARAMETER = ArgumentTags("<parameter=", (">",), "", "</parameter>", "\n", frozenset(["string"]))
+PAIR = ArgumentTags("<arg_key>", ("</arg_key>",), "<arg_value>", "</arg_value>")
 
 
 def read_functions(open: str, close: str, reader: Reader) -> Reading:
-    """Reads functions between two marks, which are missing at times."""
+    """Reads Qwen3-Coder's functions between two marks, which are missing at times."""
     while mark := (yield from reader.content_until(open, FUNCTION)):
         yield from reader.skip()
         has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
-        if not has_begun or not (yield from read_function(reader)):
+        if not has_begun or not (yield from read_call(reader, ">", PARAMETER, END_FUNCTION)):
             reader.reject()
         else:
             yield from reader.skip()
             yield from reader.literal(close)
 
 
-def read_function(reader: Reader) -> Waiting:
-    name = yield from reader.name()
-    if not name or not (yield from reader.literal(">")):
-        return False
-    yield from reader.skip()
-    if not (yield from reader.next_is(PARAMETER, END_FUNCTION)):
-        return False
-    reader.start_call(name)
-    is_first = True
-    while (yield from reader.literal(PARAMETER)):
-        key = yield from reader.until(">", MAX_NAME)
-        if key is None:
-            break
-        yield from reader.literal("\n")
-        reader.add_arguments(before_value(key, is_first))
-        is_first = False
-        types = property_types(parameters_of(reader, name), key) or TEXT
-        if not (yield from read_typed(reader, types, "\n" + END_PARAMETER, END_PARAMETER)):
-            return False
-        yield from reader.skip()
-    return (yield from end_call(reader, END_FUNCTION, is_first))
-
-
-def end_call(reader: Reader, mark: str, is_empty: bool) -> Waiting:
-    """Closes the arguments, unless the text ends before its mark."""
-    found = yield from reader.literal(mark)
-    if found or not reader.ended or (yield from reader.char()):
-        reader.add_arguments("{}" if is_empty else "}")
-    return found
-
-
-# --- GLM ----------------------------------------------------------------------------------------------------
-
-
 def read_glm(reader: Reader) -> Reading:
     while (yield from reader.content_until(OPEN)):
         yield from reader.skip()
-        if not (yield from read_tagged_call(reader)):
+        if not (yield from read_call(reader, "", PAIR, CLOSE)):
             reader.reject()
 
 
-def read_tagged_call(reader: Reader) -> Waiting:
+def read_call(reader: Reader, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
+    """Reads a name, what stands behind it, tagged arguments, and the mark behind these."""
     name = yield from reader.name()
+    if not name or not (yield from reader.literal(name_end)):
+        return False
     yield from reader.skip()
-    if not name or not (yield from reader.next_is(KEY, CLOSE)):
+    if not (yield from reader.next_is(tags.name, end)):
         return False
     reader.start_call(name)
-    is_first = True
-    while (yield from reader.literal(KEY)):
-        key = yield from reader.until(END_KEY, MAX_NAME)
-        yield from reader.skip()
-        if key is None or not (yield from reader.literal(VALUE)):
+    parameters = next((tool.parameters for tool in reader.tools if tool.name == name), {})
+    [key_end] = tags.name_ends
+    before = "{"
+    while (yield from reader.literal(tags.name)):
+        key = yield from reader.until(key_end, MAX_NAME)
+        if tags.value:
+            yield from reader.skip()
+        if key is None or not (yield from reader.literal(tags.value)):
             break
-        reader.add_arguments(before_value(key, is_first))
-        is_first = False
-        if not (yield from read_typed(reader, property_types(parameters_of(reader, name), key), END_VALUE)):
+        yield from reader.literal(tags.line)
+        reader.add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        before = ", "
+        types = property_types(parameters, key) or tags.untyped
+        if not (yield from read_typed(reader, types, tags.line + tags.end, tags.end)):
             return False
         yield from reader.skip()
-    return (yield from end_call(reader, CLOSE, is_first))
+    found = yield from reader.literal(end)
+    if found or not reader.ended or (yield from reader.char()):  # else the text ends before the mark
+        reader.add_arguments("{}" if before == "{" else "}")
+    return found

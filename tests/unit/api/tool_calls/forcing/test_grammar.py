@@ -15,7 +15,7 @@ from api.structured_output.grammar import Grammar, compile_grammar
 from api.structured_output.vocabulary import BYTES
 from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
 from api.tool_calls.formats.table import CALL_FORMATS
-from api.tool_calls.formats.tagged import END_PARAMETER, END_VALUE
+from api.tool_calls.formats.tagged import PAIR, PARAMETER
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from common import model_files
@@ -48,7 +48,7 @@ def grammar(name: str, choice: CallChoice, ids: Mapping[str, int], tools: tuple[
 
 def walk(name: str, choice: CallChoice, ids: Mapping[str, int], seed: int) -> Answer:
     form = CALL_FORMATS[name]
-    marks = [mark for mark in (END_PARAMETER, END_VALUE) if mark not in ids]
+    marks = [mark for mark in (PARAMETER.end, PAIR.end) if mark not in ids]
     text = Walker(DIRECTORY, ids).walk(grammar(name, choice, ids), seed, *marks)
     return Reading(form, tools=TOOLS).read(text)
 
