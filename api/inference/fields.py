@@ -23,15 +23,6 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from api.errors import invalid
 from api.inference.ranges import BIASES, RANGES
 from api.service.terms import TIERS
-from api.structured_output.grammar import Grammar
-from api.structured_output.shapes import (
-    GUIDED,
-    from_response_format,
-    from_structured_outputs,
-    guided,
-    only_one,
-    with_whitespace,
-)
 from common.messages.request import SamplingParams, StoppingParams
 from common.messages.service_class import SERVICE_CLASSES
 
@@ -92,20 +83,6 @@ DETACHED: Any = Field(
     default=None,
     description="With a stream: the request goes on without a client, up to its deadline; "
     "`GET /requests/{id}/stream` has its answer for an hour. Default: false.",
-)
-
-
-PRIORITY: Any = Field(
-    default=None,
-    description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, above "
-    "0 `batch`; these names are taken, too. The header `x-priority` comes before it.",
-    json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
-)
-SERVICE_TIER: Any = Field(
-    default=None,
-    description="OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, `default` "
-    "and `auto` are `standard`. `priority` comes before it.",
-    json_schema_extra={"enum": [*TIERS, None]},
 )
 
 
@@ -201,47 +178,28 @@ class SamplingFields(Strict, extra="allow"):
         return reference
 
 
-def guided_field(what: str) -> Any:
-    """A field of older versions of vLLM."""
-    schema: Any = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
-    return Field(default=None, description=f"vLLM's older form: {what}.", json_schema_extra=schema)
+class ServedFields(SamplingFields):
+    """Fields of all routes of OpenAI's API that generate: the model, and how it is served."""
 
-
-class StructuredOutputFields(SamplingFields):
-    """OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`."""
-
-    response_format: dict[str, Any] | None = Field(
+    model: str | None = Field(
         default=None,
-        description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
-        '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
-        '`{"type": "regex", "value": …}`.',
-        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
+        "mean the same.",
     )
-    structured_outputs: dict[str, Any] | None = Field(
+    stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
+    resume_s: float | None = RESUME_S
+    priority: int | str | None = Field(
         default=None,
-        description="vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
-        "`grammar` (Lark or GBNF), `structural_tag` and `json_object`.",
-        json_schema_extra={"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+        description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, "
+        "above 0 `batch`; these names are taken, too. The header `x-priority` comes before it.",
+        json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
     )
-    guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
-    guided_regex: str | None = guided_field("a regex that the whole text matches")
-    guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
-    guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
-    guided_whitespace_pattern: str | None = Field(
-        default=None, description="vLLM's older form: a regex for the white space of JSON."
+    service_tier: str | None = Field(
+        default=None,
+        description="OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, "
+        "`default` and `auto` are `standard`. `priority` comes before it.",
+        json_schema_extra={"enum": [*TIERS, None]},
     )
-    guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
 
-    def grammar(self) -> Grammar | None:
-        """What the text must look like. Raises ApiError."""
-        fields: dict[str, Grammar | None] = {
-            name: guided(kind, getattr(self, name), name)
-            for name, kind in GUIDED.items()
-            if getattr(self, name) is not None
-        }
-        if self.response_format is not None:
-            fields["response_format"] = from_response_format(self.response_format)
-        if self.structured_outputs is not None:
-            fields["structured_outputs"] = from_structured_outputs(self.structured_outputs)
-        pattern = self.guided_whitespace_pattern
-        return with_whitespace(only_one(fields), pattern, "guided_whitespace_pattern")
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields, and for fields that contradict each other."""

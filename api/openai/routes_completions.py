@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from api.errors import invalid
 from api.http.openapi import OPENAI, generation_body
+from api.http.state import accept
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
-from api.openai.accept import accept
 from api.openai.echo import echoed_prompt
 from api.openai.params import from_completion
 from api.openai.request_schemas import CompletionRequest

@@ -6,7 +6,7 @@ another route has. Unknown names are ignored.
 
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
@@ -15,18 +15,24 @@ from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
     DETACHED,
-    PRIORITY,
-    RESUME_S,
-    SERVICE_TIER,
     Listed,
     SamplingFields,
+    ServedFields,
     Strict,
-    StructuredOutputFields,
     least,
     ranged,
     with_one_error,
 )
 from api.inference.ranges import MAX_STOP_CHARS
+from api.structured_output.grammar import Grammar
+from api.structured_output.shapes import (
+    GUIDED,
+    from_response_format,
+    from_structured_outputs,
+    guided,
+    only_one,
+    with_whitespace,
+)
 from common.messages.answer import Rendering
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
@@ -88,25 +94,20 @@ class StreamOptions(Strict):
     )
 
 
-class OpenAIRequest(StructuredOutputFields):
+def guided_field(what: str) -> Any:
+    """A field of older versions of vLLM."""
+    schema: Any = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
+    return Field(default=None, description=f"vLLM's older form: {what}.", json_schema_extra=schema)
+
+
+class OpenAIRequest(ServedFields):
     """Fields of both routes. Null and absent mean the default.
 
     `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
     """
 
-    model: str | None = Field(
-        default=None,
-        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
-        "mean the same.",
-    )
-    stream: bool | None = Field(
-        default=None, description="Send server-sent events, a chunk for each token. Default: false."
-    )
     stream_options: StreamOptions | None = None
-    resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
-    priority: int | str | None = PRIORITY
-    service_tier: str | None = SERVICE_TIER
 
     max_tokens: int | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."
@@ -166,6 +167,42 @@ class OpenAIRequest(StructuredOutputFields):
         "continues.",
     )
 
+    response_format: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
+        '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
+        '`{"type": "regex", "value": …}`.',
+        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
+        "`grammar` (Lark or GBNF), `structural_tag` and `json_object`.",
+        json_schema_extra={"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+    )
+    guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
+    guided_regex: str | None = guided_field("a regex that the whole text matches")
+    guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
+    guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
+    guided_whitespace_pattern: str | None = Field(
+        default=None, description="vLLM's older form: a regex for the white space of JSON."
+    )
+    guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
+
+    def grammar(self) -> Grammar | None:
+        """What the text must look like. Raises ApiError."""
+        fields: dict[str, Grammar | None] = {
+            name: guided(kind, getattr(self, name), name)
+            for name, kind in GUIDED.items()
+            if getattr(self, name) is not None
+        }
+        if self.response_format is not None:
+            fields["response_format"] = from_response_format(self.response_format)
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = from_structured_outputs(self.structured_outputs)
+        pattern = self.guided_whitespace_pattern
+        return with_whitespace(only_one(fields), pattern, "guided_whitespace_pattern")
+
     @property
     def rendering(self) -> Rendering:
         """How the answer is rendered."""
@@ -194,7 +231,6 @@ class OpenAIRequest(StructuredOutputFields):
         return self.model_copy(update=filled) if filled else self
 
     def check(self) -> None:
-        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")

@@ -11,11 +11,8 @@ from api.chat.prompt import EFFORTS
 from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import (
-    PRIORITY,
-    RESUME_S,
-    SERVICE_TIER,
     Listed,
-    SamplingFields,
+    ServedFields,
     Strict,
     least,
     with_one_error,
@@ -101,15 +98,12 @@ class ReasoningOptions(Strict):
     )
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(ServedFields):
     """The body of /v1/responses, with the sampling parameters of vLLM. Null and absent mean the default.
 
     `user`, `safety_identifier`, `prompt_cache_key` and other labels have no effect.
     """
 
-    model: str | None = Field(
-        default=None, description="A model that /v1/models lists. Default: this server's model."
-    )
     input: Input = Field(
         description="A text, or the items of a conversation: messages, calls of functions and their outputs, "
         "references to items of stored responses.",
@@ -121,9 +115,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."
     )
-    stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
     stream_options: ResponseStreamOptions | None = None
-    resume_s: float | None = RESUME_S
     store: bool | None = Field(
         default=None,
         description="Keep the response, so that it can be retrieved and continued. Default: true.",
@@ -165,8 +157,6 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: int | None = least(
         0, f"Report so many of the likeliest tokens; `include` must have `{LOGPROBS}`."
     )
-    priority: int | str | None = PRIORITY
-    service_tier: str | None = SERVICE_TIER
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -181,7 +171,6 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or [])
 
     def check(self) -> None:
-        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
         if self.background and not self.is_stored:
             raise invalid(

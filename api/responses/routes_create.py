@@ -3,10 +3,9 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.http import body
 from api.http.openapi import OPENAI, event_stream, generation_body
 from api.http.request_id import request_id
-from api.http.state import pools_of
+from api.http.state import accept
 from api.inference.validate import validate
 from api.openai.response_schemas import ERROR_RESPONSES
 from api.responses.chat_request import read_params
@@ -30,10 +29,7 @@ async def create_response(request: Request) -> Response:
     """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
     numbers. With `background`, the response is queued, and outlives every process of the fleet.
     """
-    pools = pools_of(request)
-    asked = await body.read(request, ResponsesRequest, pools.own.settings.payload_limit)
-    asked.check()
-    pool = await pools.find(asked.model)
+    pool, asked = await accept(request, ResponsesRequest)
     await pool.admission.check()
     before = await read_conversation(request, asked.previous_response_id)
     items = await resolve_references(request, read_items(asked.input, request_id(request)))

@@ -9,9 +9,8 @@ from starlette.responses import Response
 from api.event_loop.offload import offload
 from api.http import body
 from api.http.openapi import TGI, json_body
-from api.http.state import own_pool
+from api.http.state import accept, own_pool
 from api.json import to_json
-from api.openai.accept import accept
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
