@@ -56,6 +56,14 @@ class Blocks:
         weights = weights.flatten(1).to(dtype)
         return weights if self.order is None else weights[:, self.order.argsort()]
 
+    def halved(self) -> "Blocks":
+        """With float16 scales and offsets where these are the same numbers."""
+        factors = [factor for factor in (self.scales, self.offsets) if factor is not None]
+        if not all(torch.equal(factor.half().float(), factor.float()) for factor in factors):
+            return self
+        offsets = None if self.offsets is None else self.offsets.half()
+        return replace(self, scales=self.scales.half(), offsets=offsets)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """By field, as files have them: two quants of 4 bits a byte, the first in its lower half. Of integers
         in turn.

@@ -1,4 +1,6 @@
-"""The engine's own exceptions. Settings that cannot be served raise SettingError (common/settings)."""
+"""The engine's own exceptions, and which of several causes is named. Settings that cannot be served raise
+SettingError (common/settings).
+"""
 
 
 class PeerClosed(Exception):
@@ -7,3 +9,8 @@ class PeerClosed(Exception):
 
 class UnservableModel(Exception):
     """The model needs something that the engine does not have. The message says what."""
+
+
+def first_cause(*causes: tuple[object, str]) -> str:
+    """Of (whether it applies, what it is) the first that applies; empty where none does."""
+    return next((cause for applies, cause in causes if applies), "")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
+from gpu_worker.engine.errors import first_cause
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128, 256)
@@ -51,15 +52,20 @@ def view_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
 
 
 def latents_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
-    dims, spec = (view.key_dim, view.value_dim), view.spec
-    if geometry.kv_dtype != geometry.dtype:
-        return "it is not used for latents of 8-bit floats (KV_CACHE_DTYPE)"
-    if spec.group > MAX_LATENT_HEADS:
-        return f"its kernels for latents have at most {MAX_LATENT_HEADS} heads, these have {spec.group}"
-    if spec.window is not None or spec.softcap is not None:
-        return "its kernels for latents have no sliding windows and no soft caps"
-    kernels = f"rotary parts and latents of {listed(LATENT_DIMS)}"
-    return "" if dims == LATENT_DIMS else f"it has kernels for {kernels} numbers, these have {listed(dims)}"
+    dims, spec, kernels = (view.key_dim, view.value_dim), view.spec, "its kernels for latents have"
+    served = f"rotary parts and latents of {listed(LATENT_DIMS)} numbers"
+    return first_cause(
+        (geometry.kv_dtype != geometry.dtype, "it is not used for latents of 8-bit floats (KV_CACHE_DTYPE)"),
+        (
+            spec.group > MAX_LATENT_HEADS,
+            f"{kernels} at most {MAX_LATENT_HEADS} heads, these have {spec.group}",
+        ),
+        (
+            (spec.window, spec.softcap) != (None, None),
+            f"{kernels} no sliding windows and no soft caps",
+        ),
+        (dims != LATENT_DIMS, f"it has kernels for {served}, these have {listed(dims)}"),
+    )
 
 
 def with_padded_heads(geometry: Geometry) -> Geometry:
@@ -81,20 +87,25 @@ def padded_dim(dim: int) -> int:
 
 def plans_needed_because(geometry: Geometry, spec: AttentionSpec, generation: int) -> str:
     """Why rows that decode need plans of the host in these layers; empty where XQA serves them."""
-    if spec.latent:
-        return "layers keep latents, which XQA does not read"
-    if spec.softcap is not None:
-        return "scores are soft-capped"
-    if spec.group > PLAN_FREE_GROUP:
-        return f"{spec.group} query heads share a K head, more than {PLAN_FREE_GROUP}"
-    if geometry.block_size not in PLAN_FREE_BLOCKS:
-        return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
-    if geometry.kv_dtype == torch.float8_e5m2:
-        return "XQA reads 8-bit floats of e4m3, not of e5m2 (KV_CACHE_DTYPE)"
-    return (
-        ""
-        if generation in PLAN_FREE_GENERATIONS
-        else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
+    return first_cause(
+        (spec.latent, "layers keep latents, which XQA does not read"),
+        (spec.softcap is not None, "scores are soft-capped"),
+        (
+            spec.group > PLAN_FREE_GROUP,
+            f"{spec.group} query heads share a K head, more than {PLAN_FREE_GROUP}",
+        ),
+        (
+            geometry.block_size not in PLAN_FREE_BLOCKS,
+            f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}",
+        ),
+        (
+            geometry.kv_dtype == torch.float8_e5m2,
+            "XQA reads 8-bit floats of e4m3, not of e5m2 (KV_CACHE_DTYPE)",
+        ),
+        (
+            generation not in PLAN_FREE_GENERATIONS,
+            f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}",
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.errors import first_cause
 
 ON_THE_FLY = "fp8"
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -76,19 +77,23 @@ def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> N
         )
 
 
-def refusal_of(config: Any, text: Any) -> str | None:
-    """Return why a model cannot be served, from its config and the text part of it; None if it can."""
-    if config.is_encoder_decoder:
-        return "is an encoder-decoder model; only decoders are served"
-    if not has_attention(text):
-        return "has no attention heads; only decoders with attention are served"
-    if getattr(text, "alibi", False):
-        return "uses ALiBi position biases, which are served for Bloom and MPT only"
-    if getattr(getattr(text, "attn_config", None), "alibi", True) is False:
-        return "has no ALiBi position biases; transformers' code of it always adds them"
-    if others := sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES):
-        return f"has layers of type {', '.join(others)}; only {' and '.join(sorted(LAYER_TYPES))} are served"
-    return None
+def refusal_of(config: Any, text: Any) -> str:
+    """Return why a model cannot be served, from its config and the text part of it; empty if it can."""
+    others = sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES)
+    served = " and ".join(sorted(LAYER_TYPES))
+    return first_cause(
+        (config.is_encoder_decoder, "is an encoder-decoder model; only decoders are served"),
+        (not has_attention(text), "has no attention heads; only decoders with attention are served"),
+        (
+            getattr(text, "alibi", False),
+            "uses ALiBi position biases, which are served for Bloom and MPT only",
+        ),
+        (
+            getattr(getattr(text, "attn_config", None), "alibi", True) is False,
+            "has no ALiBi position biases; transformers' code of it always adds them",
+        ),
+        (others, f"has layers of type {', '.join(others)}; only {served} are served"),
+    )
 
 
 def has_attention(config: Any) -> bool:

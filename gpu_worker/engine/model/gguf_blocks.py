@@ -97,7 +97,4 @@ def collect_rows(tensors: Sequence[gguf.ReaderTensor], places: Sequence[tuple[in
 
 def blocks_of(tensor: gguf.ReaderTensor) -> Blocks:
     """A matrix in a GGUF file, of a type in UNPACK. Scales are float16 where these are the same numbers."""
-    quants, scales, offsets = unpack(tensor.tensor_type.name, tensor.data)
-    if all(factor is None or torch.equal(factor.half().float(), factor) for factor in (scales, offsets)):
-        scales, offsets = scales.half(), None if offsets is None else offsets.half()
-    return Blocks(quants, scales, offsets)
+    return Blocks(*unpack(tensor.tensor_type.name, tensor.data)).halved()

@@ -24,7 +24,7 @@ from gpu_worker.engine.cpu.fused_layer import fuse_layers
 from gpu_worker.engine.cpu.layer_trial import num_trial_blocks
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
-from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.engine.errors import UnservableModel, first_cause
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
 from gpu_worker.engine.model.families.register import page_attention, register_family
@@ -160,21 +160,18 @@ def nondeterministic_because(
     """Why a token's bits may depend on what else runs; empty where they do not."""
     if loaded.device.type != "cuda":
         layers = len(loaded.geometry.layers)
-        if num_fused == layers:
-            return ""
-        return f"{num_fused} of its {layers} layers run in kernels that compute each token by itself"
-    if communicator.world_size > 1:
-        return "it runs on several ranks"
-    if settings.enforce_eager:
-        return "ENFORCE_EAGER keeps its steps from being captured"
-    if not loaded.capturable:
-        return "its steps cannot be captured"
-    if not loaded.backend.plan_free:
-        return "attention is split by the lengths of all rows in a step"
-    if loaded.ropes:  # tokens of prompts go through as rows that decode, and would take their frequencies
-        return "its rotary frequencies depend on the length of the prompt"
+        fused = f"{num_fused} of its {layers} layers run in kernels that compute each token by itself"
+        return fused if num_fused < layers else ""
     experts = any(weight.dim() == 3 for weight in loaded.model.parameters())
-    return "its experts' products have shapes that depend on the batch" if experts else ""
+    return first_cause(
+        (communicator.world_size > 1, "it runs on several ranks"),
+        (settings.enforce_eager, "ENFORCE_EAGER keeps its steps from being captured"),
+        (not loaded.capturable, "its steps cannot be captured"),
+        (not loaded.backend.plan_free, "attention is split by the lengths of all rows in a step"),
+        # tokens of prompts go through as rows that decode, and would take their frequencies
+        (loaded.ropes, "its rotary frequencies depend on the length of the prompt"),
+        (experts, "its experts' products have shapes that depend on the batch"),
+    )
 
 
 def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:

@@ -64,7 +64,7 @@ class LoadedModel:
         """Compute a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
         self.backend.begin(inputs)
         for rope in self.ropes:
-            rope.begin(inputs)
+            rope.lengths = inputs.lengths
         return self.logits(inputs.ids, inputs.positions, inputs.sampled)
 
     @torch.inference_mode()
@@ -91,7 +91,7 @@ class LoadedModel:
         """
         self.backend.begin_decode(positions, table, is_split)  # type: ignore[attr-defined]
         for rope in self.ropes:
-            rope.begin_decode(positions)
+            rope.lengths = positions.long() + 1  # rows that decode have outgrown their prompts
         return self.logits(ids, positions.long()[None], 0)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:

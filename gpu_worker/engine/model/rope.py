@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gpu_worker.engine.batch.inputs import Inputs
-
 BY_LENGTH = ("dynamic", "longrope")
 CosSin = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [1, tokens, dim] of the module's dtype."""
@@ -26,6 +24,9 @@ class PerTokenRope:
     here.
 
     Tensors: states x [1, tokens, hidden] of the model's dtype, position_ids int64 [1, tokens].
+
+    Attributes:
+        lengths: int64 [tokens], as in batch/inputs.py; set before each forward.
     """
 
     def __init__(self, module: Any) -> None:
@@ -43,14 +44,6 @@ class PerTokenRope:
         `dynamic` one for each length.
         """
         return "dynamic" in self.types.values()
-
-    def begin(self, inputs: Inputs) -> None:
-        """Called before each forward."""
-        self.lengths = inputs.lengths
-
-    def begin_decode(self, positions: torch.Tensor) -> None:
-        """As `begin`, for rows that all decode: they have outgrown their prompts. positions int32 [rows]"""
-        self.lengths = positions.long() + 1
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None

@@ -18,7 +18,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.model import dummy
 from gpu_worker.engine.model.config import quantization_of
-from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors
+from gpu_worker.engine.quantization.checkpoint import file_slices, find_packed, read_tensors
 from gpu_worker.engine.quantization.methods import METHODS, method_of
 
 MAX_NAMED = 3
@@ -126,11 +126,16 @@ def check_whole(path: Path, model_id: str) -> None:
 
 
 def fault_of(file: Path) -> str:
-    """What is wrong with the form of a safetensors file; empty where nothing is."""
+    """What is wrong with the form of a safetensors file; empty where nothing is. It begins with the length of
+    its header, 8 bytes, little-endian; then comes that, JSON; then the data of the tensors that it names.
+    """
     size = file.stat().st_size
     try:
-        header, begin = read_header(file)
-        end = begin + max((value["data_offsets"][1] for value in header.values()), default=0)
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, size)))
+        ends = (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__")
+        end = 8 + length + max(ends, default=0)
     except (ValueError, LookupError, TypeError, AttributeError):
         return "is no safetensors file, or damaged: its header cannot be read"
     return "" if size == end else f"is damaged: it has {size} bytes, and {end} by its header"
@@ -140,21 +145,5 @@ def check_types(path: Path, model_id: str) -> None:
     """A config without quantisation, beside weights of few bits: transformers would take these
     for plain numbers.
     """
-    headers = [read_header(file)[0] for file in model_files.weight_files(path)]
-    types = {name: str(value["dtype"]) for header in headers for name, value in header.items()}
-    for name in find_packed(types):
-        weights = f"weights of type {types[name]} ({name})"
-        raise SettingError("model_id", f"{model_id} has {weights}, and its config.json says nothing of them")
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each of its tensors, and where their data begin. It begins with the
-    length of its header, 8 bytes, little-endian; then comes that, JSON. Raises ValueError.
-    """
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(f"its header would have {length} bytes")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
+    for packed in find_packed(dict(file_slices(path))):
+        raise SettingError("model_id", f"{model_id} has {packed}, and its config.json says nothing of them")

@@ -84,7 +84,8 @@ def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> dict[st
         for name, tensor in slices.items()
         if name not in used and name.rpartition(".")[2] not in IGNORED
     }
-    check_plain(plain)
+    for packed in find_packed(plain):
+        raise UnservableModel(f"{packed} that its method does not have")
     return plain | {f"{layer}.weight": weight for layer, weight in weights.items()}
 
 
@@ -114,20 +115,13 @@ def collect_fields(slices: Mapping[str, Any], layer: str, layout: Layout) -> dic
     return stored
 
 
-def check_plain(slices: Mapping[str, Any]) -> None:
-    """Raises UnservableModel for weights that are no plain numbers."""
-    types = {name: str(tensor.get_dtype()) for name, tensor in slices.items()}
-    for name in find_packed(types):
-        raise UnservableModel(f"weights of type {types[name]} ({name}) that its method does not have")
-
-
-def find_packed(types: Mapping[str, str]) -> Iterator[str]:
-    """Tensors whose values mean nothing without others, from the type of each. Experts that are one tensor
-    have a name of their own, and their scales one that begins with it.
+def find_packed(slices: Mapping[str, Any]) -> Iterator[str]:
+    """Type and name of tensors whose values mean nothing without others. Experts that are one tensor have a
+    name of their own, and their scales one that begins with it.
     """
-    for name, kind in types.items():
-        last = name.rpartition(".")[2]
-        scaled = any(f"{name}{scale}" in types for scale in SCALES)
+    for name, tensor in slices.items():
+        kind, last = str(tensor.get_dtype()), name.rpartition(".")[2]
+        scaled = any(f"{name}{scale}" in slices for scale in SCALES)
         few = kind.startswith(FEW_BITS) and last not in MASKS
         if kind not in PLAIN_DTYPES and (last in WEIGHTS or scaled or few):
-            yield name
+            yield f"weights of type {kind} ({name})"

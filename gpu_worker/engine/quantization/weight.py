@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -113,13 +113,4 @@ def scale_integers(
     columns = in_turn[::width]
     quants = quants if order is None else quants[:, order]
     offsets = None if zeros is None else (-zeros.float() * scales.float())[:, columns]
-    return halved(Blocks(quants, scales.float()[:, columns], offsets, order=order))
-
-
-def halved(blocks: Blocks) -> Blocks:
-    """With float16 scales and offsets where these are the same numbers."""
-    factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
-    if not all(torch.equal(factor.half().float(), factor.float()) for factor in factors):
-        return blocks
-    offsets = None if blocks.offsets is None else blocks.offsets.half()
-    return replace(blocks, scales=blocks.scales.half(), offsets=offsets)
+    return Blocks(quants, scales.float()[:, columns], offsets, order=order).halved()
