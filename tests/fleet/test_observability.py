@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.cli import run
+from deploy.command_line import run
 from deploy.serve.embedded_broker import free_port
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.dashboard import panel_queries

@@ -10,8 +10,8 @@ from tests.support.source_tree import FILES, PACKAGES, ROOT, circle, module_grap
 MAX_FILES = 18
 FLOORS = {
     "deploy": [
-        "bench",
-        "cli commands doctor",
+        "bench cli",
+        "command_line commands doctor",
         "serve",
         "lock requirements",
     ],

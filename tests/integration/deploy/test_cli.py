@@ -153,6 +153,33 @@ def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> No
     assert words in refusal(*argv)
 
 
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "common":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+"""Sends itself SIGINT when it is about to import the first module of ours."""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "runpy.run_module('deploy.cli', run_name='__main__')",
+        "runpy.run_path(sys.argv[1], run_name='__main__')",
+    ],
+)
+def test_ctrl_c_while_it_imports_ends_it_in_silence(start: str) -> None:
+    words = [sys.executable, "-c", INTERRUPTED_IMPORT + start, COMMAND]
+    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def says(*argv: str, run: Run = forked, **variables: str) -> str:
     return run(*argv, **variables).stdout
 

@@ -28,7 +28,7 @@ MAX_FILES = 64
 HIGH_FD = 200
 """Files that came are kept from here on while they are put in their places."""
 
-FLEET = ("deploy.cli", "api.server", "batcher.process", "api.arq.process", "gpu_worker.process")
+FLEET = ("deploy.command_line", "api.server", "batcher.process", "api.arq.process", "gpu_worker.process")
 ENGINE = ("gpu_worker.engine.process", "gpu_worker.engine.loop", "transformers.models.llama.modeling_llama")
 CHAOS = ("tests.support.chaos.launcher", "tests.support.chaos.engine")
 IMPORTS = {
