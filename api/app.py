@@ -76,7 +76,7 @@ def build(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
-        async with gateway.running(), publishing_metrics(gateway.pool.redis, gateway.pool.keys):
+        async with gateway.running(), publishing_metrics(gateway.pool.client):
             yield {UNREAD: gateway.unread}
 
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone

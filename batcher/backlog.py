@@ -3,13 +3,11 @@
 import contextlib
 from collections.abc import Callable
 
-from redis.asyncio import Redis
-
 from batcher.inbox import StreamEntry
 from batcher.scheduling.sequence import Sequence
 from common.broker import committed
 from common.broker.committed import Committed
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerDied
 
@@ -28,9 +26,8 @@ class Backlog:
         ended: sequences that have their terminal.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, pool: PoolClient) -> None:
+        self.pool = pool
         self.control_id = "0"
         self.dead: set[str] = set()
         self.last_id = ""
@@ -40,8 +37,8 @@ class Backlog:
 
     async def read_control(self) -> None:
         """Read the deaths. Cancels also stand in the requests, and workers in their heartbeats."""
-        while entries := await self.redis.xrange(
-            self.keys.control, f"({self.control_id}", count=ENTRIES_IN_ONE_READ
+        while entries := await self.pool.redis.xrange(
+            self.pool.keys.control, f"({self.control_id}", count=ENTRIES_IN_ONE_READ
         ):
             self.control_id = entries[-1][0].decode()
             for _, fields in entries:
@@ -61,15 +58,17 @@ class Backlog:
     async def read_entries(self) -> list[StreamEntry]:
         """Return the next entries of `requests`; none at its end."""
         begin = f"({self.last_id}" if self.last_id else "-"
-        entries = await self.redis.xrange(self.keys.requests, begin, count=ENTRIES_IN_ONE_READ)
+        entries = await self.pool.redis.xrange(self.pool.keys.requests, begin, count=ENTRIES_IN_ONE_READ)
         if entries:
             self.last_id = entries[-1][0].decode()
-        return [StreamEntry(self.keys.requests, entry_id.decode(), fields) for entry_id, fields in entries]
+        return [
+            StreamEntry(self.pool.keys.requests, entry_id.decode(), fields) for entry_id, fields in entries
+        ]
 
     async def read_states(self) -> None:
         """Read the state of the sequences in `unread`: who held them, and whether they go on."""
         names = [sequence.request_id for sequence in self.unread]
-        states = await committed.read_saved(self.redis, self.keys, names, with_tokens=False)
+        states = await committed.read_saved(self.pool.redis, self.pool.keys, names, with_tokens=False)
         for sequence in self.unread:
             self.sort(sequence, states[sequence.request_id])
         self.unread = []

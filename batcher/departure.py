@@ -1,14 +1,16 @@
-"""Departure: when a batcher that was told to end may leave."""
+"""Departure: when a batcher that was told to end may leave.
+
+It leaves last: not before the gateways that end with it have finished their streams, unless another batcher
+stands by.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
-
-from redis.asyncio import Redis
+from collections.abc import Sequence
 
 from batcher.lease import Lease
 from common.broker.client import ERRORS
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 
 LOOKS_BEFORE_GONE = 2
@@ -18,51 +20,33 @@ GatewayState = tuple[str, int]
 """State and number of streams of a gateway's heartbeat."""
 
 
-class Departure:
-    """A batcher leaves last: not before the gateways that end with it have finished their streams, unless
-    another batcher stands by.
-
-    Attributes:
-        told: whether this batcher was told to end.
-    """
-
-    def __init__(self, redis: Redis, keys: Keys, settings: Settings, lease: Lease) -> None:
-        self.redis = redis
-        self.keys = keys
-        self.settings = settings
-        self.lease = lease
-        self.told = asyncio.Event()
-
-    async def wait(self) -> None:
-        """Return when this batcher was told to end and may leave; GRACEFUL_TERMINATION_TIMEOUT bounds it."""
-        await self.told.wait()
-        looks = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.graceful_termination_timeout):
-                while self.lease.epoch and await self.is_needed(looks):
-                    looks += 1
-                    await asyncio.sleep(self.settings.heartbeat_s)
-
-    async def is_needed(self, looks: int) -> bool:
-        try:
-            members = split(await self.redis.zrange(self.keys.processes, 0, -1))
-            batchers = [name for kind, name in members if kind == "batcher" and name != self.lease.holder]
-            gateways = [name for kind, name in members if kind == "gateway"]
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for name in batchers:
-                    pipe.exists(self.keys.process("batcher", name))
-                for name in gateways:
-                    pipe.hmget(self.keys.gateway(name), ["state", "streams"])
-                answers = await pipe.execute()
-        except ERRORS:
-            return True
-        states = [(state.decode(), int(streams or 0)) for state, streams in answers[len(batchers) :] if state]
-        return must_stay(any(answers[: len(batchers)]), states, looks)
+async def wait_until_unneeded(
+    pool: PoolClient, settings: Settings, lease: Lease, told_to_end: asyncio.Event
+) -> None:
+    """Return when this batcher was told to end and may leave; GRACEFUL_TERMINATION_TIMEOUT bounds it."""
+    await told_to_end.wait()
+    looks = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(settings.graceful_termination_timeout):
+            while lease.epoch and await is_needed(pool, lease.holder, looks):
+                looks += 1
+                await asyncio.sleep(settings.heartbeat_s)
 
 
-def split(members: Iterable[bytes]) -> list[tuple[str, str]]:
-    """Kind and name of each process."""
-    return [(kind, name) for kind, _, name in (member.decode().partition(":") for member in members)]
+async def is_needed(pool: PoolClient, own_name: str, looks: int) -> bool:
+    try:
+        batchers = [name for name in await pool.processes("batcher") if name != own_name]
+        gateways = await pool.processes("gateway")
+        async with pool.redis.pipeline(transaction=False) as pipe:
+            for name in batchers:
+                pipe.exists(pool.keys.process("batcher", name))
+            for name in gateways:
+                pipe.hmget(pool.keys.gateway(name), ["state", "streams"])
+            answers = await pipe.execute()
+    except ERRORS:
+        return True
+    states = [(state.decode(), int(streams or 0)) for state, streams in answers[len(batchers) :] if state]
+    return must_stay(any(answers[: len(batchers)]), states, looks)
 
 
 def must_stay(has_standby: bool, gateways: Sequence[GatewayState], looks: int) -> bool:

@@ -5,8 +5,6 @@ import math
 import time
 from collections import Counter
 
-from redis.asyncio import Redis
-
 from batcher.failure_detector import FailureDetector
 from batcher.orphans import OrphanTracker
 from batcher.scheduling.scheduler import Scheduler
@@ -14,8 +12,9 @@ from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.beats import until_beat
-from common.broker.client import script
-from common.broker.keys import POOLS, Keys
+from common.broker.fast_client import ScriptCall
+from common.broker.keys import POOLS
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.service_class import SERVICE_CLASSES
 from common.process.heartbeat import Heartbeat
@@ -37,8 +36,7 @@ class Housekeeping:
     def __init__(
         self,
         settings: Settings,
-        redis: Redis,
-        keys: Keys,
+        pool: PoolClient,
         incarnation: str,
         scheduler: Scheduler,
         workers: WorkerRegistry,
@@ -46,18 +44,16 @@ class Housekeeping:
         channels: ChannelSequences,
         timeline: TimelineWriter,
     ) -> None:
-        self.redis = redis
-        self.keys = keys
+        self.pool = pool
         self.scheduler = scheduler
         self.workers = workers
         self.detector = detector
         self.channels = channels
         self.timeline = timeline
         self.tasks: set[asyncio.Task[list[str]]] = set()
-        self.orphans = OrphanTracker(redis, keys)
-        self.absence = WorkerAbsence(redis, keys, settings.worker_grace_s)
-        self.heartbeat = Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s)
-        self.state_script = script(redis, "publish_state")
+        self.orphans = OrphanTracker(pool)
+        self.absence = WorkerAbsence(pool, settings.worker_grace_s)
+        self.heartbeat = Heartbeat(pool, "batcher", incarnation, settings.worker_ttl_s)
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
         self.due_s = 0.0
 
@@ -101,7 +97,7 @@ class Housekeeping:
             if is_over_grace and not self.scheduler.replicas:  # none has joined meanwhile
                 self.end_waiting_clients()
         for channel, payload in self.channels.repeated_messages(SILENT_S):
-            await self.redis.publish(channel, payload)
+            await self.pool.redis.publish(channel, payload)
         await self.publish_state(undecodable, control_id)
         return dead
 
@@ -116,10 +112,11 @@ class Housekeeping:
         heartbeat.
         """
         counts = count(self.scheduler) | {"undecodable": undecodable}
-        keys, heartbeat = self.keys, self.heartbeat
+        keys, heartbeat = self.pool.keys, self.heartbeat
         # until then not all pools had time to renew theirs since the broker's clock jumped
         pool_ttl_s = POOL_TTL_S if self.detector.active else ""
-        await self.state_script(
+        call = ScriptCall(
+            "publish_state",
             keys=[keys.control, keys.state, POOLS, heartbeat.process_key, heartbeat.index_key],
             args=[
                 *(control_id, STATE_TTL_MS, keys.pool, pool_ttl_s, len(counts)),
@@ -127,6 +124,7 @@ class Housekeeping:
                 *heartbeat.arguments(waiting=counts["waiting"], rows=counts["rows"]),
             ],
         )
+        await self.pool.run(call)
 
 
 def count(scheduler: Scheduler) -> dict[str, int]:

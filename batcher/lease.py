@@ -9,12 +9,11 @@ import logging
 import time
 from typing import NoReturn
 
-from redis.asyncio import Redis
-
 from common.beats import until_beat
-from common.broker.client import ERRORS, describe_error, script
+from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
-from common.broker.keys import Keys
+from common.broker.fast_client import ScriptCall
+from common.broker.pool_client import PoolClient
 from common.process.readiness import READY
 
 log = logging.getLogger(__name__)
@@ -63,12 +62,10 @@ class Lease:
             (monotonic).
     """
 
-    def __init__(self, redis: Redis, keys: Keys, holder: str, ttl_s: float) -> None:
-        self.keys = keys
+    def __init__(self, pool: PoolClient, holder: str, ttl_s: float) -> None:
+        self.pool = pool
         self.holder = holder
         self.ttl_s = ttl_s
-        self.script = script(redis, "lease")
-        self.redis = redis
         self.epoch = self.server_id = ""
         self.expires_s = 0.0
         self.clock = PoolClock(0)
@@ -83,10 +80,12 @@ class Lease:
             clock_ms: of the holder, what the pool's clock shows; of another, as in `lease.lua`.
         """
         asked_s = time.monotonic()
-        epoch, server_id = await self.script(
-            keys=[self.keys.batcher, self.keys.epoch, self.keys.clock],
+        call = ScriptCall(
+            "lease",
+            keys=[self.pool.keys.batcher, self.pool.keys.epoch, self.pool.keys.clock],
             args=[self.holder, int(ttl_s * 1000), self.epoch, clock_ms],
         )
+        epoch, server_id = await self.pool.run(call)
         self.expires_s = asked_s + ttl_s if epoch else 0.0
         return epoch.decode(), server_id.decode()
 
@@ -102,7 +101,9 @@ class Lease:
                 READY.set()
                 if epoch:
                     held_ms = self.clock.now_ms() if self.server_id else 0
-                    self.clock = PoolClock(max(held_ms, int(await self.redis.get(self.keys.clock) or 0)))
+                    self.clock = PoolClock(
+                        max(held_ms, int(await self.pool.redis.get(self.pool.keys.clock) or 0))
+                    )
                     self.server_id = server_id
                     self.epoch = epoch
                     return int(epoch)
@@ -116,7 +117,7 @@ class Lease:
 
     async def watch_clock(self) -> bytes:
         """Return what the pool's clock shows if it has stopped for as long as a lease lasts, else b""."""
-        shown_ms: bytes = await self.redis.get(self.keys.clock) or b""
+        shown_ms: bytes = await self.pool.redis.get(self.pool.keys.clock) or b""
         now_s = time.monotonic()
         if shown_ms != self.stopped_ms:
             self.stopped_ms, self.stopped_since_s = shown_ms, now_s
@@ -128,7 +129,7 @@ class Lease:
         """
         epoch, server_id = await self.request(self.ttl_s, self.clock.now_ms())
         if epoch != self.epoch:
-            if not await self.redis.exists(self.keys.epoch):
+            if not await self.pool.redis.exists(self.pool.keys.epoch):
                 raise WritesLost("the broker has lost everything")
             raise LeaseLost(f"epoch {self.epoch} is over")
         if server_id != self.server_id:

@@ -5,12 +5,9 @@ import logging
 from functools import partial
 from typing import NoReturn
 
-from redis.asyncio import Redis
-
-from batcher import parse
+from batcher import dispatch, parse
 from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.backlog import Backlog
-from batcher.dispatch import Dispatch, read_answer
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
@@ -24,7 +21,7 @@ from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
 from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerDied
@@ -47,26 +44,24 @@ class Batcher:
         undecodable: number of entries that could not be read.
     """
 
-    def __init__(self, settings: Settings, redis: Redis, keys: Keys, lease: Lease, epoch: int) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, settings: Settings, pool: PoolClient, lease: Lease, epoch: int) -> None:
+        self.keys = pool.keys
         self.lease = lease
         self.epoch = epoch
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
         self.scheduler = Scheduler(WorkerLimits.read(settings), epoch, settings.weights)
-        self.inbox = Inbox(redis)
-        self.backlog = Backlog(redis, keys)
-        self.dispatch = Dispatch(redis, keys)
+        self.inbox = Inbox(pool.redis)
+        self.backlog = Backlog(pool)
         self.detector = FailureDetector(settings.worker_ttl_s)
-        self.timeline = TimelineWriter(redis, keys, self.detector.now_ms)
-        self.workers = WorkerRegistry(redis, keys, self.inbox, self.dispatch, self.scheduler, self.detector)
-        self.terminals = Terminals(redis, keys, self.channels, self.scheduler, self.timeline)
+        self.timeline = TimelineWriter(pool, self.detector.now_ms)
+        self.workers = WorkerRegistry(pool, self.inbox, self.scheduler, self.detector)
+        self.terminals = Terminals(pool, self.channels, self.scheduler, self.timeline)
         self.recovery = Recovery(
-            redis, keys, self.scheduler, self.workers, self.terminals, self.timeline, self.backlog
+            pool, self.scheduler, self.workers, self.terminals, self.timeline, self.backlog
         )
         state = self.scheduler, self.workers, self.detector, self.channels, self.timeline
-        self.housekeeping = Housekeeping(settings, redis, keys, lease.holder, *state)
-        self.pending = ActionQueue(redis)
+        self.housekeeping = Housekeeping(settings, pool, lease.holder, *state)
+        self.pending = ActionQueue(pool.redis)
         self.undecodable = 0
         self.failures = FailureLog(log, "a turn")
 
@@ -223,14 +218,14 @@ class Batcher:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
     def publication(self, plan: PendingPlan) -> ScriptAction:
-        return ScriptAction(partial(self.dispatch.publish, plan), partial(self.on_published, plan))
+        return ScriptAction(partial(dispatch.publish, self.keys, plan), partial(self.on_published, plan))
 
     def on_published(self, plan: PendingPlan, reply: list[bytes]) -> list[ScriptAction]:
         """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn from it; then
         it is published again, and so are those behind it, which are not written without it.
         """
         replica, incarnation = plan.replica, plan.replica.capacity.incarnation
-        match read_answer(reply):
+        match dispatch.read_answer(reply):
             case "OK", _:
                 replica.plan_written = plan.plan.number
                 self.timeline.record_plan(plan)

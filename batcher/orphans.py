@@ -3,10 +3,8 @@
 import time
 from collections.abc import Collection, Mapping
 
-from redis.asyncio import Redis
-
 from batcher.scheduling.sequence import Sequence
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 
 
 class OrphanTracker:
@@ -16,9 +14,8 @@ class OrphanTracker:
         moved: request id → the gateway through which its client came back.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, pool: PoolClient) -> None:
+        self.pool = pool
         self.absent_since_s: dict[str, float] = {}
         self.moved: dict[str, str] = {}
 
@@ -46,9 +43,9 @@ class OrphanTracker:
     async def look_for(self, names: Collection[str]) -> None:
         """Note which of these gateways are absent."""
         gateways = sorted(names)
-        async with self.redis.pipeline(transaction=False) as pipe:
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
             for gateway in gateways:
-                pipe.exists(self.keys.gateway(gateway))
+                pipe.exists(self.pool.keys.gateway(gateway))
             present = await pipe.execute()
         now_s = time.monotonic()
         absent = {gateway for gateway, exists in zip(gateways, present, strict=True) if not exists}
@@ -56,9 +53,9 @@ class OrphanTracker:
 
     async def find_moved(self, sequences: Collection[Sequence]) -> dict[str, str]:
         """The requests that Redis says are at another gateway than was known."""
-        async with self.redis.pipeline(transaction=False) as pipe:
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
             for sequence in sequences:
-                pipe.hget(self.keys.request(sequence.request_id), "gateway")
+                pipe.hget(self.pool.keys.request(sequence.request_id), "gateway")
             found = await pipe.execute(raise_on_error=False)
         return {
             sequence.request_id: gateway.decode()

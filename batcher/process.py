@@ -7,14 +7,13 @@ import sys
 from typing import NoReturn
 
 import uvloop
-from redis.asyncio import Redis
 
-from batcher.departure import Departure
+from batcher.departure import wait_until_unneeded
 from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.loop import Batcher
 from batcher.scheduling.scheduler import Scheduler
-from common.broker import client
-from common.broker.keys import LEASE_S, Keys
+from common.broker.keys import LEASE_S
+from common.broker.pool_client import PoolClient
 from common.metrics.aggregate import publishing_metrics
 from common.process.first_end import run_until_one_ends
 from common.process.heartbeat import Heartbeat
@@ -27,30 +26,32 @@ log = logging.getLogger(__name__)
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Run one batcher until SIGTERM. Raises LeaseLost."""
-    redis = client.connect(client.broker_url(settings))
-    keys = Keys(settings.pool)
-    lease = Lease(redis, keys, incarnation, LEASE_S)
-    departure = Departure(redis, keys, settings, lease)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, departure.told.set)
-    await run_until_one_ends(run_batcher(settings, redis, keys, lease, departure), departure.wait())
+    pool = PoolClient.connect(settings)
+    lease = Lease(pool, incarnation, LEASE_S)
+    told_to_end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+    await run_until_one_ends(
+        run_batcher(settings, pool, lease, told_to_end),
+        wait_until_unneeded(pool, settings, lease, told_to_end),
+    )
     await lease.release()
-    await Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s).remove_in_time()
+    await Heartbeat(pool, "batcher", incarnation, settings.worker_ttl_s).remove_in_time()
 
 
 async def run_batcher(
-    settings: Settings, redis: Redis, keys: Keys, lease: Lease, departure: Departure
+    settings: Settings, pool: PoolClient, lease: Lease, told_to_end: asyncio.Event
 ) -> NoReturn:
     """Be active, one epoch after another, until the lease is lost (raises LeaseLost)."""
     while True:
-        epoch = await stand_by(settings, redis, keys, lease)
-        async with publishing_metrics(redis, keys):
-            batcher = Batcher(settings, redis, keys, lease, epoch)
+        epoch = await stand_by(settings, pool, lease)
+        async with publishing_metrics(pool):
+            batcher = Batcher(settings, pool, lease, epoch)
             try:
                 await run_until_one_ends(
                     lease.keep(),
-                    batcher.inbox.watch(keys.requests),
+                    batcher.inbox.watch(pool.keys.requests),
                     batcher.run(),
-                    close(batcher.scheduler, departure.told),
+                    close(batcher.scheduler, told_to_end),
                 )
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)
@@ -67,9 +68,9 @@ async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> None:
     await asyncio.Future()
 
 
-async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:
+async def stand_by(settings: Settings, pool: PoolClient, lease: Lease) -> int:
     """Wait for the lease, sending heartbeats meanwhile. Return the new epoch."""
-    heartbeat = Heartbeat(redis, keys, "batcher", lease.holder, settings.worker_ttl_s)
+    heartbeat = Heartbeat(pool, "batcher", lease.holder, settings.worker_ttl_s)
     sending = asyncio.create_task(
         heartbeat.send_forever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0})
     )

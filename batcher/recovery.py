@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from redis.asyncio import Redis
-
 from batcher.actions import Action, ScriptAction
 from batcher.backlog import Backlog
 from batcher.lease import LeaseLost
@@ -21,9 +19,10 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker import committed
-from common.broker.client import script
 from common.broker.committed import Committed, in_slices
-from common.broker.keys import TOKENS_TTL_MS, Keys
+from common.broker.fast_client import ScriptCall
+from common.broker.keys import TOKENS_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.messages.plan import Report
 
 log = logging.getLogger(__name__)
@@ -46,22 +45,19 @@ class Recovery:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keys,
+        pool: PoolClient,
         scheduler: Scheduler,
         workers: WorkerRegistry,
         terminals: Terminals,
         timeline: TimelineWriter,
         backlog: Backlog,
     ) -> None:
-        self.redis = redis
-        self.keys = keys
+        self.pool = pool
         self.scheduler = scheduler
         self.workers = workers
         self.terminals = terminals
         self.timeline = timeline
         self.backlog = backlog
-        self.save_script = script(redis, "save_committed")
         self.actions: deque[Action] = deque()
 
     async def run_next(self) -> None:
@@ -96,7 +92,7 @@ class Recovery:
             return
         log.warning("worker %s is sealed: %s", incarnation, why)
         if await self.workers.seal(incarnation):
-            self.workers.inbox.follow(self.keys.reports(incarnation))
+            self.workers.inbox.follow(self.pool.keys.reports(incarnation))
         else:
             self.remove(incarnation)
 
@@ -107,7 +103,9 @@ class Recovery:
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
         """Resume requests that their workers hold no more. Return those that are live."""
-        states = await committed.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
+        states = await committed.read(
+            self.pool.redis, self.pool.keys, [sequence.request_id for sequence in sequences]
+        )
         await self.save(states)
         return await self.enqueue(sequences, states)
 
@@ -125,14 +123,14 @@ class Recovery:
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests from before this epoch that their workers hold no more. Most have ended since."""
         names = [sequence.request_id for sequence in sequences]
-        states = await committed.read_saved(self.redis, self.keys, names, with_tokens=False)
+        states = await committed.read_saved(self.pool.redis, self.pool.keys, names, with_tokens=False)
         for sequence in await self.resume(await self.drop_ended(sequences, states)):
             self.timeline.record_takeover(sequence)
 
     async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
         """Enqueue requests that no worker held: their strings have all their tokens."""
         names = [sequence.request_id for sequence in sequences if sequence.attempt]
-        states = await committed.read_saved(self.redis, self.keys, names)
+        states = await committed.read_saved(self.pool.redis, self.pool.keys, names)
         new = [sequence for sequence in sequences if not sequence.attempt]
         for sequence in new:
             self.scheduler.enqueue(sequence)
@@ -141,9 +139,9 @@ class Recovery:
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
         """Save what a sealed worker's log says of any request, resume what it held, and delete its keys."""
-        logged, why = await committed.read_sealed_log(self.redis, self.keys, incarnation)
+        logged, why = await committed.read_sealed_log(self.pool.redis, self.pool.keys, incarnation)
         names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
-        states = await committed.read_saved(self.redis, self.keys, names)
+        states = await committed.read_saved(self.pool.redis, self.pool.keys, names)
         for part in in_slices(logged, APPENDED_IN_ONE_SLICE):
             committed.append_tokens(part, states)
             await asyncio.sleep(0)
@@ -158,21 +156,14 @@ class Recovery:
         """Append to each request's own string what only logs have of it, and record that `worker` holds it no
         more; without `worker`, that nobody does. Raises LeaseLost.
         """
+        keys = self.pool.keys
         for state in states.values():
             state.crash_count = count_crashes(state, is_crash and state.worker == worker)
         for names in in_slices([name for name in states if states[name].is_live], SAVED_IN_ONE_CALL):
-            answer: bytes = await self.save_script(
-                keys=[
-                    self.keys.epoch,
-                    *(key for name in names for key in (self.keys.tokens(name), self.keys.request(name))),
-                ],
-                args=[
-                    self.scheduler.epoch,
-                    TOKENS_TTL_MS,
-                    *(arg for name in names for arg in save_args(states[name], worker)),
-                ],
-            )
-            if answer != b"OK":
+            own_keys = (key for name in names for key in (keys.tokens(name), keys.request(name)))
+            own_args = (arg for name in names for arg in save_args(states[name], worker))
+            args = [self.scheduler.epoch, TOKENS_TTL_MS, *own_args]
+            if await self.pool.run(ScriptCall("save_committed", [keys.epoch, *own_keys], args)) != b"OK":
                 raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
 
     async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:

@@ -2,16 +2,13 @@
 
 import logging
 
-from redis.asyncio import Redis
-
 from batcher import parse
 from batcher.inbox import StreamEntry
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from common.broker.client import script
 from common.broker.fast_client import ScriptCall
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events
@@ -27,19 +24,15 @@ class Terminals:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keys,
+        pool: PoolClient,
         channels: ChannelSequences,
         scheduler: Scheduler,
         timeline: TimelineWriter,
     ) -> None:
-        self.redis = redis
-        self.keys = keys
+        self.pool = pool
         self.channels = channels
         self.scheduler = scheduler
         self.timeline = timeline
-        self.finish_script = script(redis, "finish")
-        self.dequeue_script = script(redis, "dequeue")
 
     async def finish(self, sequence: Sequence, why: str) -> None:
         """End a request that no worker holds; its terminal is not published if it has one already."""
@@ -75,7 +68,7 @@ class Terminals:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
         request_id = parse.request_id(entry.data)
         if request_id is not None:
-            channel: bytes | None = await self.redis.hget(self.keys.request(request_id), "channel")  # type: ignore[misc]
+            channel: bytes | None = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
             await self.publish(
                 request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0
             )
@@ -85,20 +78,21 @@ class Terminals:
         terminal = terminal_for(request_id, why, num_tokens)
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
-        await self.finish_script(
-            keys=[self.keys.request(request_id), self.keys.tokens(request_id)],
+        call = ScriptCall(
+            "finish",
+            keys=[self.pool.keys.request(request_id), self.pool.keys.tokens(request_id)],
             args=[*kept_of(terminal, b""), ttl_ms, channel, encode(events)],
         )
+        await self.pool.run(call)
 
     async def delete_entry(self, request_id: str, entry_id: str) -> int:
-        call = self.dequeue_call(request_id, entry_id)
-        return int(await self.dequeue_script(keys=call.keys, args=call.args))
+        return int(await self.pool.run(self.dequeue_call(request_id, entry_id)))
 
     def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall:
         keys = [
-            self.keys.requests,
-            self.keys.places,
-            self.keys.tokens(request_id),
-            self.keys.request(request_id),
+            self.pool.keys.requests,
+            self.pool.keys.places,
+            self.pool.keys.tokens(request_id),
+            self.pool.keys.request(request_id),
         ]
         return ScriptCall("dequeue", keys, [entry_id])

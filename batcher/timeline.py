@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from redis.asyncio import Redis
-
 from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from common.broker.client import ERRORS, describe_error
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import encode
 from common.messages.finish_reasons import INTERRUPTED
@@ -37,9 +35,8 @@ MAX_UNWRITTEN = 10_000
 class TimelineWriter:
     """Collects events and writes them ten times a second at most. `clock` returns the broker's time in ms."""
 
-    def __init__(self, redis: Redis, keys: Keys, clock: Callable[[], int]) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, pool: PoolClient, clock: Callable[[], int]) -> None:
+        self.pool = pool
         self.clock = clock
         self.unwritten: dict[str, list[TimelineEvent]] = {}
         self.written_s = 0.0
@@ -123,14 +120,14 @@ class TimelineWriter:
         self.written_s = time.monotonic()
         unwritten, self.unwritten = self.unwritten, {}
         try:
-            async with self.redis.pipeline(transaction=False) as pipe:
+            async with self.pool.redis.pipeline(transaction=False) as pipe:
                 items = iter(unwritten.items())
                 while fields := {
                     request_id: encode(Timeline(events))
                     for request_id, events in islice(items, REQUESTS_PER_ENTRY)
                 }:
-                    pipe.xadd(self.keys.timeline, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
-                pipe.pexpire(self.keys.timeline, TIMELINE_TTL_MS)
+                    pipe.xadd(self.pool.keys.timeline, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
+                pipe.pexpire(self.pool.keys.timeline, TIMELINE_TTL_MS)
                 await pipe.execute()
         except ERRORS as error:
             log.debug("timelines of %d requests wait: %s", len(unwritten), describe_error(error))

@@ -3,9 +3,7 @@
 import time
 from collections.abc import Callable
 
-from redis.asyncio import Redis
-
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 
 
 class WorkerAbsence:
@@ -15,11 +13,8 @@ class WorkerAbsence:
         since_s: monotonic time since when; None while there is one.
     """
 
-    def __init__(
-        self, redis: Redis, keys: Keys, grace_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, pool: PoolClient, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool = pool
         self.grace_s = grace_s
         self.clock = clock
         self.since_s: float | None = None
@@ -33,7 +28,5 @@ class WorkerAbsence:
         return self.clock() - self.since_s > self.grace_s
 
     async def is_one_starting(self) -> bool:
-        members = [name.decode() for name in await self.redis.zrange(self.keys.processes, 0, -1)]
-        starting = [name.removeprefix("starting:") for name in members if name.startswith("starting:")]
-        keys = [self.keys.process("starting", name) for name in starting]
-        return bool(keys) and bool(await self.redis.exists(*keys))
+        keys = [self.pool.keys.process("starting", name) for name in await self.pool.processes("starting")]
+        return bool(keys) and bool(await self.pool.redis.exists(*keys))

@@ -5,15 +5,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from redis.asyncio import Redis
-
-from batcher.dispatch import Dispatch
+from batcher import dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.broker.client import script
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerCapacity
 from common.plural import plural
@@ -75,20 +72,15 @@ class WorkerRegistry:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keys,
+        pool: PoolClient,
         inbox: Inbox,
-        dispatch: Dispatch,
         scheduler: Scheduler,
         detector: FailureDetector,
     ) -> None:
-        self.redis = redis
-        self.keys = keys
+        self.pool = pool
         self.inbox = inbox
-        self.dispatch = dispatch
         self.scheduler = scheduler
         self.detector = detector
-        self.seal_script = script(redis, "seal")
         self.workers: dict[str, KnownWorker] = {}
         self.listed: list[str] = []
 
@@ -113,19 +105,17 @@ class WorkerRegistry:
         """Return the first incarnation of a process, and the later ones that are known."""
         return {first} | {name for name in self.workers if first_incarnation(name) == first}
 
-    async def members(self) -> list[str]:
-        return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
-
     async def start_epoch(self) -> None:
         """Send the takeover to every worker there is."""
-        for incarnation in await self.members():
+        for incarnation in await self.pool.workers():
             self.workers.setdefault(incarnation, KnownWorker(is_earlier=True))
         for incarnation in list(self.pending_takeovers()):
             await self.send_takeover(incarnation)
 
     async def send_takeover(self, incarnation: str) -> None:
         """Send the takeover to a worker with a heartbeat, once; drain a worker that wants to leave."""
-        state, capacity = await self.redis.hmget(self.keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
+        redis, keys = self.pool.redis, self.pool.keys
+        state, capacity = await redis.hmget(keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
         if state == b"draining":
             self.scheduler.drain(incarnation)
         if state is None or self.state(incarnation) not in UNSENT:
@@ -139,10 +129,10 @@ class WorkerRegistry:
                 log.error("worker %s: its capacity cannot be read: %s", incarnation, error)
             worker.state = WorkerState.UNREADABLE
             return
-        is_sent = await self.dispatch.send_takeover(incarnation, self.scheduler.epoch) == "OK"
+        is_sent = await dispatch.send_takeover(self.pool, incarnation, self.scheduler.epoch) == "OK"
         if is_sent and self.state(incarnation) in UNSENT:  # meanwhile it may have answered another, or ended
             worker.state = WorkerState.TAKEOVER_SENT
-            self.inbox.follow(self.keys.reports(incarnation))
+            self.inbox.follow(self.pool.keys.reports(incarnation))
 
     def answers_takeover(self, incarnation: str, report: Report) -> bool:
         """Whether a report answers this epoch's takeover, for the first time."""
@@ -208,10 +198,10 @@ class WorkerRegistry:
         """
         known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
         incarnations = sorted({*self.listed, *known})
-        async with self.redis.pipeline(transaction=False) as pipe:
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
-                pipe.hget(self.keys.worker(incarnation), "state")
-            pipe.zrange(self.keys.workers, 0, -1, withscores=True)
+                pipe.hget(self.pool.keys.worker(incarnation), "state")
+            pipe.zrange(self.pool.keys.workers, 0, -1, withscores=True)
             pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
             *states, members, (now_s, now_us) = await pipe.execute()
         seen_ms = {member.decode(): at_ms for member, at_ms in members}
@@ -230,18 +220,14 @@ class WorkerRegistry:
             why = "unreadable"
         else:
             why = "drained" if replica is not None and replica.draining else "died"
-        keys = [
-            self.keys.log(incarnation),
-            self.keys.reports(incarnation),
-            self.keys.worker(incarnation),
-            self.keys.workers,
-        ]
-        return bool(await self.seal_script(keys=keys, args=[incarnation, why]))
+        return await self.pool.seal(incarnation, why)
 
     async def remove_worker_keys(self, incarnation: str) -> None:
         """Delete what is left in Redis of a sealed worker whose reports were read to the end."""
-        await self.redis.delete(
-            self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.plans(incarnation)
+        await self.pool.redis.delete(
+            self.pool.keys.log(incarnation),
+            self.pool.keys.reports(incarnation),
+            self.pool.keys.plans(incarnation),
         )
-        self.inbox.unfollow(self.keys.reports(incarnation))
+        self.inbox.unfollow(self.pool.keys.reports(incarnation))
         self.workers[incarnation] = KnownWorker(WorkerState.REMOVED)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import setproctitle
 import uvloop
-from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from common import model_files
-from common.broker.client import ERRORS, broker_url, connect, describe_error, script
-from common.broker.keys import Keys
+from common.broker.client import ERRORS, describe_error
+from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
 from common.process import parent_death
@@ -91,8 +90,8 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
         doing = text
         log.info(text)
 
-    async with connect(broker_url(settings)) as redis:
-        heartbeat = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
+    async with PoolClient.connect(settings) as pool:
+        heartbeat = Heartbeat(pool, "starting", incarnation, settings.worker_ttl_s)
         async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
             return await engine.ready(progress)
 
@@ -103,15 +102,15 @@ async def serve_engine(
     """Run the agent until it is drained or fails → the exit status. Where its streams are gone, it goes
     on as another incarnation.
     """
-    redis = connect(broker_url(settings))
+    pool = PoolClient.connect(settings)
     state = AgentState(table)
-    agent = Agent(settings, redis, engine, state, worker)
+    agent = Agent(settings, pool.redis, engine, state, worker)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, state.end)
     loop.add_signal_handler(signal.SIGINT, state.end)
     why = "died"
     try:
-        async with publishing_metrics(redis, agent.keys):
+        async with publishing_metrics(pool):
             while not await agent.run():
                 agent = await agent.next_incarnation()
                 log.warning("the same engine goes on as incarnation %s", agent.worker.incarnation)
@@ -121,7 +120,7 @@ async def serve_engine(
         log.error("incarnation %s is over: %s: %s", agent.worker.incarnation, type(error).__name__, error)
         return 1
     finally:
-        await seal(redis, agent.keys, agent.worker.incarnation, why)
+        await seal(pool, agent.worker.incarnation, why)
 
 
 def capacity(
@@ -159,17 +158,11 @@ def capacity(
     )
 
 
-async def seal(redis: Redis, keys: Keys, incarnation: str, why: str) -> None:
+async def seal(pool: PoolClient, incarnation: str, why: str) -> None:
     """Seal the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
-            sealed_keys = [
-                keys.log(incarnation),
-                keys.reports(incarnation),
-                keys.worker(incarnation),
-                keys.workers,
-            ]
-            await script(redis, "seal")(keys=sealed_keys, args=[incarnation, why])
+            await pool.seal(incarnation, why)
     except (*ERRORS, TimeoutError) as error:
         log.warning("not sealed: %s", describe_error(error))
 

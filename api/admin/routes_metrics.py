@@ -35,7 +35,7 @@ async def metrics(request: Request) -> Response:
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            totals = await aggregate.read_totals(redis, keys)
+            totals = await aggregate.read_totals(pool.client)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
             listed = await processes.list_processes(redis, keys, pool.batcher)
             gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(redis, keys)}

@@ -7,8 +7,8 @@ import logging
 import uvloop
 
 from api.arq.worker import JobWorker
-from common.broker import client
-from common.broker.keys import Keys
+from common.broker.client import ERRORS
+from common.broker.pool_client import PoolClient
 from common.process.heartbeat import Heartbeat
 from common.process.readiness import READY
 from common.process.refusal import exit_when_unservable
@@ -30,9 +30,9 @@ def main() -> None:
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Serve until SIGTERM; jobs that are not answered by then are left to other workers."""
-    redis = client.connect(client.broker_url(settings))
-    worker = JobWorker(redis, settings)
-    heartbeat = Heartbeat(redis, Keys(settings.pool), "jobworker", incarnation, settings.worker_ttl_s)
+    pool = PoolClient.connect(settings)
+    worker = JobWorker(pool.redis, settings)
+    heartbeat = Heartbeat(pool, "jobworker", incarnation, settings.worker_ttl_s)
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
     try:
         async with heartbeat.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
@@ -40,9 +40,9 @@ async def serve(settings: Settings, incarnation: str) -> None:
             with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
                 await worker.async_run()
     finally:
-        with contextlib.suppress(*client.ERRORS):
+        with contextlib.suppress(*ERRORS):
             await worker.close()
-        await redis.aclose()
+        await pool.redis.aclose()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from api.tokenizer import ModelTokenizer
 from api.tool_calls import detect
 from api.tool_calls.formats.table import ALIASES, CALL_FORMATS, CallFormat, call_format
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
-from common.broker.client import CONNECT_TIMEOUT_S, broker_url, connect
-from common.broker.keys import Keys
+from common.broker.client import CONNECT_TIMEOUT_S
+from common.broker.pool_client import PoolClient
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -46,11 +46,12 @@ class Pool:
         self.tokenizer = tokenizer
         self.call_format = find_call_format(settings, tokenizer)
         self.reasoning_format = find_reasoning_format(settings, tokenizer)
-        self.keys = Keys(settings.pool)
-        self.redis = connect(broker_url(settings))
+        self.client = PoolClient.connect(settings)
+        self.redis = self.client.redis
+        self.keys = self.client.keys
         self.relay = Relay(self.redis, self.keys, gateway, lose)
         self.workers = WorkerMonitor(
-            self.redis, self.keys, gateway, settings, num_streams=lambda: len(self.relay.streams)
+            self.client, gateway, settings, num_streams=lambda: len(self.relay.streams)
         )
         self.batcher = BatcherMonitor(self.redis, self.keys, settings)
         self.admission = Admission(

@@ -7,13 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from redis.asyncio import Redis
-
 from api.errors import unavailable
 from api.inference.validate import Limits
 from common.beats import until_beat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import Heartbeat
@@ -40,12 +38,11 @@ class WorkerMonitor:
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, gateway: str, settings: Settings, num_streams: Callable[[], int]
+        self, pool: PoolClient, gateway: str, settings: Settings, num_streams: Callable[[], int]
     ) -> None:
-        self.redis = redis
-        self.keys = keys
+        self.pool = pool
         self.settings = settings
-        self.heartbeat = Heartbeat(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
+        self.heartbeat = Heartbeat(pool, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
@@ -111,10 +108,10 @@ class WorkerMonitor:
         self, names: list[bytes]
     ) -> tuple[dict[bytes, float], dict[bytes, list[bytes | None]], float]:
         """Workers with the times of their last heartbeats, state and capacity of `names`, and the present."""
-        async with self.redis.pipeline(transaction=False) as pipe:
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
             for incarnation in names:
-                pipe.hmget(self.keys.worker(incarnation.decode()), ["state", "capacity"])
-            pipe.zrange(self.keys.workers, 0, -1, withscores=True)
+                pipe.hmget(self.pool.keys.worker(incarnation.decode()), ["state", "capacity"])
+            pipe.zrange(self.pool.keys.workers, 0, -1, withscores=True)
             pipe.time()
             *hashes, seen, (seconds, microseconds) = await pipe.execute()
         return dict(seen), dict(zip(names, hashes, strict=True)), seconds * 1000 + microseconds / 1000

@@ -7,11 +7,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from redis.asyncio import Redis
-
 from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
-from common.broker.keys import METRICS_TTL_MS, Keys
+from common.broker.keys import METRICS_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.metrics.exposition import own_values
 
 log = logging.getLogger(__name__)
@@ -31,9 +30,8 @@ class MetricsPublisher:
         added: the values that have been added so far.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, pool: PoolClient) -> None:
+        self.pool = pool
         self.added = own_values()
 
     async def run(self, stopped: asyncio.Event) -> None:
@@ -57,10 +55,10 @@ class MetricsPublisher:
         changed = {name: value for name, value in own_values().items() if value != self.added.get(name, 0.0)}
         if not changed:
             return
-        async with self.redis.pipeline(transaction=False) as pipe:
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
             for name, value in changed.items():
-                pipe.hincrbyfloat(self.keys.metrics, name, value - self.added.get(name, 0.0))
-            pipe.pexpire(self.keys.metrics, METRICS_TTL_MS)
+                pipe.hincrbyfloat(self.pool.keys.metrics, name, value - self.added.get(name, 0.0))
+            pipe.pexpire(self.pool.keys.metrics, METRICS_TTL_MS)
             *sums, _ = await pipe.execute(raise_on_error=False)
         self.added |= {
             name: value
@@ -70,10 +68,10 @@ class MetricsPublisher:
 
 
 @contextlib.asynccontextmanager
-async def publishing_metrics(redis: Redis, keys: Keys) -> AsyncIterator[None]:
+async def publishing_metrics(pool: PoolClient) -> AsyncIterator[None]:
     """Adds this process's counts to the pool's hash while the context is open, and a last time at its end."""
     stopped = asyncio.Event()
-    task = asyncio.create_task(MetricsPublisher(redis, keys).run(stopped))
+    task = asyncio.create_task(MetricsPublisher(pool).run(stopped))
     try:
         yield
     finally:
@@ -82,9 +80,9 @@ async def publishing_metrics(redis: Redis, keys: Keys) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def read_totals(redis: Redis, keys: Keys) -> dict[str, float]:
+async def read_totals(pool: PoolClient) -> dict[str, float]:
     """The sums of all processes, dead ones included. Fields that are not numbers are left out."""
-    found: dict[bytes, bytes] = await redis.hgetall(keys.metrics)  # type: ignore[misc]
+    found: dict[bytes, bytes] = await pool.redis.hgetall(pool.keys.metrics)  # type: ignore[misc]
     values = {}
     for name, value in found.items():
         with contextlib.suppress(ValueError):

@@ -10,11 +10,10 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 
-from redis.asyncio import Redis
-
 from common.beats import until_beat
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
-from common.broker.keys import Keys
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.fast_client import ScriptCall
+from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +30,12 @@ def process_fields() -> HeartbeatFields:
 class Heartbeat:
     """Heartbeat of a process that is no worker; it expires after `ttl_s`."""
 
-    def __init__(self, redis: Redis, keys: Keys, kind: str, name: str, ttl_s: float) -> None:
-        self.redis = redis
+    def __init__(self, pool: PoolClient, kind: str, name: str, ttl_s: float) -> None:
+        self.pool = pool
         self.ttl_ms = round(ttl_s * 1000)
         self.member = f"{kind}:{name}"
-        self.process_key = keys.process(kind, name)
-        self.index_key = keys.processes
-        self.script = script(redis, "heartbeat")
+        self.process_key = pool.keys.process(kind, name)
+        self.index_key = pool.keys.processes
 
     def arguments(self, **fields: str | int) -> list[str | int]:
         """The arguments of the script."""
@@ -45,7 +43,8 @@ class Heartbeat:
         return [self.member, self.ttl_ms, *pairs]
 
     async def send(self, **fields: str | int) -> None:
-        await self.script(keys=[self.process_key, self.index_key], args=self.arguments(**fields))
+        keys = [self.process_key, self.index_key]
+        await self.pool.run(ScriptCall("heartbeat", keys, self.arguments(**fields)))
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
         """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""
@@ -79,7 +78,7 @@ class Heartbeat:
             log.warning("the heartbeat stays until it expires: %s", describe_error(error))
 
     async def remove(self) -> None:
-        async with self.redis.pipeline() as pipe:
+        async with self.pool.redis.pipeline() as pipe:
             pipe.delete(self.process_key)
             pipe.zrem(self.index_key, self.member)
             await pipe.execute()

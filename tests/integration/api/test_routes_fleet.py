@@ -12,6 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.timeline import Timeline, TimelineEvent
 from common.process.heartbeat import Heartbeat, process_fields
@@ -53,7 +54,7 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def show(redis: Any, name: str, **figures: Any) -> None:
-    await Heartbeat(redis, KEYS, "batcher", name, 60.0).send(**figures)
+    await Heartbeat(PoolClient(redis, KEYS), "batcher", name, 60.0).send(**figures)
 
 
 async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
@@ -120,7 +121,7 @@ async def test_a_worker_that_loads_its_model_is_listed(broker: Broker, redis: An
                 if one["kind"] == "worker"
             ]
 
-        async with Heartbeat(redis, KEYS, "starting", "w0-1", 5.0).sending(0.05):
+        async with Heartbeat(PoolClient(redis, KEYS), "starting", "w0-1", 5.0).sending(0.05):
             await wait_until(workers)
             assert await workers() == ["starting"]
         assert await workers() == []

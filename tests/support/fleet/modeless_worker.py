@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from redis.asyncio import Redis
 
 from common.broker.client import connect
+from common.broker.pool_client import PoolClient
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import Settings
@@ -131,4 +132,4 @@ async def serve(agent: Agent) -> None:
     """
     while not await agent.run():
         agent = await agent.next_incarnation()
-    await seal(agent.redis, agent.keys, agent.worker.incarnation, "drained")
+    await seal(PoolClient(agent.redis, agent.keys), agent.worker.incarnation, "drained")

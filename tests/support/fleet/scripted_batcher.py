@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import connect
 from common.broker.keys import LEASE_S, Keys
+from common.broker.pool_client import PoolClient
 from common.process.heartbeat import Heartbeat
 
 HEARTBEAT_S = 0.1
@@ -21,7 +22,7 @@ async def batching(url: str, name: str = "b0-1", pool: str = "default") -> Async
     async with connect(url) as redis:
         renewing = asyncio.create_task(renew(redis, keys, name))
         try:
-            async with Heartbeat(redis, keys, "batcher", name, TTL_S).sending(HEARTBEAT_S):
+            async with Heartbeat(PoolClient(redis, keys), "batcher", name, TTL_S).sending(HEARTBEAT_S):
                 yield
         finally:
             renewing.cancel()

@@ -1,13 +1,16 @@
 """Lease: one holder at a time, and epochs that rise."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from batcher.lease import Lease, LeaseLost, PoolClock, WritesLost
+from common.broker.fast_client import ScriptCall
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -15,7 +18,7 @@ LONG_S = 60.0
 
 
 def make_lease(redis: Redis, holder: str, ttl_s: float = LONG_S) -> Lease:
-    return Lease(redis, KEYS, holder, ttl_s)
+    return Lease(PoolClient(redis, KEYS), holder, ttl_s)
 
 
 async def test_a_held_lease_is_not_acquired_by_another(redis: Redis) -> None:
@@ -85,15 +88,16 @@ async def test_renewing_after_a_newer_epoch_raises_though_nobody_holds_it_now(re
 
 def fail_twice(lease: Lease) -> list[ConnectionError]:
     """Have the next two calls of the script fail. Returns those that have failed."""
-    run_script, failures = lease.script, list[ConnectionError]()
+    failures = list[ConnectionError]()
 
-    async def run(**kwargs: object) -> object:
-        if len(failures) < 2:
-            failures.append(ConnectionError("away"))
-            raise failures[-1]
-        return await run_script(**kwargs)
+    class FailingPool(PoolClient):
+        async def run(self, call: ScriptCall) -> Any:
+            if len(failures) < 2:
+                failures.append(ConnectionError("away"))
+                raise failures[-1]
+            return await super().run(call)
 
-    lease.script = run
+    lease.pool = FailingPool(lease.pool.redis, lease.pool.keys)
     return failures
 
 
@@ -104,12 +108,13 @@ async def test_acquiring_waits_for_a_broker_that_is_away(redis: Redis) -> None:
 
 
 async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
-    async def fail(**_: object) -> object:
-        raise ConnectionError("away")
+    class AbsentPool(PoolClient):
+        async def run(self, call: ScriptCall) -> Any:
+            raise ConnectionError("away")
 
     lease = make_lease(redis, "b0")
     await lease.acquire()
-    lease.script = fail
+    lease.pool = AbsentPool(redis, KEYS)
     await lease.release()
     assert await redis.get(KEYS.batcher) == b"b0"
 

@@ -13,6 +13,7 @@ from api.admin import timeline
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
 from common.messages.request import Cancel
@@ -26,8 +27,9 @@ async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """One that waits for no entry: what its tests write is there before a turn."""
     monkeypatch.setattr(Housekeeping, "left_ms", 0)
     monkeypatch.setattr(Housekeeping, "wait_ms", 1)
-    lease = Lease(redis, KEYS, "b0-1", 60.0)
-    batcher = Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
+    pool = PoolClient(redis, KEYS)
+    lease = Lease(pool, "b0-1", 60.0)
+    batcher = Batcher(Settings(), pool, lease, await lease.acquire())
     yield batcher
     batcher.close()
 

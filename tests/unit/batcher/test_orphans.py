@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from batcher.orphans import OrphanTracker
 from batcher.scheduling.sequence import Sequence
+from common.broker.pool_client import PoolClient
 from tests.support.broker_state import KEYS, make_request
 
 
@@ -21,7 +22,7 @@ async def find(tracker: OrphanTracker, sequences: list[Sequence]) -> list[str]:
 
 
 async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis: Redis) -> None:
-    tracker = OrphanTracker(redis, KEYS)
+    tracker = OrphanTracker(PoolClient(redis, KEYS))
     sequences = [
         sequence("short", "g0", 0),
         sequence("long", "g0", 60_000),
@@ -36,7 +37,7 @@ async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis
 
 async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis) -> None:
     """Redis says so; that gateway's own death gives it its grace anew."""
-    tracker = OrphanTracker(redis, KEYS)
+    tracker = OrphanTracker(PoolClient(redis, KEYS))
     sequences = [sequence("r1", "g0", 1000), sequence("r2", "g0", 1000)]
     await redis.hset(KEYS.request("r1"), "gateway", "g1")  # type: ignore[misc]
     await redis.hset(KEYS.request("r2"), "gateway", "g0")  # type: ignore[misc]
@@ -51,7 +52,7 @@ async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis
 
 
 async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) -> None:
-    tracker = OrphanTracker(redis, KEYS)
+    tracker = OrphanTracker(PoolClient(redis, KEYS))
     sequences = [sequence("r1", "g0", 60_000)]
     await find(tracker, sequences)
     tracker.absent_since_s["g0"] -= 59

@@ -1,11 +1,12 @@
 """Recovery: what is committed is read, saved and resumed; every death counts once."""
 
+from typing import Any
+
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from batcher.backlog import Backlog
-from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.lease import LeaseLost
@@ -17,6 +18,8 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
+from common.broker.fast_client import ScriptCall
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker_state import (
@@ -34,11 +37,12 @@ from tests.support.broker_state import (
 @pytest.fixture
 def recovery(redis: Redis) -> Recovery:
     scheduler = Scheduler(WorkerLimits(), epoch=1)
-    timeline = TimelineWriter(redis, KEYS, lambda: 1000)
-    terminals = Terminals(redis, KEYS, ChannelSequences("b0-1"), scheduler, timeline)
+    pool = PoolClient(redis, KEYS)
+    timeline = TimelineWriter(pool, lambda: 1000)
+    terminals = Terminals(pool, ChannelSequences("b0-1"), scheduler, timeline)
     detector = FailureDetector(5.0)
-    workers = WorkerRegistry(redis, KEYS, Inbox(redis), Dispatch(redis, KEYS), scheduler, detector)
-    return Recovery(redis, KEYS, scheduler, workers, terminals, timeline, Backlog(redis, KEYS))
+    workers = WorkerRegistry(pool, Inbox(redis), scheduler, detector)
+    return Recovery(pool, scheduler, workers, terminals, timeline, Backlog(pool))
 
 
 async def queue(redis: Redis, request_id: str) -> Sequence:
@@ -92,17 +96,19 @@ async def test_a_request_whose_key_is_gone_has_ended(redis: Redis, recovery: Rec
 async def test_sequences_change_only_after_everything_was_saved(redis: Redis, recovery: Recovery) -> None:
     await start_worker(redis, "w1")
     sequences = [await placed(redis, name) for name in ("r1", "r2")]
-    save, calls = recovery.save_script, 0
+    calls = 0
 
-    async def lose_first_reply(**kwargs: object) -> object:
-        nonlocal calls
-        calls += 1
-        answer = await save(**kwargs)
-        if calls == 1:
-            raise ConnectionError("away")
-        return answer
+    class LossyPool(PoolClient):
+        async def run(self, call: ScriptCall) -> Any:
+            """Lose the reply to the first call."""
+            nonlocal calls
+            calls += 1
+            answer = await super().run(call)
+            if calls == 1:
+                raise ConnectionError("away")
+            return answer
 
-    recovery.save_script = lose_first_reply
+    recovery.pool = LossyPool(redis, KEYS)
     with pytest.raises(ConnectionError):
         await recovery.resume(sequences)
     assert [one.records for one in sequences] == [b""] * 2

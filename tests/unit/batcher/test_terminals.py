@@ -10,6 +10,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import decode
 from common.messages.events import Events
@@ -22,8 +23,9 @@ CHANNEL = KEYS.events("g")
 @pytest.fixture
 def terminals(redis: Redis) -> Terminals:
     scheduler = Scheduler(WorkerLimits(), epoch=1)
-    timeline = TimelineWriter(redis, KEYS, lambda: 1000)
-    return Terminals(redis, KEYS, ChannelSequences("b0-1"), scheduler, timeline)
+    pool = PoolClient(redis, KEYS)
+    timeline = TimelineWriter(pool, lambda: 1000)
+    return Terminals(pool, ChannelSequences("b0-1"), scheduler, timeline)
 
 
 async def queue(redis: Redis, terminals: Terminals, request_id: str) -> Sequence:

@@ -10,6 +10,7 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, Report, WorkerCapacity
@@ -32,7 +33,7 @@ def replica() -> Replica:
 
 
 def make_writer(redis: Redis) -> TimelineWriter:
-    return TimelineWriter(redis, KEYS, lambda: NOW_MS)
+    return TimelineWriter(PoolClient(redis, KEYS), lambda: NOW_MS)
 
 
 def happened(writer: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from redis.asyncio import Redis
 
 from batcher.worker_absence import WorkerAbsence
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.process.heartbeat import Heartbeat
 
 KEYS = Keys("default")
@@ -11,7 +12,8 @@ KEYS = Keys("default")
 
 async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis) -> None:
     now_s = 0.0
-    absence = WorkerAbsence(redis, KEYS, 30.0, clock=lambda: now_s)
+    pool = PoolClient(redis, KEYS)
+    absence = WorkerAbsence(pool, 30.0, clock=lambda: now_s)
     assert not await absence.is_over_grace(False)
     now_s = 31.0
     assert await absence.is_over_grace(False)
@@ -19,7 +21,7 @@ async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis
     now_s = 62.0
     assert not await absence.is_over_grace(False), "it begins anew"
     now_s = 93.0
-    starting = Heartbeat(redis, KEYS, "starting", "w0-1", 5.0)
+    starting = Heartbeat(pool, "starting", "w0-1", 5.0)
     await starting.send(doing="loading")
     assert not await absence.is_over_grace(False)
     await starting.remove()

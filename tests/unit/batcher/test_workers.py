@@ -6,12 +6,12 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.workers import KnownWorker, WorkerRegistry, WorkerState
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.plan import Plan, Report
 from tests.support.broker_state import KEYS, send_heartbeat, start_worker
@@ -26,7 +26,7 @@ def workers(redis: Redis) -> WorkerRegistry:
     detector = FailureDetector(5.0)
     detector.check_clock_jump(round(time.time() * 1000))
     detector.resumes_s = 0.0
-    return WorkerRegistry(redis, KEYS, Inbox(redis), Dispatch(redis, KEYS), scheduler, detector)
+    return WorkerRegistry(PoolClient(redis, KEYS), Inbox(redis), scheduler, detector)
 
 
 def answer_takeover(workers: WorkerRegistry, incarnation: str) -> None:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio.client import Pipeline
 
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.metrics import aggregate, catalogue, exposition
 from common.metrics.aggregate import MetricsPublisher, publishing_metrics
 from common.metrics.exposition import render_fleet
@@ -184,20 +185,20 @@ async def test_sums_add_up_over_processes_and_outlive_them(
     """Two publishers stand for two processes: each adds only what is new."""
     mine = {"tgi_request_count|": 10.0}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    one, other = MetricsPublisher(redis, KEYS), MetricsPublisher(redis, KEYS)
+    one, other = MetricsPublisher(PoolClient(redis, KEYS)), MetricsPublisher(PoolClient(redis, KEYS))
     mine |= {"tgi_request_count|": 13.0, "tgi_request_duration|0.1": 1.0}
     await one.add()
     await one.add()
     await other.add()
     mine["tgi_request_count|"] = 15.0
     await one.add()
-    assert await aggregate.read_totals(redis, KEYS) == {
+    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {
         "tgi_request_count|": 8.0,
         "tgi_request_duration|0.1": 2.0,
     }
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
-    assert len(await aggregate.read_totals(redis, KEYS)) == 2
+    assert len(await aggregate.read_totals(PoolClient(redis, KEYS))) == 2
 
 
 async def test_counts_made_while_the_broker_is_away_are_added_later(
@@ -205,27 +206,27 @@ async def test_counts_made_while_the_broker_is_away_are_added_later(
 ) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    one = MetricsPublisher(redis, KEYS)
+    one = MetricsPublisher(PoolClient(redis, KEYS))
     mine["tgi_request_count|"] = 3.0
     await redis.set(KEYS.metrics, "spoilt")
     await one.add()
     await redis.delete(KEYS.metrics)
     await one.add()
-    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    one = MetricsPublisher(redis, KEYS)
+    one = MetricsPublisher(PoolClient(redis, KEYS))
     mine |= {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
     await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
     for _ in range(3):
         await one.add()
-    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
     await redis.hdel(KEYS.metrics, "tgi_request_success|")
     await one.add()
-    assert await aggregate.read_totals(redis, KEYS) == {
+    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {
         "tgi_request_count|": 3.0,
         "tgi_request_success|": 2.0,
     }
@@ -234,9 +235,9 @@ async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch
 async def test_the_last_counts_are_added_at_the_end(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    async with publishing_metrics(redis, KEYS):
+    async with publishing_metrics(PoolClient(redis, KEYS)):
         mine["tgi_request_count|"] = 3.0
-    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 async def test_counts_in_flight_at_the_end_are_added_once(
@@ -255,11 +256,11 @@ async def test_counts_in_flight_at_the_end_are_added_once(
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     monkeypatch.setattr(aggregate, "ADD_S", 0.01)
     monkeypatch.setattr(Pipeline, "execute", slow)
-    async with publishing_metrics(redis, KEYS):
+    async with publishing_metrics(PoolClient(redis, KEYS)):
         mine["tgi_request_count|"] = 3.0
         await sent.wait()
         asyncio.get_running_loop().call_later(0.05, answered.set)
-    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -5,6 +5,7 @@ from redis.asyncio import Redis
 
 from batcher.lease import Lease
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 from deploy.serve.deaths import report_death
 from deploy.serve.embedded_broker import Broker
@@ -19,7 +20,8 @@ def settings(broker: Broker) -> Settings:
 
 async def test_the_lease_of_a_dead_batcher_is_free_at_once(redis: Redis, settings: Settings) -> None:
     """That of another one stays."""
-    dead, other = Lease(redis, KEYS, "b0-1", 60), Lease(redis, KEYS, "b1-1", 60)
+    pool = PoolClient(redis, KEYS)
+    dead, other = Lease(pool, "b0-1", 60), Lease(pool, "b1-1", 60)
     await dead.acquire()
     await report_death(settings, "batcher", "b1-1")
     assert await redis.get(KEYS.batcher) == b"b0-1"
