@@ -86,13 +86,24 @@ def make_output(
     return SamplerOutput(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)
 
 
+def raw_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> SamplerOutput:
+    """logits float [rows, vocabulary] → the model's own log-probabilities of ids int64 [rows], and of the
+    `num_tops` likeliest tokens in place of each.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    scores.sub_(scores.amax(-1, keepdim=True))
+    totals = to_weights(scores).sum(-1, keepdim=True)
+    return make_output(scores, totals, ids[:, None], num_tops)
+
+
 def write_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> None:
     """Replace log-probabilities by the model's own, of logits float [rows, vocabulary], in rows int64
     [n].
     """
-    scores = logits[rows].to(torch.float32)
-    scores.sub_(scores.amax(-1, keepdim=True))
-    totals = to_weights(scores).sum(-1, keepdim=True)
-    raw = make_output(scores, totals, output.ids[rows, None], output.top_ids.shape[1])
-    for column, values in zip(output, raw, strict=True):
-        column[rows] = values
+    put_into(output, rows, raw_logprobs(logits[rows], output.ids[rows], output.top_ids.shape[1]))
+
+
+def put_into(output: SamplerOutput, places: torch.Tensor, sampled: SamplerOutput) -> None:
+    """Replace the rows at places int64 [group]."""
+    for column, values in zip(output, sampled, strict=True):
+        (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)

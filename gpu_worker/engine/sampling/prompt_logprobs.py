@@ -9,8 +9,7 @@ from gpu_worker.engine.batch.inputs import offsets_of
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.sampling import cpu_sampler
-from gpu_worker.engine.sampling.multinomial import SamplerOutput, log_of_weights, to_weights
-from gpu_worker.engine.sampling.top_k import top_k
+from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
 
 MAX_LOGITS = 2**25
 """Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always
@@ -38,11 +37,10 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Samp
     if not any(row_slice.num_scored for row_slice in slices):
         return []
     begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
-    scored = [
-        (begin, row_slice) for begin, row_slice in zip(begins, slices, strict=False) if row_slice.num_scored
-    ]
     return [
-        score_prompt(logits[begin : begin + row_slice.num_scored], row_slice) for begin, row_slice in scored
+        score_prompt(logits[begin : begin + row_slice.num_scored], row_slice)
+        for begin, row_slice in zip(begins, slices, strict=False)
+        if row_slice.num_scored
     ]
 
 
@@ -61,17 +59,7 @@ def score_tokens(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Samp
         return cpu_sampler.score_natively(library, logits, ids, num_tops)
     size = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
     chunks = [
-        score_chunk(logits[first : first + size], ids[first : first + size], num_tops)
+        raw_logprobs(logits[first : first + size], ids[first : first + size], num_tops)
         for first in range(0, len(ids), size)
     ]
     return SamplerOutput(*map(torch.cat, zip(*chunks, strict=True)))
-
-
-def score_chunk(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> SamplerOutput:
-    """`score_tokens` by torch, all at once: logits float [tokens, vocabulary], ids int64 [tokens]."""
-    scores = logits.to(torch.float32, copy=True)
-    scores.sub_(scores.amax(-1, keepdim=True))
-    own = scores.gather(1, ids[:, None])[:, 0]
-    top_scores, top_ids = top_k(scores, num_tops)
-    total = log_of_weights(to_weights(scores).sum(-1))
-    return SamplerOutput(ids, own - total, top_ids, top_scores - total[:, None])

@@ -21,6 +21,7 @@ from gpu_worker.engine.sampling.multinomial import (
     empty_output,
     make_output,
     multinomial_sample,
+    put_into,
     to_weights,
     write_raw_logprobs,
 )
@@ -75,12 +76,6 @@ def sample_again(
     """Sample rows of logits float [rows, vocabulary] again, whose requests have changed."""
     index = to_device(list(places), logits.device)
     put_into(output, index, sample(logits.index_select(0, index), [requests[place] for place in places]))
-
-
-def put_into(output: SamplerOutput, places: torch.Tensor, sampled: SamplerOutput) -> None:
-    """Replace the rows at places int64 [group]."""
-    for column, values in zip(output, sampled, strict=True):
-        (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
 
 
 def sample_function_of(state: SamplingState) -> SampleFunction:

@@ -12,8 +12,7 @@ from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling import cpu_sampler
-from gpu_worker.engine.sampling.multinomial import SamplerOutput
-from gpu_worker.engine.sampling.prompt_logprobs import score_chunk
+from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
 from gpu_worker.engine.sampling.sampler import sample_in_groups
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.start_rows import start_row
@@ -121,7 +120,7 @@ def test_kernels_score_prompts_as_torch_does(size: int, dtype: torch.dtype, libr
         for num_tops in (0, min(size, 4)):
             for found, expected in zip(
                 cpu_sampler.score_natively(library, logits, ids, num_tops),
-                score_chunk(logits, ids, num_tops),
+                raw_logprobs(logits, ids, num_tops),
                 strict=True,
             ):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)

@@ -66,12 +66,12 @@ def test_bits_do_not_depend_on_the_number_of_scored_tokens() -> None:
 
 def test_torch_copies_a_bounded_number_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_sizes: list[int] = []
-    score_chunk = module.score_chunk
+    raw_logprobs = module.raw_logprobs
     monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)
     monkeypatch.setattr(
         module,
-        "score_chunk",
-        lambda logits, *others: (chunk_sizes.append(logits.numel()), score_chunk(logits, *others))[1],  # type: ignore[func-returns-value]
+        "raw_logprobs",
+        lambda logits, *others: (chunk_sizes.append(logits.numel()), raw_logprobs(logits, *others))[1],  # type: ignore[func-returns-value]
     )
     logits, ids = random_logits(23, 1000, torch.bfloat16)
     whole = score_tokens(logits, ids, 2)
