@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 
@@ -20,9 +19,9 @@ def supports(geometry: Geometry) -> bool:
     )
 
 
-class CpuPagedBackend:
-    """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes
-    numbers of many keys.
+class CpuPagedBackend(KernelArguments):
+    """Attention with these arguments. K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim,
+    block_size]`: one load takes numbers of many keys.
     """
 
     capturable = False
@@ -30,16 +29,9 @@ class CpuPagedBackend:
     compilable = False
 
     def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
+        super().__init__(library, geometry.block_size, geometry.dtype)
         self.geometry = geometry
-        self.arguments = KernelArguments(library, geometry.block_size, geometry.dtype)
         self.modules: list[Any] = []
-
-    def take_pages(self) -> None:
-        self.arguments.take_pages()
-
-    def begin(self, inputs: Inputs) -> None:
-        """Prepare a forward."""
-        self.arguments.begin(inputs)
 
     def attend(
         self,
@@ -52,15 +44,14 @@ class CpuPagedBackend:
         """query [1, heads, tokens, key_dim], key and value [1, kv_heads, tokens, dim], sinks [heads], all of
         the model's dtype → [1, tokens, heads, value_dim]
         """
-        arguments = self.arguments
-        cache = arguments.cache_of(module, sinks)
+        cache = self.cache_of(module, sinks)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         # variables: a contiguous copy must outlive the call
         query = with_dense_heads(query)
         key = with_dense_heads(key)
         value = with_dense_heads(value)
         heads = (byref(heads_of(tensor)) for tensor in (query, key, value))
-        arguments.library.tf_attend(arguments.dtype, arguments.step, byref(cache), *heads, output.data_ptr())
+        self.library.tf_attend(self.dtype, self.step, byref(cache), *heads, output.data_ptr())
         return output
 
 

@@ -38,7 +38,7 @@ def unsupported_because(geometry: Geometry) -> str:
     """Why FlashInfer has no attention for a model, also with padded heads; empty where it has."""
     if geometry.dtype not in DTYPES:
         return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
-    if any(spec.alibi_slopes for spec in geometry.specs):
+    if any(layer.spec.alibi_slopes for layer in geometry.layers):
         return "its kernels here have no ALiBi position biases"
     return next(filter(None, (view_unsupported_because(geometry, view) for view in geometry.views)), "")
 

@@ -83,11 +83,6 @@ class Geometry:
         return list(dict.fromkeys(layer.view for layer in self.layers))
 
     @property
-    def specs(self) -> list[AttentionSpec]:
-        """Each once, in the order of their first layers."""
-        return list(dict.fromkeys(layer.spec for layer in self.layers))
-
-    @property
     def block_bytes(self) -> int:
         numbers = sum(layer.spec.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return numbers * self.block_size * self.kv_dtype.itemsize

@@ -72,7 +72,7 @@ class SdpaBackend:
         self.block_size = geometry.block_size
         self.dtype = geometry.dtype
         self.device = device
-        self.specs = geometry.specs
+        self.specs = {layer.spec for layer in geometry.layers}
         self.prepared: dict[AttentionSpec, PreparedStep] = {}
         self.modules: list[Any] = []
 

@@ -93,7 +93,6 @@ class NativeLinear(PackedLinear):
         self.panels = -(-self.out_features // library.tf_panel())
         self.blocks = blocks and pack_blocks(blocks, library.tf_panel(), pages)
         self.packed = self.pack(linear.weight.detach(), pages) if plain else None
-        self.known: native.LinearStruct | None = None
 
     def pack(self, weight: torch.Tensor, pages: LargePages) -> torch.Tensor:
         weight = weight.contiguous()
@@ -103,16 +102,14 @@ class NativeLinear(PackedLinear):
         )
         return packed
 
-    @property
+    @functools.cached_property
     def struct(self) -> native.LinearStruct:
         """As of the first product: a bias may have changed since the weights were packed."""
-        if self.known is None:
-            self.biases = torch.zeros(self.panels * self.library.tf_panel())
-            if self.bias is not None:
-                self.biases[: self.out_features] = self.bias.detach()
-            bias = None if self.bias is None else self.biases.data_ptr()
-            self.known = self.struct_with(bias)
-        return self.known
+        if self.bias is None:
+            return self.struct_with(None)
+        self.biases = torch.zeros(self.panels * self.library.tf_panel())  # the struct points there
+        self.biases[: self.out_features] = self.bias.detach()
+        return self.struct_with(self.biases.data_ptr())
 
     def struct_with(self, bias: int | None) -> native.LinearStruct:
         blocks = self.blocks.struct if self.blocks else native.BlocksStruct()

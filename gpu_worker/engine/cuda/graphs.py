@@ -101,7 +101,8 @@ class CudaGraphs:
         """Whether all rows decode, and are no more than the largest graph has. Slices are in the order of the
         batch: rows that decode come first.
         """
-        rows = max(num_tokens(slices), 0 if previous is None else len(previous))
+        num_tokens = sum(row_slice.count for row_slice in slices)
+        rows = max(num_tokens, 0 if previous is None else len(previous))
         return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
@@ -147,10 +148,6 @@ def skewed_lengths(rows: int, longest: int) -> Int32:
     lengths = np.ones(rows, np.int32)
     lengths[0] = longest
     return lengths
-
-
-def num_tokens(slices: Sequence[RowSlice]) -> int:
-    return sum(row_slice.count for row_slice in slices)
 
 
 def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:

@@ -151,7 +151,7 @@ def try_to_fuse(loaded: LoadedModel) -> int:
     if not isinstance(loaded.backend, CpuPagedBackend):
         return 0
     loaded.attach(num_trial_blocks(loaded.geometry.block_size), loaded.geometry.unrounded)
-    return fuse_layers(loaded.model, loaded.backend.arguments, loaded.forward, loaded.context)
+    return fuse_layers(loaded.model, loaded.backend, loaded.forward, loaded.context)
 
 
 def nondeterministic_because(

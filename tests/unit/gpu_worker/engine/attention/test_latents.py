@@ -52,7 +52,7 @@ def test_layers_share_a_class_and_a_view(engine: Engine) -> None:
     modules, geometry = engine.loaded.attentions, engine.loaded.geometry
     assert len(modules) == LAYERS and len({type(module) for module in modules}) == 1
     assert all(keeps_latents(module) and "forward" not in vars(module) for module in modules)
-    [spec] = geometry.specs
+    [spec] = {layer.spec for layer in geometry.layers}
     assert spec.latent and (spec.kv_heads, spec.group) == (1, 4)
     assert isinstance(engine.loaded.backend, SdpaBackend)
 
