@@ -77,7 +77,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         await serving
     cpu_us = (time.process_time() - began_s) / (num_steps * num_rows) * 1e6
     latency_ms = await read_latency_ms(engine.ranks[0].process)
-    engine.ranks[0].link.close()
+    engine.ranks[0].link.transport.close()
     await redis.aclose()
     return Cost(cpu_us, latency_ms)
 

@@ -22,7 +22,7 @@ from common.process.incarnations import next_incarnation
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
-from gpu_worker.agent.heartbeat import WorkerHeartbeat
+from gpu_worker.agent.heartbeat import write_heartbeat
 from gpu_worker.agent.plan_stream import PlanStream
 from gpu_worker.agent.plans import PlanHandler
 from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone
@@ -62,7 +62,6 @@ class Agent:
         self.state = state
         self.state.idle.set()
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
-        self.heartbeat = WorkerHeartbeat(redis, self.keys, settings, worker)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(redis, self.keys.plans(worker.incarnation))
         self.plans = PlanHandler(plans, engine, self.state, self.steps)
@@ -152,10 +151,8 @@ class Agent:
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:
-        status = "draining" if self.state.draining.is_set() else "ready"
-        state = self.state
-        if await self.heartbeat.send(status, state.step, state.table, state.num_tokens):
-            state.draining.set()
+        if await write_heartbeat(self.redis, self.keys, self.settings, self.worker, self.state):
+            self.state.draining.set()
 
     async def drain(self) -> None:
         """Return once this worker is to leave, every row is finished or moved elsewhere and no other has

@@ -37,7 +37,7 @@ class RankProcess:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], flags: Sequence[str] = ()) -> "RankProcess":
-        """Start the process; with the flags of a preloaded one it waits for `begin`."""
+        """Start the process; with the flags of a preloaded one it waits for a `Begin`."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -48,10 +48,6 @@ class RankProcess:
                 env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
             )
         return cls(process, await EngineLink.open(ours))
-
-    def begin(self, environ: Mapping[str, str]) -> None:
-        """Give a process that was preloaded its variables."""
-        self.link.send(Begin(environ))
 
     def kill(self) -> None:
         if self.process.returncode is None:
@@ -103,7 +99,7 @@ class EngineClient:
         if not preloaded:
             return cls([await RankProcess.start(environ | place.environ()) for place in places])
         for rank, place in zip(preloaded, places, strict=True):
-            rank.begin(environ | place.environ())
+            rank.link.send(Begin(environ | place.environ()))
         return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:

@@ -72,6 +72,3 @@ class EngineLink(asyncio.Protocol):
     def notify(self) -> None:
         if self.listener is not None:
             self.listener()
-
-    def close(self) -> None:
-        self.transport.close()

@@ -9,53 +9,44 @@ from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import HeartbeatFields, process_fields
 from common.settings.settings import Settings
 from gpu_worker.agent.publish import raise_refusal
-from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.state import AgentState
 
 
-class WorkerHeartbeat:
-    """Writes the heartbeat of one incarnation to Redis."""
-
-    def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity) -> None:
-        self.settings = settings
-        self.worker = worker
-        self.script = script(redis, "worker_heartbeat")
-        name = worker.incarnation
-        self.keys = [
+async def write_heartbeat(
+    redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity, state: AgentState
+) -> bool:
+    """Write the heartbeat of an incarnation to Redis → whether the worker was asked to drain. Raises Sealed
+    or StreamsGone when the incarnation is over.
+    """
+    table, name = state.table, worker.incarnation
+    load: HeartbeatFields = process_fields() | {
+        "rows": len(table.live),
+        "max_rows": settings.max_batch_size,
+        "blocks": table.num_blocks(worker.block_size),
+        "tokens": state.num_tokens,
+        "known": table.num_known,
+        "cached": table.num_cached,
+    }
+    reply: bytes = await script(redis, "worker_heartbeat")(
+        keys=[
             keys.worker(name),
             keys.workers,
             keys.log(name),
             keys.reports(name),
             keys.plans(name),
             keys.control,
-        ]
-
-    async def send(self, status: str, step: int, table: RowTable, num_tokens: int) -> bool:
-        """`num_tokens`: sampled in this incarnation's life → whether the worker was asked to drain. Raises
-        Sealed or StreamsGone when the incarnation is over.
-        """
-        load: HeartbeatFields = process_fields() | {
-            "rows": len(table.live),
-            "max_rows": self.settings.max_batch_size,
-            "blocks": table.num_blocks(self.worker.block_size),
-            "tokens": num_tokens,
-            "known": table.num_known,
-            "cached": table.num_cached,
-        }
-        ttl_ms = int(self.settings.worker_ttl_s * 1000)
-        fields = [word for pair in load.items() for word in pair]
-        reply: bytes = await self.script(
-            keys=self.keys,
-            args=[
-                self.worker.incarnation,
-                ttl_ms,
-                STREAMS_TTL_MS,
-                status,
-                step,
-                encode(self.worker),
-                *fields,
-            ],
-        )
-        if reply == b"DRAIN":
-            return True
-        raise_refusal(reply)
-        return False
+        ],
+        args=[
+            name,
+            int(settings.worker_ttl_s * 1000),
+            STREAMS_TTL_MS,
+            "draining" if state.draining.is_set() else "ready",
+            state.step,
+            encode(worker),
+            *(word for pair in load.items() for word in pair),
+        ],
+    )
+    if reply == b"DRAIN":
+        return True
+    raise_refusal(reply)
+    return False

@@ -27,11 +27,6 @@ class BatchMetrics:
         self.steps: list[StepResult] = []
         self.handled_s = 0.0
 
-    @property
-    def method(self) -> str:
-        """The kind of the step that runs, as far as the agent knows: rows may stand by."""
-        return "prefill" if self.prefilling else "decode"
-
     def on_grant(self, grant: Grant, started_s: float) -> None:
         """Count a grant that was sent; `started_s` is when its sending began."""
         if not grant.starts:
@@ -87,11 +82,14 @@ class BatchMetrics:
             self.running.discard(row)
 
     def on_failure(self) -> None:
-        """Count the batch that the engine lost when it died."""
+        """Count the batch that the engine lost when it died: of its kind, as far as the agent knows, for rows
+        may stand by.
+        """
         self.count_steps()
+        method = "prefill" if self.prefilling else "decode"
         if self.prefilling or self.running:
-            catalogue.BATCH_COUNT.add(1, self.method)
-            catalogue.BATCH_FAILURE.add(1, self.method)
+            catalogue.BATCH_COUNT.add(1, method)
+            catalogue.BATCH_FAILURE.add(1, method)
 
 
 def method_of(step: StepResult) -> str:

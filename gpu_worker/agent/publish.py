@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from redis.asyncio import Redis
@@ -16,6 +17,7 @@ from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.finish_reasons import kept_of, terminal_for
 from common.messages.plan import Report
+from common.messages.records import RECORD
 from common.metrics import catalogue
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.row_text import RowText
@@ -64,7 +66,8 @@ class Spill:
     @classmethod
     def rest(cls, row: RowText) -> "Spill":
         """The tokens that are not known to be there."""
-        return cls(row, row.spilled_bytes, row.num_tokens, row.unspilled())
+        offset = row.num_spilled * RECORD.size * row.request.width
+        return cls(row, offset, row.num_tokens, bytes(row.records[offset:]))
 
     @classmethod
     def whole(cls, row: RowText) -> "Spill":
@@ -87,7 +90,7 @@ class Flush:
     report: Report | None
     acknowledged: int
     messages: list[tuple[str, bytes]]
-    prompts: list[tuple[str, bytes]]
+    prompts: list[tuple[list[str], list[Any]]]
     terminals: list[tuple[list[str], list[Any]]]
     spills: list[Spill]
     mode: str
@@ -127,7 +130,10 @@ class Publisher:
             report,
             acknowledged,
             [(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
-            [(self.keys.request(row.request.request_id), bytes(row.prompt or b"")) for row in outbox.prompts],
+            [
+                ([self.keys.request(row.request.request_id)], [bytes(row.prompt or b"")])
+                for row in outbox.prompts
+            ],
             [self.terminal(row, why) for row, why in outbox.terminals],
             [*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
             "trim" if trim else "",
@@ -137,18 +143,7 @@ class Publisher:
     def arguments(self, flush: Flush) -> tuple[list[str], list[Any]]:
         """Return keys and arguments of flush.lua."""
         keys = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
-        args: list[Any] = []
-        for key, prompt in flush.prompts:
-            keys.append(key)
-            args.append(prompt)
-        for terminal_keys, terminal in flush.terminals:
-            keys += terminal_keys
-            args += terminal
-        for spill in flush.spills:
-            request_id = spill.row.request.request_id
-            keys += [self.keys.request(request_id), self.keys.tokens(request_id)]
-            args += [spill.row.attempt, spill.row.base, spill.offset, spill.records]
-        head = [
+        args: list[Any] = [
             flush.sequence,
             encode(flush.report) if flush.report else "",
             f"{flush.acknowledged}-0",
@@ -160,12 +155,20 @@ class Publisher:
             len(flush.spills),
             flush.mode,
         ]
-        return keys, [*head, *(part for message in flush.messages for part in message), *args]
+        args += chain.from_iterable(flush.messages)
+        for part_keys, part_args in chain(flush.prompts, flush.terminals, map(self.spill, flush.spills)):
+            keys += part_keys
+            args += part_args
+        return keys, args
 
     def event(self, channel: str, tokens: list[Tokens], terminals: list[Terminal]) -> bytes:
         """The next message of a channel; without a channel only the log has it."""
         number = self.channels.next_number(channel, self.sequence) if channel else 0
         return encode(Events(self.incarnation, number, tokens, terminals, self.sequence))
+
+    def spill(self, spill: Spill) -> tuple[list[str], list[Any]]:
+        """Return the keys of a spill; and its attempt, base, offset and tokens."""
+        return self.request_keys(spill.row), [spill.row.attempt, spill.row.base, spill.offset, spill.records]
 
     def terminal(self, row: RowText, why: str) -> tuple[list[str], list[Any]]:
         """Return the keys of an end; and its attempt, base, what is kept, for how long, channel and event."""
@@ -173,8 +176,10 @@ class Publisher:
         end = terminal_for(request.request_id, why, row.num_tokens)
         event = self.event(channel, [], [end]) if channel else b""
         kept = kept_of(end, bytes(row.records))
-        keys = [self.keys.request(request.request_id), self.keys.tokens(request.request_id)]
-        return keys, [row.attempt, row.base, *kept, request.result_ttl_ms, channel, event]
+        return self.request_keys(row), [row.attempt, row.base, *kept, request.result_ttl_ms, channel, event]
+
+    def request_keys(self, row: RowText) -> list[str]:
+        return [self.keys.request(row.request.request_id), self.keys.tokens(row.request.request_id)]
 
     async def write(self, flush: Flush) -> list[RowText]:
         """Write a flush → rows that are not this worker's to go on with: the request is gone, has ended,

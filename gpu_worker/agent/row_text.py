@@ -147,13 +147,6 @@ class RowText:
         known = extend_hashes(hashes, (self.request.prompt_ids + generated)[: 4 * kv_len])
         return known[len(hashes) :]
 
-    @property
-    def spilled_bytes(self) -> int:
-        return self.num_spilled * RECORD.size * self.request.width
-
-    def unspilled(self) -> bytes:
-        return bytes(self.records[self.spilled_bytes :])
-
 
 @dataclass(slots=True)
 class RowTable:

@@ -40,7 +40,7 @@ async def engine() -> AsyncIterator[FakeEngine]:
         yield FakeEngine(EngineClient([rank]), theirs)
     rank.kill()
     await process.wait()
-    rank.link.close()
+    rank.link.transport.close()
 
 
 async def steps_until_death(engine: FakeEngine, why: str) -> list[list[int]]:

@@ -6,6 +6,7 @@ from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import RowStart
 from common.messages.records import RECORD, pack_records, unpack_records
 from common.messages.request import Generate, StoppingParams
+from gpu_worker.agent.publish import Spill
 from gpu_worker.agent.row_text import RowTable, RowText
 from tests.support.agents import PROMPT
 from tests.support.tokenizer import TOKENIZER
@@ -49,9 +50,9 @@ def test_a_stop_string_within_min_new_tokens_is_ignored() -> None:
 def test_committed_tokens_count_but_are_not_new() -> None:
     the, sea = ids_of(" the sea")
     row = start_row(RowTable(TOKENIZER), committed=committed([the]), stop=["the sea"])
-    assert (row.num_tokens, row.num_spilled, row.texts, row.unspilled()) == (1, 1, [], b"")
+    assert (row.num_tokens, row.num_spilled, row.texts, Spill.rest(row).records) == (1, 1, [], b"")
     assert row.matches_stop_string(row.add(sea, -0.5))
-    assert row.new_tokens().index == 1 and unpack_records(row.unspilled())[0] == [sea]
+    assert row.new_tokens().index == 1 and unpack_records(Spill.rest(row).records)[0] == [sea]
 
 
 def test_live_rows_have_not_ended() -> None:

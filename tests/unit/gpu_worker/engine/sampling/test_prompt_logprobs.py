@@ -7,6 +7,7 @@ import torch
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling import prompt_logprobs as module
+from gpu_worker.engine.sampling.multinomial import raw_logprobs
 from gpu_worker.engine.sampling.prompt_logprobs import score_tokens
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
@@ -66,7 +67,6 @@ def test_bits_do_not_depend_on_the_number_of_scored_tokens() -> None:
 
 def test_torch_copies_a_bounded_number_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_sizes: list[int] = []
-    raw_logprobs = module.raw_logprobs
     monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)
     monkeypatch.setattr(
         module,
