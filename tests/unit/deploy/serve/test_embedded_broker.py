@@ -75,3 +75,17 @@ def test_the_broker_of_the_only_fleet_is_found(tmp_path: Path, monkeypatch: pyte
             running_url()
         assert f"{first.url} of port 3000" in str(refusal.value)
         assert f"{second.url} of port 3001" in str(refusal.value)
+
+
+def test_one_that_a_test_starts_dies_with_it_whomever_the_test_follows() -> None:
+    killed = "import os, signal\nfrom tests.support import brokers\n"
+    killed += (
+        "with brokers.running() as own: print(own.url, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    words, environ = [sys.executable, "-c", killed], os.environ | {"PARENT_PID": "0"}
+    url = subprocess.run(words, env=environ, capture_output=True, text=True).stdout.strip()
+    try:
+        wait_until_sync(lambda: not brokers.answers(url))
+    finally:
+        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+            client.shutdown(nosave=True)
