@@ -5,10 +5,9 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from redis.asyncio import Redis
-
-from common.broker.client import ERRORS, broker_url, connect, describe_error, script
-from common.broker.keys import Keys
+from common.broker.client import ERRORS, describe_error
+from common.broker.fast_client import ScriptCall
+from common.broker.pool_client import PoolClient
 from common.plural import plural
 from common.process.incarnations import first_incarnation
 from common.settings.flag_parser import FlagParser
@@ -56,17 +55,12 @@ def main(argv: Sequence[str]) -> int:
 
 async def drain(settings: Settings, word: str) -> None:
     """Raises ServerError."""
-    keys = Keys(settings.pool)
-    async with connect(broker_url(settings)) as redis:
+    async with PoolClient.connect(settings) as pool:
         try:
-            worker = choose_worker(await find_workers(redis, keys), word, settings.pool)
+            worker = choose_worker(await pool.workers(), word, settings.pool)
         except ERRORS as error:
             raise ServerError(describe_error(error)) from error
-        await wait_until_gone(redis, keys, worker)
-
-
-async def find_workers(redis: Redis, keys: Keys) -> list[str]:
-    return [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
+        await wait_until_gone(pool, worker)
 
 
 def choose_worker(workers: Sequence[str], word: str, pool: str) -> str:
@@ -88,14 +82,14 @@ def check_return(worker: str, workers: Sequence[str]) -> None:
         raise ServerError(f"{worker} was cut off, and is back as {back[0]}, which is not drained")
 
 
-async def wait_until_gone(redis: Redis, keys: Keys, worker: str) -> None:
+async def wait_until_gone(pool: PoolClient, worker: str) -> None:
     """Ask a worker to drain until it is gone; lines tell of changes. Raises ServerError if it is back."""
-    ask, shown, seen = script(redis, "drain"), "", "seen by nobody"
+    shown, seen = "", "seen by nobody"
     while True:
         try:
-            found: list[bytes | None] | None = await ask(keys=[keys.worker(worker)], args=[])
+            found = await pool.run(ScriptCall("drain", [pool.keys.worker(worker)], []))
             if found is None:
-                check_return(worker, await find_workers(redis, keys))
+                check_return(worker, await pool.workers())
                 print(f"{worker} is gone; it was last {seen}", flush=True)
                 return
             state, rows = ((field or b"").decode() for field in found)

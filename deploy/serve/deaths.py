@@ -9,10 +9,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redis.asyncio import Redis
-
-from common.broker.client import ERRORS, broker_url, connect, script
-from common.broker.keys import Keys
+from common.broker.client import ERRORS
+from common.broker.fast_client import ScriptCall
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.settings.settings import Settings
@@ -24,27 +23,29 @@ REPORT_TIMEOUT_S = 5.0
 NOTE_TTL_S = 60
 
 
-async def report_worker(redis: Redis, keys: Keys, incarnation: str) -> None:
+async def report_worker(pool: PoolClient, incarnation: str) -> None:
     """Tell the batcher that a worker has ended."""
     entry: Any = {"died": encode(WorkerDied(incarnation))}
-    await redis.xadd(keys.control, entry)
+    await pool.redis.xadd(pool.keys.control, entry)
 
 
-async def mark_gateway(redis: Redis, keys: Keys, incarnation: str) -> None:
+async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
     """Note the death in what is left of a gateway's heartbeat: the others claim its jobs."""
-    if await redis.exists(keys.gateway(incarnation)):
-        async with redis.pipeline() as pipe:
-            pipe.hset(keys.gateway(incarnation), "state", "died")
-            pipe.expire(keys.gateway(incarnation), NOTE_TTL_S, lt=True)
+    key = pool.keys.gateway(incarnation)
+    if await pool.redis.exists(key):
+        async with pool.redis.pipeline() as pipe:
+            pipe.hset(key, "state", "died")
+            pipe.expire(key, NOTE_TTL_S, lt=True)
             await pipe.execute()
 
 
-async def release_lease(redis: Redis, keys: Keys, incarnation: str) -> None:
+async def release_lease(pool: PoolClient, incarnation: str) -> None:
     """Release the lease, if this batcher held it: another takes it."""
-    await script(redis, "lease")(keys=[keys.batcher, keys.epoch, keys.clock], args=[incarnation, 0, "", ""])
+    keys = [pool.keys.batcher, pool.keys.epoch, pool.keys.clock]
+    await pool.run(ScriptCall("lease", keys, [incarnation, 0, "", ""]))
 
 
-DEATHS: dict[str, Callable[[Redis, Keys, str], Awaitable[None]]] = {
+DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {
     "worker": report_worker,
     "gateway": mark_gateway,
     "batcher": release_lease,
@@ -54,12 +55,12 @@ DEATHS: dict[str, Callable[[Redis, Keys, str], Awaitable[None]]] = {
 
 async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
     """Say that a process has ended, for as long as that is sooner than what it left behind expires."""
-    async with connect(broker_url(settings)) as redis:
+    async with PoolClient.connect(settings) as pool:
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 while True:
                     with contextlib.suppress(*ERRORS):
-                        await DEATHS[kind](redis, Keys(settings.pool), incarnation)
+                        await DEATHS[kind](pool, incarnation)
                         return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import signal
 
-from common.broker.client import ERRORS, broker_url, connect
-from common.broker.keys import Keys
+from common.broker.client import ERRORS
+from common.broker.pool_client import PoolClient
 from common.plural import plural
 from common.process.first_end import run_until_one_ends
 from common.settings.settings import Settings
@@ -82,7 +82,7 @@ def waits_for(num_requests: int | None, timeout_s: float) -> str:
 async def count_live(settings: Settings) -> int | None:
     """Count requests that wait or run; None where the broker does not answer."""
     try:
-        async with asyncio.timeout(COUNT_TIMEOUT_S), connect(broker_url(settings)) as redis:
-            return int(await redis.xlen(Keys(settings.pool).requests))
+        async with asyncio.timeout(COUNT_TIMEOUT_S), PoolClient.connect(settings) as pool:
+            return int(await pool.redis.xlen(pool.keys.requests))
     except (*ERRORS, TimeoutError):
         return None

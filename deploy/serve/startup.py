@@ -6,13 +6,10 @@ import itertools
 import logging
 import shutil
 import sys
-from collections.abc import Awaitable, Callable
 from typing import TextIO
 
-from redis.asyncio import Redis
-
-from common.broker.client import ERRORS, broker_url, check_broker, connect
-from common.broker.keys import Keys
+from common.broker.client import ERRORS, broker_url, check_broker
+from common.broker.pool_client import PoolClient
 from common.process.incarnations import first_incarnation
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
@@ -65,29 +62,28 @@ async def wait_until_ready(fleet: LocalFleet) -> bool:
     clock = asyncio.get_running_loop().time
     started_s = clock()
     line = StartupLine(sys.stderr)
-    async with connect(broker_url(fleet.settings)) as redis:
+    async with PoolClient.connect(fleet.settings) as pool:
         try:
             while not await is_ready(fleet):
                 if not all(process.should_run for process in fleet.ours):
                     return False
-                line.show(await describe_wait(fleet, redis), clock() - started_s)
+                line.show(await describe_wait(fleet, pool), clock() - started_s)
                 await asyncio.sleep(POLL_S)
         finally:
             line.clear()
     return True
 
 
-async def describe_wait(fleet: LocalFleet, redis: Redis) -> str:
+async def describe_wait(fleet: LocalFleet, pool: PoolClient) -> str:
     """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say."""
-    keys = Keys(fleet.settings.pool)
     workers: dict[str, list[str]] = {}
     try:
-        async with redis.pipeline(transaction=False) as pipe:
+        async with pool.redis.pipeline(transaction=False) as pipe:
             for worker in fleet.workers:
-                pipe.exists(keys.worker(worker.incarnation))
-                pipe.hget(keys.process("starting", worker.incarnation), "doing")
-            pipe.exists(keys.batcher)
-            pipe.zcard(keys.workers)
+                pipe.exists(pool.keys.worker(worker.incarnation))
+                pipe.hget(pool.keys.process("starting", worker.incarnation), "doing")
+            pipe.exists(pool.keys.batcher)
+            pipe.zcard(pool.keys.workers)
             *answers, is_led, num_workers = await pipe.execute()
     except ERRORS:
         return "the broker"
@@ -109,36 +105,26 @@ async def is_ready(fleet: LocalFleet) -> bool:
 
 
 async def are_ready(fleet: LocalFleet, kind: str) -> bool:
-    """Whether every worker, or gateway, that should run is ready; False where the broker does not answer."""
+    """Whether every worker, or gateway, that should run is ready; False where the broker does not answer. A
+    gateway has a heartbeat as soon as it serves.
+    """
     running = {process.incarnation for process in fleet.ours if process.kind == kind and process.should_run}
     try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S), connect(broker_url(fleet.settings)) as redis:
-            return bool(running) and running <= await READY[kind](redis, Keys(fleet.settings.pool))
+        async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(fleet.settings) as pool:
+            ready = await (ready_workers(pool) if kind == "worker" else pool.processes(kind))
+            return bool(running) and running <= {*ready}
     except ERRORS:
         return False
 
 
-async def ready_workers(redis: Redis, keys: Keys) -> set[str]:
+async def ready_workers(pool: PoolClient) -> list[str]:
     """Workers with a heartbeat, by the first incarnation of their process."""
-    members = [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
-    async with redis.pipeline(transaction=False) as pipe:
+    members = await pool.workers()
+    async with pool.redis.pipeline(transaction=False) as pipe:
         for member in members:
-            pipe.exists(keys.worker(member))
+            pipe.exists(pool.keys.worker(member))
         found = await pipe.execute()
-    return {first_incarnation(member) for member, is_there in zip(members, found, strict=True) if is_there}
-
-
-async def ready_gateways(redis: Redis, keys: Keys) -> set[str]:
-    """Gateways with a heartbeat: they have one as soon as they serve."""
-    members = [member.decode().partition(":") for member in await redis.zrange(keys.processes, 0, -1)]
-    return {name for kind, _, name in members if kind == "gateway"}
-
-
-READY: dict[str, Callable[[Redis, Keys], Awaitable[set[str]]]] = {
-    "worker": ready_workers,
-    "gateway": ready_gateways,
-}
-"""Reads who is ready, by the kind of the process."""
+    return [first_incarnation(member) for member, is_there in zip(members, found, strict=True) if is_there]
 
 
 async def wait_for_broker(settings: Settings) -> None:
