@@ -1,9 +1,9 @@
 """GET /fleet: the processes and their state. POST /fleet/processes/{id}/kill: kills one, with DEMO only."""
 
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
@@ -52,7 +52,9 @@ async def fleet(request: Request) -> Response:
     status_code=202,
     responses=KILL_ERRORS,
 )
-async def kill_process(request: Request, process_id: str) -> Response:
+async def kill_process(
+    request: Request, process_id: Annotated[str, Path(description="One that `GET /fleet` lists.")]
+) -> Response:
     """Sends SIGKILL to a process of this fleet. Needs the setting DEMO, and a request from this machine."""
     pool = own_pool(request)
     if not pool.settings.demo:

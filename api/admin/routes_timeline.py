@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from api.admin import timeline
 from api.errors import ApiError, asking_broker
-from api.http.openapi import FLEET, error_responses
+from api.http.openapi import FLEET, RequestId, error_responses
 from api.http.state import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -18,7 +18,7 @@ router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401
     summary="Show a request's timeline",
     responses=error_responses(ErrorResponse, {404: "No such request"}),
 )
-async def request_timeline(request: Request, request_id: str) -> Response:
+async def request_timeline(request: Request, request_id: RequestId) -> Response:
     """Returns the events of a request and of each of its choices: queued, placed on a worker, first token,
     resumed, ended. Timelines are kept for a day at most; then the response is 404.
     """

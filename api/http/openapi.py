@@ -6,9 +6,9 @@ schemas: each route names them here.
 
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Path
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict
 
@@ -17,20 +17,23 @@ from common.settings.settings import Settings
 
 REFERENCE = "#/components/schemas/{model}"
 
-TGI = "Text generation (TGI)"
+TGI = "TGI API"
 OPENAI = "OpenAI API"
-RESUME = "Streams after a lost connection"
+RESUME = "Lost connections"
 FLEET = "Fleet"
-HEALTH = "Health and metrics"
+HEALTH = "Health"
 TAGS = [
     {"name": OPENAI, "description": "Chat and text completions, as OpenAI's API and vLLM have them."},
     {"name": TGI, "description": "The API of text-generation-inference."},
     {
         "name": RESUME,
-        "description": "Every frame has an `id`. A client whose connection is lost, or whose "
-        "gateway has died, goes on behind the last one it has.",
+        "description": "A client that asked to come back (`resume_s`, `detached`), and whose connection is "
+        "lost or whose gateway has died, goes on behind the last frame it has.",
     },
-    {"name": HEALTH, "description": "For load balancers and Prometheus. No API key is needed."},
+    {
+        "name": HEALTH,
+        "description": "Health and metrics, for load balancers and Prometheus. No API key is needed.",
+    },
     {"name": FLEET, "description": "The processes of the fleet, and the timeline of a request."},
 ]
 
@@ -43,6 +46,8 @@ class ApiObject(BaseModel):
 
 Absent: Any = None
 """The default of a field that is absent, not null."""
+RequestId = Annotated[str, Path(description="It is in the header `x-request-id` of the answer.")]
+ResponseId = Annotated[str, Path(description="The `id` of a response that was stored.")]
 ErrorResponses = dict[int | str, dict[str, Any]]
 """A route's `responses` besides 200."""
 
@@ -123,11 +128,24 @@ def build_document(app: FastAPI) -> dict[str, Any]:
             tags=app.openapi_tags,
             routes=app.routes,
         )
+        drop_derived_refusals(document)
         definitions: dict[str, Any] = {}
         document["paths"] = hoist_definitions(document["paths"], definitions)
         document["components"]["schemas"] |= definitions
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def drop_derived_refusals(document: dict[str, Any]) -> None:
+    """Without the response 422 that FastAPI adds to each route with parameters: ours have the shape of their
+    API (api/http/error_handlers.py), and each route names them.
+    """
+    schemas = document["components"]["schemas"]
+    del schemas["HTTPValidationError"], schemas["ValidationError"]
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            if "HTTPValidationError" in str(operation["responses"].get("422")):
+                del operation["responses"]["422"]
 
 
 def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:

@@ -1,9 +1,9 @@
 """GET /v1/models and /v1/models/{name}: the models that a request can name."""
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 
 from api.errors import asking_broker
 from api.http.openapi import OPENAI
@@ -33,7 +33,9 @@ async def list_models(request: Request) -> dict[str, Any]:
     summary="Retrieve a model",
     responses={200: {"model": Model}, 404: ERROR_RESPONSES[404], 503: ERROR_RESPONSES[503]},
 )
-async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
+async def retrieve_model(
+    request: Request, name: Annotated[str, Path(description="One that `GET /v1/models` lists.")]
+) -> dict[str, Any]:
     """Returns one of the models that GET /v1/models lists; 404 for others."""
     pool = await pools_of(request).find(name)
     return render_model(pool.settings.model_name)

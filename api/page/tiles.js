@@ -152,13 +152,13 @@ function mainFigure(process) {
 function footnote(process) {
   switch (process.kind) {
     case "worker":
-      return [process.device, process.dtype, `pid ${process.pid}`, cached(process)]
+      return [process.device, process.dtype, `pid\u00a0${process.pid}`, cached(process)]
         .filter(Boolean)
         .join(" · ");
     case "broker":
       return `${bytes(process.memory_bytes)} · ${plural(process.clients, "client")}`;
     default:
-      return `${process.host} · pid ${process.pid}`;
+      return `${process.host} · pid\u00a0${process.pid}`;
   }
 }
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, invalid
-from api.http.openapi import OPENAI, ErrorResponses, error_responses, event_stream
+from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream
 from api.http.sse import HEADERS, TokenStream
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
@@ -45,7 +45,7 @@ def json_response(content: dict[str, Any]) -> Response:
 )
 async def retrieve_response(
     request: Request,
-    response_id: str,
+    response_id: ResponseId,
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
@@ -87,7 +87,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     summary="Cancel a background response",
     response_model=ResponseObject,
 )
-async def cancel_response(request: Request, response_id: str) -> Response:
+async def cancel_response(request: Request, response_id: ResponseId) -> Response:
     """Ends a response that was created with `background`. One that has ended stays as it is."""
     stored = await find_own_response(request, response_id)
     if not stored.answer.terms.detached:
@@ -98,7 +98,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 @router.delete("/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse)
-async def remove_response(request: Request, response_id: str) -> Response:
+async def remove_response(request: Request, response_id: ResponseId) -> Response:
     """Deletes a response and its input; one that is still made is cancelled first."""
     stored = await find_own_response(request, response_id)
     await delete_response(stored)
@@ -112,7 +112,7 @@ async def remove_response(request: Request, response_id: str) -> Response:
 )
 async def list_input_items(
     request: Request,
-    response_id: str,
+    response_id: ResponseId,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from api.http.openapi import RESUME, ErrorResponses, error_responses
+from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.json import to_json
 from api.resume.requests import find_request
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -37,7 +37,7 @@ class RequestState(BaseModel):
 
 
 @router.get("/requests/{request_id}", summary="Show a request", response_model=RequestState)
-async def show_request(request: Request, request_id: str) -> Response:
+async def show_request(request: Request, request_id: RequestId) -> Response:
     """What becomes of a request, at any gateway: of one that runs, or whose stream is kept for a client that
     comes back. Its id is in the header `x-request-id` of a stream.
     """
@@ -46,7 +46,7 @@ async def show_request(request: Request, request_id: str) -> Response:
 
 
 @router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
-async def cancel_request(request: Request, request_id: str) -> Response:
+async def cancel_request(request: Request, request_id: RequestId) -> Response:
     """Ends a request, whoever reads its answer: a stream ends with an error. One that has ended stays as it
     is.
     """

@@ -7,7 +7,7 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.openapi import RESUME, ErrorResponses, error_responses
+from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.http.sse import TokenStream
 from api.resume import attach
 from api.resume.admitted import find_own
@@ -44,7 +44,7 @@ router = APIRouter(
     },
     response_class=EventSourceResponse,
 )
-async def resume_stream(request: Request, request_id: str) -> Response:
+async def resume_stream(request: Request, request_id: RequestId) -> Response:
     """Sends the frames behind `Last-Event-ID` as the first connection would have, at any gateway. The path is
     in the first response's header `content-location`. Another connection with the same answer ends. A POST
     with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.

@@ -79,6 +79,21 @@ async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(
     assert len(set(summaries)) == len(summaries)
 
 
+async def test_every_part_of_a_path_is_described_and_no_error_has_another_shape_than_ours(
+    broker: Broker,
+) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+        wrong = await client.get("/v1/responses/resp_1/input_items", params={"limit": "many"})
+    assert wrong.status_code == 400
+    described = document["paths"]["/v1/responses/{response_id}/input_items"]["get"]["responses"]
+    assert "400" in described and "422" not in described
+    assert "422" in document["paths"]["/requests/{request_id}/stream"]["get"]["responses"]
+    assert not any("HTTPValidationError" in str(node) for node in document["components"]["schemas"])
+    for node in nodes(document["paths"]):
+        assert node.get("in") != "path" or node["description"].endswith("."), node
+
+
 async def test_the_introduction_s_commands_work(broker: Broker) -> None:
     async with answering(broker.url, Answer([5, 6]), api_key="sesame") as (_, pool, client):
         description = (await client.get("/api-doc/openapi.json")).json()["info"]["description"]
