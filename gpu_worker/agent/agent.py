@@ -127,7 +127,7 @@ class Agent:
         """How long a step may take: STEP_TIMEOUT_S, or 20 times what warm-up says of a step of so many
         tokens, if that is longer.
         """
-        tokens = self.state.prefill_tokens + len(self.state.table.rows)
+        tokens = self.state.granted.prefill_tokens + len(self.state.table.rows)
         return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.engine.token_ms / 1e3)
 
     async def send_heartbeats(self) -> None:

@@ -173,7 +173,7 @@ class Flusher:
         outbox, state.outbox = state.outbox, Outbox()
         needs_report = outbox.needs_report or report_due
         report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
-        return self.publisher.build(outbox, report, state.acknowledged, state.table.live)
+        return self.publisher.build(outbox, report, state.plan.acknowledged, state.table.live)
 
     def offer(self, flush: Flush) -> None:
         """Have a flush offer every token of every row, and tell the batcher that reports are lost."""
@@ -201,8 +201,8 @@ class Flusher:
         lengths = state.take_lengths()
         return Report(
             sequence=sequence,
-            epoch=state.epoch,
-            plan=state.plan,
+            epoch=state.plan.epoch,
+            plan=state.plan.number,
             step=state.step,
             prefilled=outbox.prefilled,
             ended=outbox.ended,

@@ -62,17 +62,13 @@ class PlanHandler:
     def apply(self, plan: Plan) -> None:
         """Send the engine the plan's grant."""
         state = self.state
-        state.epoch = plan.epoch
-        state.plan = plan.number
-        state.acknowledged = plan.acknowledged
+        state.plan = plan
         if plan.takeover:
             READY.set()
             state.answer_takeover()
             return
+        state.granted = plan
         state.until = max(state.until, plan.until)
-        state.prefill_tokens = plan.prefill_tokens
-        state.mixed_prefill_tokens = plan.mixed_prefill_tokens
-        state.max_rows = plan.max_rows
         state.report_clock.grant(plan.report_at or (state.step + state.until + 1) // 2)
         starts = [self.start_row(start) for start in plan.starts]
         for number, blocks in plan.blocks:

@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.messages.plan import Plan
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.report_clock import ReportClock
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import Grant, StartRow, StepResult
+
+NO_PLAN = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 
 
 @dataclass(slots=True)
@@ -18,8 +21,8 @@ class AgentState:
         draining: the worker takes no more rows and ends once it holds none.
         signalled: a signal told it so: it has no more than GRACEFUL_TERMINATION_TIMEOUT.
         outbox: what the next flush publishes; `wake` says that there is something.
-        epoch, plan, acknowledged: of the newest plan.
-        until, prefill_tokens, mixed_prefill_tokens, max_rows: the newest grant.
+        plan, granted: the newest plan, and the newest that grants steps: a takeover does not.
+        until: the last step granted.
         step, step_ms: the last step that the engine completed, and what it took.
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
@@ -35,13 +38,9 @@ class AgentState:
     outbox: Outbox = field(default_factory=Outbox)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    epoch: int = 0
-    plan: int = 0
-    acknowledged: int = 0
+    plan: Plan = NO_PLAN
+    granted: Plan = NO_PLAN
     until: int = 0
-    prefill_tokens: int = 0
-    mixed_prefill_tokens: int = 0
-    max_rows: int = 0
     step: int = 0
     step_ms: float = 0.0
     report_clock: ReportClock = field(default_factory=ReportClock)
@@ -56,8 +55,8 @@ class AgentState:
         stops: Sequence[tuple[int, str]] = (),
     ) -> Grant:
         """The newest grant, with what is to be started, extended and stopped."""
-        bounds = self.mixed_prefill_tokens, self.max_rows
-        return Grant(self.until, self.prefill_tokens, starts, blocks, stops, *bounds)
+        bounds = self.granted.mixed_prefill_tokens, self.granted.max_rows
+        return Grant(self.until, self.granted.prefill_tokens, starts, blocks, stops, *bounds)
 
     def add_time(self, step: StepResult) -> None:
         """Count what a step took, for the next report."""

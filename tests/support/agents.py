@@ -69,7 +69,7 @@ async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: An
 
 
 def plan(agent: Agent, **fields: Any) -> Plan:
-    return Plan(7, agent.state.plan + 1, agent.state.step + 32, 64, **fields)
+    return Plan(7, agent.state.plan.number + 1, agent.state.step + 32, 64, **fields)
 
 
 def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **fields: Any) -> None:

@@ -27,6 +27,7 @@ from gpu_worker.engine.batch.step_result import (
 from gpu_worker.protocol import Grant
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+NO_GRANT = Grant(0, 0)
 MAX_SCORED_TOKENS = 256
 
 
@@ -44,7 +45,8 @@ class Rows:
         make_proposer: ids of a row, and its grammar → what proposes its tokens; None: nothing does.
         max_decoded: tokens of one step that decode at most: those of rows, and proposals as far as there is
             room beside these.
-        step, until: the last step launched, and the last one granted.
+        step: the last step launched.
+        grant: the newest, for its bounds.
         result: what happened since the last `take_result`.
     """
 
@@ -58,18 +60,12 @@ class Rows:
     max_decoded: int = sys.maxsize
     rows: dict[int, Row] = field(default_factory=dict)
     step: int = 0
-    until: int = 0
-    prefill_tokens: int = 0
-    mixed_prefill_tokens: int = 0
-    max_rows: int = sys.maxsize
+    grant: Grant = NO_GRANT
     result: StepResultBuilder = field(default_factory=StepResultBuilder)
 
     def apply(self, grant: Grant) -> list[Int32]:
         """Apply a grant → the blocks that rows own newly."""
-        self.until = grant.until
-        self.prefill_tokens = grant.prefill_tokens
-        self.mixed_prefill_tokens = grant.mixed_prefill_tokens or grant.prefill_tokens
-        self.max_rows = grant.max_rows or sys.maxsize
+        self.grant = grant
         for number, why in grant.stops:
             if number in self.rows:
                 self.finish(self.rows[number], why)
@@ -100,7 +96,7 @@ class Rows:
         """Launch the next step → its slices, arranged; empty where no step may or can run. Not behind one
         with a slice that `is_open`.
         """
-        if self.step >= self.until:
+        if self.step >= self.grant.until:
             return []
         slices = arrange(self.schedule_slices())
         self.step += bool(slices)
@@ -127,8 +123,8 @@ class Rows:
         """Choose what the next step computes: a token of each row that decodes and its proposals, then
         chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
         """
-        slices, prompts, places = [], [], self.max_rows
-        spare = max(0, self.max_decoded - min(len(self.rows), self.max_rows))
+        slices, prompts, places = [], [], self.grant.max_rows or sys.maxsize
+        spare = max(0, self.max_decoded - min(len(self.rows), places))
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens:
                 continue
@@ -143,7 +139,7 @@ class Rows:
             else:
                 slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
                 spare -= len(slices[-1].proposed)
-        budget = self.mixed_prefill_tokens if slices else self.prefill_tokens
+        budget = (self.grant.mixed_prefill_tokens if slices else 0) or self.grant.prefill_tokens
         line = prefill.line_up(prompts, self.step + 1)
         slices += prefill.chunks(line, self.block_size, budget, self.max_scored_tokens)
         return slices

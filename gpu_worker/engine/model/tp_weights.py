@@ -22,8 +22,7 @@ from gpu_worker.engine.model.config import quantization_of
 from gpu_worker.engine.model.dummy import make_dummy_model
 from gpu_worker.engine.model.weights import (
     TEXT_KEY_MAPPING,
-    check_types,
-    check_whole,
+    check_files,
     load_pretrained,
     meta_model,
     quantization_method,
@@ -88,12 +87,10 @@ def read_shard(
         model = make_dummy_model(part, config, dtype, device, settings, seed=rank)
         equalize_replicas(model, plan, communicator)
         return model, plan
-    check_whole(path, settings.model_id)
-    if method is None:
-        check_types(path, settings.model_id)
+    check_files(path, settings.model_id, is_plain=method is None)
     tensors = dict(rank_tensors(read_tensors(path, quantization), whole, plan.shards, rank))
-    source = partial(part.from_pretrained, None, config=config, state_dict=tensors)
-    model = load_pretrained(source, settings, dtype=dtype)
+    source = partial(part.from_pretrained, None, config=config)
+    model = load_pretrained(source, settings, dtype=dtype, state_dict=tensors)
     return model if method else model.to(device), plan
 
 

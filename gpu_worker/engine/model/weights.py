@@ -41,19 +41,17 @@ def read_weights(
     method = quantization_method(config, settings.model_id)
     if settings.makes_weights:
         return dummy.make_dummy_model(type(meta_model(config, settings)), config, dtype, device, settings)
-    check_whole(path, settings.model_id)
+    check_files(path, settings.model_id, is_plain=method is None)
     whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     if method is None:
-        check_types(path, settings.model_id)
         model = load_pretrained(whole, settings, dtype=dtype)
         model.to(device)
         return model
     if method in METHODS:
         plain = without_quantization(config)
-        source = type(meta_model(plain, settings)).from_pretrained
+        source = partial(type(meta_model(plain, settings)).from_pretrained, None, config=plain)
         tensors = read_tensors(path, quantization_of(config))
-        options = {"config": plain, "state_dict": tensors}
-        return load_pretrained(partial(source, None, **options), settings, dtype=dtype)
+        return load_pretrained(source, settings, dtype=dtype, state_dict=tensors)
     try:
         return load_pretrained(whole, settings, dtype=dtype, device_map={"": device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -76,8 +74,8 @@ def load_pretrained(source: Callable[..., Any], settings: Settings, **options: A
         "attn_implementation": backend.NAME,
         "trust_remote_code": settings.trust_remote_code,
         "output_loading_info": True,
+        "key_mapping": TEXT_KEY_MAPPING,
     }
-    options["key_mapping"] = TEXT_KEY_MAPPING
     model, info = source(**options)
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
@@ -112,8 +110,10 @@ def without_quantization(config: Any) -> Any:
     return plain
 
 
-def check_whole(path: Path, model_id: str) -> None:
-    """Raises SettingError unless all .safetensors files are there, and whole; pickled ones are not read."""
+def check_files(path: Path, model_id: str, is_plain: bool) -> None:
+    """Raises SettingError unless all .safetensors files are there, and whole; pickled ones are not read. And
+    for weights of few bits where the config `is_plain`: transformers would take these for plain numbers.
+    """
     files = model_files.weight_files(path)
     if not files:
         cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
@@ -123,6 +123,8 @@ def check_whole(path: Path, model_id: str) -> None:
     for file in files:
         if cause := fault_of(file):
             raise SettingError("model_id", f"{model_id} cannot be served: {file} {cause}")
+    for packed in find_packed(dict(file_slices(path))) if is_plain else ():
+        raise SettingError("model_id", f"{model_id} has {packed}, and its config.json says nothing of them")
 
 
 def fault_of(file: Path) -> str:
@@ -139,11 +141,3 @@ def fault_of(file: Path) -> str:
     except (ValueError, LookupError, TypeError, AttributeError):
         return "is no safetensors file, or damaged: its header cannot be read"
     return "" if size == end else f"is damaged: it has {size} bytes, and {end} by its header"
-
-
-def check_types(path: Path, model_id: str) -> None:
-    """A config without quantisation, beside weights of few bits: transformers would take these
-    for plain numbers.
-    """
-    for packed in find_packed(dict(file_slices(path))):
-        raise SettingError("model_id", f"{model_id} has {packed}, and its config.json says nothing of them")

@@ -21,8 +21,7 @@ STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbyt
 
 
 def weight_shape(stored: Stored, config: Config) -> list[int]:
-    shape: list[int] = stored["weight"].get_shape()
-    return shape
+    return list(stored["weight"].get_shape())
 
 
 def read_fp8(fields: Fields, config: Config) -> Weight:
@@ -66,10 +65,8 @@ def read_bnb8(fields: Fields, config: Config) -> Weight:
 
 
 def bnb4_shape(stored: Stored, config: Config) -> list[int]:
-    shape: list[int] = quant_state({name: tensor[...] for name, tensor in stored.items() if name in STATES})[
-        "shape"
-    ]
-    return shape
+    states = {name: tensor[...] for name, tensor in stored.items() if name in STATES}
+    return list(quant_state(states)["shape"])
 
 
 def quant_state(fields: Fields) -> dict[str, Any]:

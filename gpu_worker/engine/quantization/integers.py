@@ -85,8 +85,7 @@ def group_size(config: Mapping[str, Any], inputs: int) -> int:
 
 
 def packed_shape(stored: Stored, config: Config) -> list[int]:
-    shape: list[int] = stored["weight_shape"][...].tolist()
-    return shape
+    return list(stored["weight_shape"][...].tolist())
 
 
 def read_packed(fields: Fields, config: Config) -> Weight:

@@ -1,6 +1,7 @@
 """The agent as a whole, with a broker and an engine that only records."""
 
 import asyncio
+from dataclasses import replace
 
 from redis.asyncio import Redis
 
@@ -13,7 +14,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 async def test_step_timeout_is_twenty_times_the_expected_time_of_a_step(agent: Agent) -> None:
     assert agent.step_timeout_s() == agent.settings.step_timeout_s == 60
     await start(agent)
-    agent.state.prefill_tokens = 9999
+    agent.state.granted = replace(agent.state.granted, prefill_tokens=9999)
     assert agent.step_timeout_s() == 20 * 10_000 * 0.5 / 1000
 
 

@@ -51,7 +51,7 @@ async def test_an_unreadable_plan_is_counted_and_the_next_one_applied(agent: Age
     await redis.xadd(KEYS.plans("w0-1"), {"plan": b"garbage"}, id="7-1")
     await redis.xadd(KEYS.plans("w0-1"), {"plan": encode(Plan(7, 2, 32, 64))}, id="7-2")
     following = asyncio.create_task(agent.plans.run())
-    await wait_until(lambda: agent.state.plan == 2)
+    await wait_until(lambda: agent.state.plan.number == 2)
     following.cancel()
     assert catalogue.UNDECODABLE.values[()] == before + 1
 
