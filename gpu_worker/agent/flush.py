@@ -29,7 +29,7 @@ class Flusher:
     answer is taken with the next step: so a step wakes this process once. All else is the task's.
 
     Attributes:
-        drop: stops a row that is not this worker's to go on with.
+        drop: stops rows that are not this worker's to go on with.
         block_size: tokens of a KV block.
         reported_s: monotonic time of the last report.
         rests: whether the task waits for something to do.
@@ -40,7 +40,11 @@ class Flusher:
     """
 
     def __init__(
-        self, publisher: Publisher, state: AgentState, drop: Callable[[RowText], None], block_size: int
+        self,
+        publisher: Publisher,
+        state: AgentState,
+        drop: Callable[[Iterable[RowText]], None],
+        block_size: int,
     ) -> None:
         self.publisher = publisher
         self.state = state
@@ -118,7 +122,7 @@ class Flusher:
         assert flush is not None
         self.answered.set()
         try:
-            self.drop_all(self.publisher.settle(flush, answer))
+            self.drop(self.publisher.settle(flush, answer))
         except Exception as error:
             self.failed = flush, error
             self.state.wake.set()
@@ -143,7 +147,7 @@ class Flusher:
     async def write(self, flush: Flush) -> None:
         while True:
             try:
-                self.drop_all(await self.publisher.write(flush))
+                self.drop(await self.publisher.write(flush))
                 self.failures.succeeded()
                 return
             except (FlushesLost, *ERRORS) as error:
@@ -159,10 +163,6 @@ class Flusher:
             await asyncio.sleep(RETRY_S)
         else:
             raise error
-
-    def drop_all(self, rows: Iterable[RowText]) -> None:
-        for row in rows:
-            self.drop(row)
 
     def build(self) -> Flush | None:
         """Take the outbox → its flush; None where there is nothing to say."""

@@ -107,10 +107,6 @@ class RowText:
         )
 
     @property
-    def has_stop_string(self) -> bool:
-        return self.matcher is not None and self.matcher.matched
-
-    @property
     def kv_now(self) -> int:
         """Tokens that it holds once its prefill is complete: its last one is not computed yet."""
         return len(self.prompt_ids) + self.num_tokens - 1

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common.messages.finish_reasons import INTERRUPTED
 from common.process.first_end import run_until_one_ends
@@ -119,16 +119,17 @@ class StepHandler:
         """End a row that started with its whole answer: the broker lost that it had ended. Where its last
         token ends it for another reason, the engine says so.
         """
-        if row.has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
+        has_stop_string = row.matcher is not None and row.matcher.matched
+        if has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
             self.end(row, "stop_sequence", row.num_tokens)
             self.stop(row, "stop_sequence")
             self.state.wake.set()
 
-    def drop(self, row: RowText) -> None:
-        """End a row whose request is not this worker's to go on with; the batcher finds out what becomes of
-        it.
+    def drop(self, rows: Iterable[RowText]) -> None:
+        """End rows whose requests are not this worker's to go on with; the batcher finds out what becomes of
+        them.
         """
-        if not row.ended:
+        for row in (row for row in rows if not row.ended):
             log.warning("request %s is dropped: the broker knows of another run", row.request.request_id)
             row.ended = True
             self.state.outbox.ended.append((row.row, "preempted", row.num_tokens))

@@ -122,11 +122,11 @@ def serve(link: AgentLink | None, loaded: Any) -> None:
 
 
 def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:
-    if link is None:
-        log.critical("%s: %s", failure.setting.upper(), failure.cause)
-        exit_now(1)
     with contextlib.suppress(PeerClosed):
-        link.send(failure)
+        if link:
+            link.send(failure)
+        else:
+            log.critical("%s: %s", failure.setting.upper(), failure.cause)
     exit_now(1)
 
 

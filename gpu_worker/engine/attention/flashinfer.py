@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
     FlashInferStep,
-    Int32,
     table_of,
 )
 from gpu_worker.engine.attention.flashinfer_plans import (
@@ -33,6 +32,7 @@ from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.kv_write import write_kv
 from gpu_worker.engine.attention.row_splits import scratch_bytes, splits_rows, told_processors
 from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 
 log = logging.getLogger(__name__)

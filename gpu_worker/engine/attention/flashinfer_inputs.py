@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.batch.inputs import Span, offsets_of
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import pinned, to_device
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

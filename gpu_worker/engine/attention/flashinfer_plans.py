@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
-    Int32,
     decode_inputs,
     empty_inputs,
     first_rows,
@@ -16,6 +15,7 @@ from gpu_worker.engine.attention.flashinfer_support import workspace_bytes
 from gpu_worker.engine.attention.flashinfer_wrappers import DecodeWrapper, LatentWrapper, StepWrapper
 from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 from gpu_worker.engine.batch.inputs import Span
+from gpu_worker.engine.batch.step_result import Int32
 
 SCHEDULE_BYTES = 2**20
 """Of a captured step: some 20 bytes for each row, and for each program of the kernel."""

@@ -5,6 +5,7 @@ Tensors of the file are uint8 [outputs, bytes of a row].
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import gguf
@@ -87,10 +88,8 @@ def collect_rows(tensors: Sequence[gguf.ReaderTensor], places: Sequence[tuple[in
     """Rows, each by its tensor's number and its own in there, as the rows of one layer's blocks."""
     numbers = sorted({number for number, _ in places})
     parts = [blocks_of(tensors[number]) for number in numbers]
-    first, starts = 0, dict[int, int]()
-    for number, part in zip(numbers, parts, strict=True):
-        starts[number] = first
-        first += len(part.quants)
+    firsts = accumulate((len(part.quants) for part in parts), initial=0)
+    starts = dict(zip(numbers, firsts, strict=False))
     rows = torch.tensor([starts[number] + row for number, row in places])
     return Blocks.joined(parts, rows) if parts else None
 

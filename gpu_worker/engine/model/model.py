@@ -76,8 +76,7 @@ class LoadedModel:
 
     def splits_rows(self, lengths: Int32) -> bool:
         """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
-        is_split: bool = self.backend.splits_rows(lengths)  # type: ignore[attr-defined]
-        return is_split
+        return bool(self.backend.splits_rows(lengths))  # type: ignore[attr-defined]
 
     @torch.inference_mode()
     def decode(

@@ -3,7 +3,7 @@ step may have.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling.sampler import sample
+from gpu_worker.engine.split_step import Forward
 from gpu_worker.protocol import StartRow
 
 TARGET_STEP_MS = 150.0
@@ -29,8 +30,6 @@ PROPOSING_TOKENS = 256
 """Up to so many tokens a step has room for all proposals of all rows, also of few: their logits take memory.
 Where weights are read from memory, a step of so many takes hardly longer than one of a single token.
 """
-
-Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
 
 
 def max_prompt_tokens(setting: int | None, context: int, device: torch.device) -> int:

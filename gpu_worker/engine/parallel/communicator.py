@@ -38,11 +38,15 @@ class Communicator:
             if place.address == LOOPBACK:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            options: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "timeout": FOREVER}
-            if place.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ:
-                dist.init_process_group(backend, store=local_store(place), **options)
-            else:
-                dist.init_process_group(backend, init_method=f"tcp://{place.address}:{place.port}", **options)
+            ours = place.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
+            dist.init_process_group(
+                backend,
+                init_method=None if ours else f"tcp://{place.address}:{place.port}",
+                store=local_store(place) if ours else None,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=FOREVER,
+            )
 
     # Tensors: the same on all ranks afterwards.
 

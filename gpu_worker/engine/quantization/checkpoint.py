@@ -14,7 +14,7 @@ from safetensors import safe_open
 from common import model_files
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.quantization.methods import IGNORED, METHODS, Layout, method_of, refusal_of
-from gpu_worker.engine.quantization.weight import Weight, widen
+from gpu_worker.engine.quantization.weight import Config, Stored, Weight, widen
 
 PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 WEIGHTS = ("weight", "qweight", "weight_packed")
@@ -36,8 +36,8 @@ class StoredWeight:
 
     layer: str
     layout: Layout
-    stored: Mapping[str, Any]
-    config: Mapping[str, Any]
+    stored: Stored
+    config: Config
 
     def read(self) -> Weight:
         """Raises UnservableModel where the layer's tensors do not belong together."""
@@ -68,7 +68,7 @@ def naming_layer(layer: str) -> Iterator[None]:
         raise UnservableModel(f"{layer} cannot be read: {cause}") from error
 
 
-def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_tensors(path: Path, config: Config | None = None) -> dict[str, Any]:
     """Tensors by their names, none read yet: slices of files, and StoredWeight where the quantisation config
     `config` is of a known method. Raises UnservableModel where these are not as it says.
     """
@@ -96,7 +96,7 @@ def file_slices(path: Path) -> Iterator[tuple[str, Any]]:
             yield name, opened.get_slice(name)
 
 
-def find_weights(slices: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, StoredWeight]]:
+def find_weights(slices: Mapping[str, Any], config: Config) -> Iterator[tuple[str, StoredWeight]]:
     """Layers of one of the method's layouts. Raises UnservableModel where one of its tensors is missing."""
     for layout in METHODS[method_of(config)]:
         first = f".{layout.fields[0]}"

@@ -4,16 +4,21 @@ Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gpu_worker.engine.blocks import SMALLEST_BLOCK, Blocks
-from gpu_worker.engine.quantization.weight import Fields, Weight, scale_floats, scale_integers
+from gpu_worker.engine.quantization.weight import (
+    Config,
+    Fields,
+    Stored,
+    Weight,
+    scale_floats,
+    scale_integers,
+)
 
-Config = Mapping[str, Any]
-Stored = Mapping[str, Any]
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 
 

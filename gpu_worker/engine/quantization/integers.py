@@ -3,20 +3,13 @@
 Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `stored` in the file.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from gpu_worker.engine.quantization.bits import unpack_bits
-from gpu_worker.engine.quantization.weight import Fields, Weight, scale_integers
+from gpu_worker.engine.quantization.weight import Config, Fields, Stored, Weight, scale_integers
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of eight outputs in turn, the place of each in its word."""
-
-Config = Mapping[str, Any]
-Stored = Mapping[str, Any]
-"""A layer's tensors in a safetensors file, not read yet."""
 
 
 # --- GPTQ: qweight [inputs * bits / 32, outputs], scales [groups, outputs], g_idx [inputs],
@@ -75,7 +68,7 @@ def refuse_awq(config: Config) -> str | None:
     return None if bits == 4 else f"it has {bits} bits; 4 are read"
 
 
-def group_size(config: Mapping[str, Any], inputs: int) -> int:
+def group_size(config: Config, inputs: int) -> int:
     size = int(config.get("group_size", config.get("q_group_size", -1)))
     return size if size > 0 else inputs
 

@@ -1,13 +1,11 @@
 """Methods of quantisation that are read without a package of their own: by `quant_method` in a config."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from gpu_worker.engine.quantization import floats, integers
-from gpu_worker.engine.quantization.weight import Fields, Weight
+from gpu_worker.engine.quantization.weight import Config, Fields, Stored, Weight
 
-Config = Mapping[str, Any]
 FLOATS8 = {"F8_E4M3", "F8_E5M2"}
 
 
@@ -24,7 +22,7 @@ class Layout:
     types: set[str]
     fields: tuple[str, ...]
     optional: tuple[str, ...]
-    shape: Callable[[Mapping[str, Any], Config], list[int]]
+    shape: Callable[[Stored, Config], list[int]]
     read: Callable[[Fields, Config], Weight]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,8 +12,12 @@ from gpu_worker.engine.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
 SHORT = (torch.float16, torch.bfloat16)
 """Types of scales whose products with quants and zeros are exact in float32."""
 
+Config = Mapping[str, Any]
+"""What config.json says of the quantisation."""
 Fields = Mapping[str, torch.Tensor]
 """A layer's tensors, by their names in it."""
+Stored = Mapping[str, Any]
+"""The same in a safetensors file, not read yet."""
 
 
 @dataclass

@@ -22,12 +22,12 @@ from gpu_worker.engine.sampling.multinomial import (
     log_of_weights,
     write_raw_logprobs,
 )
+from gpu_worker.engine.sampling.penalties import NO_IDS
 from gpu_worker.engine.sampling.top_k import top_k
 from gpu_worker.engine.sampling.watermark import watermark
 
 MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16
-NO_IDS = np.zeros(0, np.int64)
 NO_VALUES = np.zeros(0, np.float32)
 NO_MASK = np.zeros(0, np.int32)
 
