@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
@@ -110,11 +110,18 @@ def failed(terminal: Terminal) -> ApiError:
     return ApiError(424, kind, f"Request failed during generation: {why}", code=kind)
 
 
-@contextlib.asynccontextmanager
-async def asking_broker() -> AsyncIterator[None]:
-    """Turn the broker's errors into ApiError (503); a broker that does not answer in time is one of them."""
+@contextlib.contextmanager
+def broker_errors() -> Iterator[None]:
+    """Turn the broker's errors into ApiError (503)."""
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            yield
+        yield
     except ERRORS as error:
         raise unavailable(describe_error(error)) from error
+
+
+@contextlib.asynccontextmanager
+async def asking_broker() -> AsyncIterator[None]:
+    """As `broker_errors`; a broker that does not answer in time is one of them."""
+    with broker_errors():
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            yield

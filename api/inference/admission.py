@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
 from api.answer import address, keep_as_asked
-from api.errors import ApiError, asking_broker, unavailable
+from api.errors import ApiError, broker_errors, overloaded, unavailable
 from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.worker_monitor import WorkerMonitor
@@ -44,6 +44,7 @@ class Admission:
 
     Attributes:
         admissions: limit those that are with the broker at once: clients wait for them.
+        num_answered: how many of them the broker has answered.
         permits: limit the other commands, of which jobs and cleanups may have hundreds.
         cleanups: tasks that cancel and delete requests whose streams were released.
         waits: tasks that hold streams whose clients have left and may come back.
@@ -72,6 +73,7 @@ class Admission:
         self.admit_script = script(redis, "admit")
         self.forget_script = script(redis, "readers/forget")
         self.admissions = asyncio.Semaphore(MAX_COMMANDS)
+        self.num_answered = 0
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
         self.waits: set[asyncio.Task[None]] = set()
@@ -109,7 +111,7 @@ class Admission:
         """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503."""
         await self.check()
         stream = Stream(request, self.tokenizer, answer)
-        async with asking_broker():
+        with broker_errors():
             try:
                 await self.admit(stream, fail_fast)
             except (ApiError, *NOT_EXECUTED):
@@ -140,7 +142,7 @@ class Admission:
         """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
         keys = admission_keys(self.keys, request.request_id, request.service_class)
         args = admit_args(request, answer, self.settings, self.weights)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.admissions:
+        async with self.turn(), asyncio.timeout(CONNECT_TIMEOUT_S):
             try:
                 return await self.admit_script(keys=keys, args=args)
             except NOT_EXECUTED:
@@ -149,6 +151,25 @@ class Admission:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 await self.redis.connection_pool.disconnect(inuse_connections=False)
                 return await self.admit_script(keys=keys, args=args)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for one of `admissions`, no longer than for an answer. When that is too short, too many wait
+        at this gateway, ApiError (429), unless the broker has answered none of them: TimeoutError.
+        """
+        num_answered = self.num_answered
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self.admissions.acquire()
+        except TimeoutError:
+            if self.num_answered > num_answered:
+                raise overloaded() from None
+            raise
+        try:
+            yield
+            self.num_answered += 1
+        finally:
+            self.admissions.release()
 
     # --- release --------------------------------------------------------------------------------------------
 

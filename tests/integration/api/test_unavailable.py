@@ -185,5 +185,27 @@ async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.Monkey
             assert tgi_error(await client.get("/health")) == (503, "healthcheck")
 
 
+@pytest.mark.parametrize(("num_answered", "status"), [(1, 429), (0, 503)])
+async def test_a_request_whose_turn_does_not_come_is_429_while_the_broker_answers_others(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, num_answered: int, status: int
+) -> None:
+    monkeypatch.setattr(admission, "CONNECT_TIMEOUT_S", 0.2)
+    async with answering(broker.url, Answer([11])) as (worker, gateway, client):
+        own = gateway.pool.admission
+        for _ in range(admission.MAX_COMMANDS):
+            await own.admissions.acquire()
+        waiting = asyncio.create_task(client.post("/generate", json=BODY))
+        await wait_until(lambda: gateway.pool.relay.streams)
+        own.num_answered += num_answered
+        response = await waiting
+        assert response.status_code == status, response.text
+        assert response.headers.get("retry-after") == ("1" if status == 429 else None)
+        assert not worker.live
+        for _ in range(admission.MAX_COMMANDS):
+            own.admissions.release()
+        await wait_until(lambda: not gateway.pool.relay.streams)
+        assert (await client.post("/generate", json=BODY)).status_code == 200
+
+
 async def answers(client: httpx.AsyncClient) -> bool:
     return (await client.post("/generate", json=BODY)).status_code == 200
