@@ -68,7 +68,7 @@ class Backlog:
     async def read_states(self) -> None:
         """Read the state of the sequences in `unread`: who held them, and whether they go on."""
         names = [sequence.request_id for sequence in self.unread]
-        states = await committed.read_saved(self.pool.redis, self.pool.keys, names, with_tokens=False)
+        states = await committed.read_saved(self.pool, names, with_tokens=False)
         for sequence in self.unread:
             self.sort(sequence, states[sequence.request_id])
         self.unread = []

@@ -15,7 +15,7 @@ from common.messages.plan import Plan
 async def send_takeover(pool: PoolClient, incarnation: str, epoch: int) -> str:
     """Publish the first plan of an epoch: the worker reports what it holds."""
     plan = Plan(epoch, 1, 0, 0, takeover=True)
-    return read_answer(await pool.run(publish_plan(pool.keys, incarnation, plan, [], 1)))[0]
+    return read_answer(await pool.run(*publish_plan(pool.keys, incarnation, plan, [], 1)))[0]
 
 
 def publish(keys: Keys, pending: PendingPlan) -> ScriptCall:

@@ -12,7 +12,6 @@ from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.beats import until_beat
-from common.broker.fast_client import ScriptCall
 from common.broker.keys import POOLS
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import REPEAT_S, SILENT_S, ChannelSequences
@@ -115,7 +114,7 @@ class Housekeeping:
         keys, heartbeat = self.pool.keys, self.heartbeat
         # until then not all pools had time to renew theirs since the broker's clock jumped
         pool_ttl_s = POOL_TTL_S if self.detector.active else ""
-        call = ScriptCall(
+        await self.pool.run(
             "publish_state",
             keys=[keys.control, keys.state, POOLS, heartbeat.process_key, heartbeat.index_key],
             args=[
@@ -124,7 +123,6 @@ class Housekeeping:
                 *heartbeat.arguments(waiting=counts["waiting"], rows=counts["rows"]),
             ],
         )
-        await self.pool.run(call)
 
 
 def count(scheduler: Scheduler) -> dict[str, int]:

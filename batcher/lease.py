@@ -12,7 +12,6 @@ from typing import NoReturn
 from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
-from common.broker.fast_client import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.process.readiness import READY
 
@@ -80,12 +79,11 @@ class Lease:
             clock_ms: of the holder, what the pool's clock shows; of another, as in `lease.lua`.
         """
         asked_s = time.monotonic()
-        call = ScriptCall(
+        epoch, server_id = await self.pool.run(
             "lease",
             keys=[self.pool.keys.batcher, self.pool.keys.epoch, self.pool.keys.clock],
             args=[self.holder, int(ttl_s * 1000), self.epoch, clock_ms],
         )
-        epoch, server_id = await self.pool.run(call)
         self.expires_s = asked_s + ttl_s if epoch else 0.0
         return epoch.decode(), server_id.decode()
 

@@ -20,7 +20,6 @@ from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker import committed
 from common.broker.committed import Committed, in_slices
-from common.broker.fast_client import ScriptCall
 from common.broker.keys import TOKENS_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.messages.plan import Report
@@ -103,9 +102,7 @@ class Recovery:
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
         """Resume requests that their workers hold no more. Return those that are live."""
-        states = await committed.read(
-            self.pool.redis, self.pool.keys, [sequence.request_id for sequence in sequences]
-        )
+        states = await committed.read(self.pool, [sequence.request_id for sequence in sequences])
         await self.save(states)
         return await self.enqueue(sequences, states)
 
@@ -123,14 +120,14 @@ class Recovery:
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests from before this epoch that their workers hold no more. Most have ended since."""
         names = [sequence.request_id for sequence in sequences]
-        states = await committed.read_saved(self.pool.redis, self.pool.keys, names, with_tokens=False)
+        states = await committed.read_saved(self.pool, names, with_tokens=False)
         for sequence in await self.resume(await self.drop_ended(sequences, states)):
             self.timeline.record_takeover(sequence)
 
     async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
         """Enqueue requests that no worker held: their strings have all their tokens."""
         names = [sequence.request_id for sequence in sequences if sequence.attempt]
-        states = await committed.read_saved(self.pool.redis, self.pool.keys, names)
+        states = await committed.read_saved(self.pool, names)
         new = [sequence for sequence in sequences if not sequence.attempt]
         for sequence in new:
             self.scheduler.enqueue(sequence)
@@ -139,9 +136,9 @@ class Recovery:
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
         """Save what a sealed worker's log says of any request, resume what it held, and delete its keys."""
-        logged, why = await committed.read_sealed_log(self.pool.redis, self.pool.keys, incarnation)
+        logged, why = await committed.read_sealed_log(self.pool, incarnation)
         names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
-        states = await committed.read_saved(self.pool.redis, self.pool.keys, names)
+        states = await committed.read_saved(self.pool, names)
         for part in in_slices(logged, APPENDED_IN_ONE_SLICE):
             committed.append_tokens(part, states)
             await asyncio.sleep(0)
@@ -163,7 +160,7 @@ class Recovery:
             own_keys = (key for name in names for key in (keys.tokens(name), keys.request(name)))
             own_args = (arg for name in names for arg in save_args(states[name], worker))
             args = [self.scheduler.epoch, TOKENS_TTL_MS, *own_args]
-            if await self.pool.run(ScriptCall("save_committed", [keys.epoch, *own_keys], args)) != b"OK":
+            if await self.pool.run("save_committed", [keys.epoch, *own_keys], args) != b"OK":
                 raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
 
     async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:

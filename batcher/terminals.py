@@ -78,15 +78,14 @@ class Terminals:
         terminal = terminal_for(request_id, why, num_tokens)
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
-        call = ScriptCall(
+        await self.pool.run(
             "finish",
             keys=[self.pool.keys.request(request_id), self.pool.keys.tokens(request_id)],
             args=[*kept_of(terminal, b""), ttl_ms, channel, encode(events)],
         )
-        await self.pool.run(call)
 
     async def delete_entry(self, request_id: str, entry_id: str) -> int:
-        return int(await self.pool.run(self.dequeue_call(request_id, entry_id)))
+        return int(await self.pool.run(*self.dequeue_call(request_id, entry_id)))
 
     def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall:
         keys = [

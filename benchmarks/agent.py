@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from common import model_files
 from common.broker.client import connect
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart, WorkerCapacity
@@ -63,7 +64,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
     redis, engine = connect(url), EngineClient([await start_engine(url, num_steps, waits)])
     agent = Agent(
         Settings(),
-        redis,
+        PoolClient(redis, KEYS),
         engine,
         AgentState(RowTable(tokenizer)),
         WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),

@@ -104,7 +104,7 @@ async def serve_engine(
     """
     pool = PoolClient.connect(settings)
     state = AgentState(table)
-    agent = Agent(settings, pool.redis, engine, state, worker)
+    agent = Agent(settings, pool, engine, state, worker)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, state.end)
     loop.add_signal_handler(signal.SIGINT, state.end)

@@ -4,10 +4,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from redis.asyncio import Redis
-
 from api.inference.batcher_monitor import SILENT_S, BatcherMonitor
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
 
@@ -62,24 +60,24 @@ class ProcessList:
         return {"live": self.num_live} | counts
 
 
-async def list_processes(redis: Redis, keys: Keys, monitor: BatcherMonitor) -> ProcessList:
+async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> ProcessList:
     """The processes that are live now. Raises the broker's errors.
 
     The monitor says whether the batcher that holds the lease is active, after it was told what was read here.
     """
-    async with redis.pipeline(transaction=False) as pipe:
+    async with client.redis.pipeline(transaction=False) as pipe:
         pipe.time()
-        pipe.zrange(keys.workers, 0, -1, withscores=True)
-        pipe.zrange(keys.processes, 0, -1, withscores=True)
-        pipe.xlen(keys.requests)
-        pipe.get(keys.batcher)
+        pipe.zrange(client.keys.workers, 0, -1, withscores=True)
+        pipe.zrange(client.keys.processes, 0, -1, withscores=True)
+        pipe.xlen(client.keys.requests)
+        pipe.get(client.keys.batcher)
         pipe.info()
         (seconds, microseconds), workers, others, num_live, holder, about = await pipe.execute()
     seen = [(*member.decode().split(":", 1), seen_ms) for member, seen_ms in others]
     seen += [("worker", name.decode(), seen_ms) for name, seen_ms in workers]
-    async with redis.pipeline(transaction=False) as pipe:
+    async with client.redis.pipeline(transaction=False) as pipe:
         for kind, name, _ in seen:
-            pipe.hgetall(keys.process(kind, name))
+            pipe.hgetall(client.keys.process(kind, name))
         hashes = await pipe.execute()
     time_s = seconds + microseconds / 1e6
     holder_name = (holder or b"").decode()

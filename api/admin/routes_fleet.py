@@ -76,4 +76,4 @@ async def kill_process(
 async def read_process_list(pool: Pool) -> processes.ProcessList:
     """Raises ApiError (503) if the broker does not answer."""
     async with asking_broker():
-        return await processes.list_processes(pool.redis, pool.keys, pool.batcher)
+        return await processes.list_processes(pool.client, pool.batcher)

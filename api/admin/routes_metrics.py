@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from redis.asyncio import Redis
 from starlette.responses import PlainTextResponse, Response
 
 from api.admin import processes
@@ -16,7 +15,7 @@ from api.http.openapi import HEALTH
 from api.http.state import own_pool
 from api.inference.metrics import fit_buckets
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels, Metric
@@ -30,15 +29,14 @@ async def metrics(request: Request) -> Response:
     each of them. While the broker is away, only `tokenfleet_broker_up 0`.
     """
     pool = own_pool(request)
-    redis, keys = pool.redis, pool.keys
     values: Values | None = None
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             totals = await aggregate.read_totals(pool.client)
-            granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
-            listed = await processes.list_processes(redis, keys, pool.batcher)
-            gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(redis, keys)}
+            granted = await pool.redis.hget(pool.keys.state, "blocks")  # type: ignore[misc]
+            listed = await processes.list_processes(pool.client, pool.batcher)
+            gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(pool.client)}
             values = totals
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
@@ -46,11 +44,11 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 
-async def broker_gauges(redis: Redis, keys: Keys) -> Gauges:
+async def broker_gauges(client: PoolClient) -> Gauges:
     """Gauges that Redis itself has."""
     return {
-        catalogue.UNFINISHED_JOBS.name: {(): float(await redis.xlen(keys.submit))},
-        catalogue.BROKER_MEMORY.name: {(): memory_ratio(await redis.info("memory"))},
+        catalogue.UNFINISHED_JOBS.name: {(): float(await client.redis.xlen(client.keys.submit))},
+        catalogue.BROKER_MEMORY.name: {(): memory_ratio(await client.redis.info("memory"))},
     }
 
 

@@ -24,7 +24,7 @@ async def request_timeline(request: Request, request_id: RequestId) -> Response:
     """
     pool = own_pool(request)
     async with asking_broker():
-        timelines = await timeline.read_timelines(pool.redis, pool.keys, request_id)
+        timelines = await timeline.read_timelines(pool.client, request_id)
     if not timelines:
         raise ApiError(
             404,

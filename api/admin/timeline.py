@@ -3,9 +3,7 @@
 import dataclasses
 from typing import Any
 
-from redis.asyncio import Redis
-
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.timeline import Timeline
 
@@ -20,13 +18,13 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 Events = list[dict[str, Any]]
 
 
-async def read_timelines(redis: Redis, keys: Keys, request_id: str) -> dict[str, Events]:
+async def read_timelines(client: PoolClient, request_id: str) -> dict[str, Events]:
     """The events of a request or job and of its choices, oldest first, by id. The stream is read backwards
     from its newest entry.
     """
     timelines: dict[str, Events] = {}
     newest = "+"
-    while entries := await redis.xrevrange(keys.timeline, newest, "-", count=CHUNK):
+    while entries := await client.redis.xrevrange(client.keys.timeline, newest, "-", count=CHUNK):
         for entry in entries:
             add(timelines, entry, request_id)
         if is_complete(timelines, entries[-1]):

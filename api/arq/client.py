@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from redis.asyncio import Redis
 
 from api.retry import attempt, repeat_forever, retry_forever
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +44,9 @@ class ArqClient:
         submitted: set while jobs wait.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis: Any = redis
-        self.keys = keys
+    def __init__(self, client: PoolClient) -> None:
+        self.redis: Any = client.redis
+        self.keys = client.keys
         self.waiting: set[WaitingJob] = set()
         self.submitted = asyncio.Event()
         self.checked_s = 0.0

@@ -30,9 +30,9 @@ def main() -> None:
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Serve until SIGTERM; jobs that are not answered by then are left to other workers."""
-    pool = PoolClient.connect(settings)
-    worker = JobWorker(pool.redis, settings)
-    heartbeat = Heartbeat(pool, "jobworker", incarnation, settings.worker_ttl_s)
+    client = PoolClient.connect(settings)
+    worker = JobWorker(client, settings)
+    heartbeat = Heartbeat(client, "jobworker", incarnation, settings.worker_ttl_s)
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
     try:
         async with heartbeat.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
@@ -42,7 +42,7 @@ async def serve(settings: Settings, incarnation: str) -> None:
     finally:
         with contextlib.suppress(*ERRORS):
             await worker.close()
-        await pool.redis.aclose()
+        await client.redis.aclose()
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from typing import Any
 from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.worker import Function, Worker, func
-from redis.asyncio import Redis
 
 from api.arq.client import ArqClient
 from api.arq.serializer import make_unpack, pack
 from api.retry import repeat_forever
 from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
-from common.broker.keys import RESULT_TTL_MS, Keys
+from common.broker.keys import RESULT_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.broker.serial_client import SerialClient
 from common.settings.settings import Settings
 
@@ -41,13 +41,12 @@ class JobWorker(Worker):
     over when it dies.
     """
 
-    def __init__(self, redis: Redis, settings: Settings) -> None:
-        keys = Keys(settings.pool)
+    def __init__(self, client: PoolClient, settings: Settings) -> None:
         unpack = make_unpack(settings.payload_limit)
         super().__init__(
             job_functions(self.run_in_fleet),
-            queue_name=keys.arq_queue,
-            redis_pool=ArqRedis(redis.connection_pool, pack, unpack, keys.arq_queue),
+            queue_name=client.keys.arq_queue,
+            redis_pool=ArqRedis(client.redis.connection_pool, pack, unpack, client.keys.arq_queue),
             max_jobs=settings.max_jobs,
             job_timeout=settings.request_timeout_s + MARGIN_S,
             max_tries=MAX_TRIES,
@@ -59,8 +58,8 @@ class JobWorker(Worker):
             job_serializer=pack,
             job_deserializer=unpack,
         )
-        self.client = ArqClient(redis, keys)
-        self.looks = SerialClient(redis)
+        self.client = ArqClient(client)
+        self.looks = SerialClient(client.redis)
         self.in_progress_timeout_s = settings.worker_ttl_s
 
     async def run_in_fleet(self, job_id: str, content: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
 from api.answer import address, keep_as_asked
@@ -22,7 +21,8 @@ from api.streams.stream import Stream
 from api.tokenizer import ModelTokenizer
 from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, describe_error, script
-from common.broker.keys import Keys, admission_keys
+from common.broker.keys import admission_keys
+from common.broker.pool_client import PoolClient
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 from common.messages.request import Generate
@@ -52,8 +52,7 @@ class Admission:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keys,
+        client: PoolClient,
         gateway: str,
         settings: Settings,
         tokenizer: ModelTokenizer,
@@ -61,8 +60,7 @@ class Admission:
         workers: WorkerMonitor,
         batcher: BatcherMonitor,
     ) -> None:
-        self.redis = redis
-        self.keys = keys
+        self.client = client
         self.gateway = gateway
         self.settings = settings
         self.tokenizer = tokenizer
@@ -70,8 +68,7 @@ class Admission:
         self.workers = workers
         self.batcher = batcher
         self.weights = settings.weights
-        self.admit_script = script(redis, "admit")
-        self.forget_script = script(redis, "readers/forget")
+        self.admit_script = script(client.redis, "admit")
         self.admissions = asyncio.Semaphore(MAX_COMMANDS)
         self.num_answered = 0
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
@@ -140,7 +137,7 @@ class Admission:
 
     async def send_admit(self, request: Generate, answer: bytes) -> Any:
         """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
-        keys = admission_keys(self.keys, request.request_id, request.service_class)
+        keys = admission_keys(self.client.keys, request.request_id, request.service_class)
         args = admit_args(request, answer, self.settings, self.weights)
         async with self.turn(), asyncio.timeout(CONNECT_TIMEOUT_S):
             try:
@@ -149,7 +146,7 @@ class Admission:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
-                await self.redis.connection_pool.disconnect(inuse_connections=False)
+                await self.client.redis.connection_pool.disconnect(inuse_connections=False)
                 return await self.admit_script(keys=keys, args=args)
 
     @contextlib.asynccontextmanager
@@ -205,13 +202,13 @@ class Admission:
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
         request_id = stream.request.request_id
-        own_keys = (self.keys.request(request_id), self.keys.tokens(request_id))
+        own_keys = [self.client.keys.request(request_id), self.client.keys.tokens(request_id)]
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
                 if (stream.gave_up or not stream.terminal) and await self.cancel(request_id, reader):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
-                await self.retry_forever(lambda: self.forget_script(keys=own_keys, args=[reader]))
+                await self.retry_forever(lambda: self.client.run("readers/forget", own_keys, [reader]))
         except TimeoutError:
             log.warning(
                 "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
@@ -223,7 +220,7 @@ class Admission:
         """Cancel a request, if given only for this reader, however long the broker is away. Returns False if
         the request has ended, is not known or has another reader.
         """
-        return await self.retry_forever(lambda: cancel_request(self.redis, self.keys, request_id, reader))
+        return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader))
 
     async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """The command's answer, however long the broker is away."""

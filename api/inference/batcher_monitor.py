@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import time
 
-from redis.asyncio import Redis
-
 from api.errors import ApiError, asking_broker, unavailable
 from common.beats import until_beat
-from common.broker.keys import LEASE_S, Keys
+from common.broker.keys import LEASE_S
+from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 
 SILENT_S = 2 * LEASE_S
@@ -31,9 +30,8 @@ class BatcherMonitor:
         checked_s: monotonic time of the last read.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, settings: Settings) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, client: PoolClient, settings: Settings) -> None:
+        self.client = client
         self.settings = settings
         self.holder = ""
         self.heartbeat: tuple[str, float] | None = None
@@ -59,9 +57,9 @@ class BatcherMonitor:
 
     async def read(self, name: str) -> tuple[str, float | None, float]:
         """The holder, when the last heartbeat of the batcher `name` was, and the present."""
-        async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.get(self.keys.batcher)
-            pipe.zscore(self.keys.processes, f"batcher:{name}")
+        async with self.client.redis.pipeline(transaction=False) as pipe:
+            pipe.get(self.client.keys.batcher)
+            pipe.zscore(self.client.keys.processes, f"batcher:{name}")
             pipe.time()
             holder, seen_ms, (seconds, microseconds) = await pipe.execute()
         return (holder or b"").decode(), seen_ms, seconds * 1000 + microseconds / 1000

@@ -49,13 +49,13 @@ class Pool:
         self.client = PoolClient.connect(settings)
         self.redis = self.client.redis
         self.keys = self.client.keys
-        self.relay = Relay(self.redis, self.keys, gateway, lose)
+        self.relay = Relay(self.client, gateway, lose)
         self.workers = WorkerMonitor(
             self.client, gateway, settings, num_streams=lambda: len(self.relay.streams)
         )
-        self.batcher = BatcherMonitor(self.redis, self.keys, settings)
+        self.batcher = BatcherMonitor(self.client, settings)
         self.admission = Admission(
-            self.redis, self.keys, gateway, settings, tokenizer, self.relay, self.workers, self.batcher
+            self.client, gateway, settings, tokenizer, self.relay, self.workers, self.batcher
         )
 
     @contextlib.asynccontextmanager

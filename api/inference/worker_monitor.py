@@ -38,11 +38,11 @@ class WorkerMonitor:
     """
 
     def __init__(
-        self, pool: PoolClient, gateway: str, settings: Settings, num_streams: Callable[[], int]
+        self, client: PoolClient, gateway: str, settings: Settings, num_streams: Callable[[], int]
     ) -> None:
-        self.pool = pool
+        self.client = client
         self.settings = settings
-        self.heartbeat = Heartbeat(pool, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
+        self.heartbeat = Heartbeat(client, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
@@ -108,10 +108,10 @@ class WorkerMonitor:
         self, names: list[bytes]
     ) -> tuple[dict[bytes, float], dict[bytes, list[bytes | None]], float]:
         """Workers with the times of their last heartbeats, state and capacity of `names`, and the present."""
-        async with self.pool.redis.pipeline(transaction=False) as pipe:
+        async with self.client.redis.pipeline(transaction=False) as pipe:
             for incarnation in names:
-                pipe.hmget(self.pool.keys.worker(incarnation.decode()), ["state", "capacity"])
-            pipe.zrange(self.pool.keys.workers, 0, -1, withscores=True)
+                pipe.hmget(self.client.keys.worker(incarnation.decode()), ["state", "capacity"])
+            pipe.zrange(self.client.keys.workers, 0, -1, withscores=True)
             pipe.time()
             *hashes, seen, (seconds, microseconds) = await pipe.execute()
         return dict(seen), dict(zip(names, hashes, strict=True)), seconds * 1000 + microseconds / 1000

@@ -22,7 +22,6 @@ from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.retry import repeat_forever
 from common.beats import until_beat
-from common.broker.client import script
 from common.messages.service_class import SERVICE_CLASSES
 from common.plural import plural
 from common.process.logs import REQUEST_ID
@@ -62,8 +61,6 @@ class JobConsumer:
         self.keys = pool.keys
         self.name = pool.gateway
         self.redis: Any = pool.redis
-        self.claim_script = script(self.redis, "jobs/claim_jobs")
-        self.cancel_script = script(self.redis, "jobs/cancel_job")
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}
@@ -125,7 +122,7 @@ class JobConsumer:
             if other != self.name:
                 keys = [self.keys.submit, self.keys.gateway(other)]
                 args = [GROUP, consumer["name"], self.name, NUM_CLAIMED]
-                claimed = await self.claim_script(keys=keys, args=args)
+                claimed = await self.pool.client.run("jobs/claim_jobs", keys, args)
                 if claimed:
                     log.warning("claimed of gateway %s: %s", other, plural(len(claimed), "job"))
                 for entry_id in claimed:
@@ -161,7 +158,7 @@ class JobConsumer:
         if not re.fullmatch(NAME, job_id):
             log.warning("a cancel is ignored: %.100r is no id of a job", name)
             return
-        num_requests = await self.cancel_script(keys=[self.keys.job(job_id)], args=[TOMBSTONE_MS])
+        num_requests = await self.pool.client.run("jobs/cancel_job", [self.keys.job(job_id)], [TOMBSTONE_MS])
         for i in range(num_requests):
             await self.admission.cancel(f"{job_id}#{i}")
 

@@ -11,7 +11,6 @@ from api.errors import ApiError
 from api.inference.pool import Pool
 from api.jobs.job import Job
 from api.json import to_json
-from common.broker.client import script
 from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS
 
 log = logging.getLogger(__name__)
@@ -34,23 +33,27 @@ class Reply:
     """
 
     def __init__(self, pool: Pool, job: Job) -> None:
-        self.redis: Any = pool.redis
+        self.client = pool.client
         self.keys = keys = pool.keys
         self.retry_forever = pool.admission.retry_forever
         self.job = job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""
         self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
-        self.register_script = script(self.redis, "jobs/register_job")
-        self.reply_script = script(self.redis, "jobs/reply")
         self.num_sent = 0
 
     async def register(self) -> str:
         """Register the entry's job: `live`, `ended`, `conflict` or `spoiled`. An ended job is answered
         again.
         """
-        args = [self.job.digest, JOB_TTL_MS, self.channel, int(self.job.in_stream), RESULT_TTL_MS]
+        args: list[str | int] = [
+            self.job.digest,
+            JOB_TTL_MS,
+            self.channel,
+            int(self.job.in_stream),
+            RESULT_TTL_MS,
+        ]
         answer: bytes = await self.retry_forever(
-            lambda: self.register_script(keys=self.own_keys[:2], args=args)
+            lambda: self.client.run("jobs/register_job", self.own_keys[:2], args)
         )
         return answer.decode()
 
@@ -65,7 +68,7 @@ class Reply:
         body = to_json(self.job.family(error)[1])
 
         async def command() -> None:
-            async with self.redis.pipeline() as pipe:
+            async with self.client.redis.pipeline() as pipe:
                 pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
                 if self.channel:
                     pipe.publish(self.channel, body)
@@ -96,7 +99,7 @@ class Reply:
         async def offer(first: int) -> int:
             args = [*head, self.num_sent - first, *(part for frame in frames[first:] for part in frame)]
             answered: int = await self.retry_forever(
-                lambda: self.reply_script(keys=[*self.own_keys, *request_keys], args=args)
+                lambda: self.client.run("jobs/reply", [*self.own_keys, *request_keys], args)
             )
             return answered
 

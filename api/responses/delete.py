@@ -8,7 +8,6 @@ from api.inference.pool import Pool
 from api.responses.stored import StoredResponse, read_response
 from api.streams.stream import Stream
 from common.broker.cancel import cancel_request
-from common.broker.client import script
 
 END_S, PAUSE_S = 10.0, 0.05
 """How long and how often a cancelled request is asked for its end."""
@@ -22,7 +21,7 @@ async def cancel_stored(stored: StoredResponse) -> Stream:
     if stream.terminal:
         return stream
     async with asking_broker():
-        await cancel_request(stored.pool.redis, stored.pool.keys, stored.answer.request_id)
+        await cancel_request(stored.pool.client, stored.answer.request_id)
     end_s = time.monotonic() + END_S
     while True:
         stream = await read_response(stored)
@@ -42,7 +41,7 @@ async def delete_response(stored: StoredResponse) -> None:
 async def delete_ended(pool: Pool, request_id: str) -> bool:
     """Delete a response. Returns False if it has not ended yet."""
     keys = [pool.keys.request(request_id), pool.keys.tokens(request_id), pool.keys.responses]
-    return bool(await script(pool.redis, "responses/delete")(keys=keys, args=[request_id]))
+    return bool(await pool.client.run("responses/delete", keys, [request_id]))
 
 
 async def make_room(pool: Pool, request_id: str) -> None:
@@ -52,8 +51,8 @@ async def make_room(pool: Pool, request_id: str) -> None:
     settings = pool.settings
     most_s = round(settings.response_ttl_s + settings.request_timeout_s)
     async with asking_broker():
-        oldest = await script(pool.redis, "responses/keep")(
-            keys=[pool.keys.responses], args=[request_id, most_s, settings.max_stored_responses]
+        oldest = await pool.client.run(
+            "responses/keep", [pool.keys.responses], [request_id, most_s, settings.max_stored_responses]
         )
         for other in oldest:
             await delete_ended(pool, other.decode())

@@ -18,7 +18,6 @@ from api.streams.offers import supersede
 from api.streams.sources import Sources
 from api.streams.stream import Stream
 from api.tgi import answers
-from common.broker.client import script
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 
@@ -61,7 +60,7 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     streams = new_streams(pool, answer, channel)
     by_id = {stream.request.request_id: stream for stream in streams}
     async with asking_broker():
-        await Filler(pool.redis, pool.keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
+        await Filler(pool.client, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
     return streams
 
 
@@ -119,7 +118,8 @@ async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | Non
     """
     request_ids = [stream.request.request_id for stream in streams]
     async with asking_broker():
-        outcome = await script(pool.redis, "readers/attach")(
+        outcome = await pool.client.run(
+            "readers/attach",
             keys=[pool.keys.request(request_id) for request_id in request_ids],
             args=[pool.gateway, "" if connection is None else connection],
         )

@@ -47,7 +47,7 @@ class OwnRequest(Admitted):
         """Cancel all its choices, whoever reads them. Raises ApiError (503)."""
         async with asking_broker():
             for request_id in self.choice_ids:
-                await cancel_request(self.pool.redis, self.pool.keys, request_id)
+                await cancel_request(self.pool.client, request_id)
 
 
 def choice_state(

@@ -12,8 +12,6 @@ import math
 import random
 from collections.abc import Iterable
 
-from redis.asyncio import Redis
-
 from api.event_loop.pace import Pace
 from api.streams.offers import Offers
 from api.streams.sources import Sources
@@ -21,7 +19,7 @@ from api.streams.stream import Stream
 from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed, read_tails
 from common.broker.failures import FailureLog
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.broker.tails import read_log, tokens_of
 from common.messages import finish_reasons
 from common.messages.codec import WireError
@@ -51,12 +49,11 @@ class Filler:
         doubtful: request id → monotonic time; an event after it shows that the stream misses nothing.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, sources: Sources, streams: dict[str, Stream]) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, client: PoolClient, sources: Sources, streams: dict[str, Stream]) -> None:
+        self.client = client
         self.sources = sources
         self.streams = streams
-        self.offers = Offers(redis, keys, streams)
+        self.offers = Offers(client, streams)
         self.lost: dict[str, tuple[int, int]] = {}
         self.doubtful: dict[str, float] = {}
         self.requested = asyncio.Event()
@@ -153,7 +150,7 @@ class Filler:
     # --- logs -----------------------------------------------------------------------------------------------
 
     async def read_log(self, worker: str, after: int, until: int) -> None:
-        async for entry in read_log(self.redis, self.keys, worker, after, until):
+        async for entry in read_log(self.client, worker, after, until):
             for tokens in tokens_of(entry, self.streams):
                 await self.add_logged(tokens, worker)
             await self.pace.step()
@@ -175,7 +172,7 @@ class Filler:
             for stream in streams
         }
         begun = [stream for stream in streams if stream.prompt.is_missing and stream.has_gap]
-        states = await read_tails(self.redis, self.keys, offsets)
+        states = await read_tails(self.client, offsets)
         for stream in streams:
             name = stream.request.request_id
             await self.apply(stream, states[name], offsets[name])

@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from redis.asyncio import Redis
-
 from api.retry import PAUSE_S, attempt, repeat_forever, retry_forever
 from api.streams.stream import Stream
 from common.broker.cancel import cancel_request
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id, script
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id
 from common.broker.failures import FailureLog
-from common.broker.keys import TOKENS_TTL_MS, Keys
+from common.broker.keys import TOKENS_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.messages import finish_reasons
 from common.messages.codec import encode
 from common.messages.events import Terminal
@@ -56,11 +55,9 @@ class Offers:
         server_id: of the broker, as last seen.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, streams: dict[str, Stream]) -> None:
-        self.redis = redis
-        self.keys = keys
+    def __init__(self, client: PoolClient, streams: dict[str, Stream]) -> None:
+        self.client = client
         self.streams = streams
-        self.script = script(redis, "offer")
         self.pending: dict[str, bool] = {}
         self.requested = asyncio.Event()
         self.connected = asyncio.Event()
@@ -95,7 +92,7 @@ class Offers:
         self.connected.clear()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                server_id = await read_server_id(self.redis)
+                server_id = await read_server_id(self.client.redis)
         except ERRORS:
             self.connected.set()
             raise
@@ -144,7 +141,7 @@ class Offers:
         """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
         name = stream.request.request_id
         await attempt(
-            lambda: asyncio.wait_for(cancel_request(self.redis, self.keys, name), CONNECT_TIMEOUT_S),
+            lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S),
             retry_forever,
         )
 
@@ -169,12 +166,12 @@ class Offers:
         request_id = request.request_id
         queued = replace(request, ttl_ms=ttl_ms, num_shown=stream.num_tokens)
         keys = [
-            self.keys.request(request_id),
-            self.keys.tokens(request_id),
-            self.keys.requests,
-            self.keys.places,
-            self.keys.clock,
-            self.keys.control,
+            self.client.keys.request(request_id),
+            self.client.keys.tokens(request_id),
+            self.client.keys.requests,
+            self.client.keys.places,
+            self.client.keys.clock,
+            self.client.keys.control,
         ]
         args: list[bytes | str | int] = [
             encode(queued),
@@ -198,5 +195,5 @@ class Offers:
             request.num_prompt,
             request.tenant,
         ]
-        answer: list[Any] = await self.script(keys=keys, args=args)
+        answer: list[Any] = await self.client.run("offer", keys, args)
         return answer

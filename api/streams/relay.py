@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from redis.asyncio import Redis
-
 from api.event_loop.pace import PacedQueue
 from api.streams.fill import Filler
 from api.streams.offers import time_out
@@ -22,7 +20,7 @@ from api.streams.stream import Stream
 from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import FastConnection
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import Events, Terminal, Tokens
 
@@ -51,12 +49,9 @@ class Relay:
         messages: those that have come and are not delivered yet.
     """
 
-    def __init__(
-        self, redis: Redis, keys: Keys, gateway: str, lose: Callable[[], bool] | None = None
-    ) -> None:
-        self.redis = redis
-        self.keys = keys
-        self.channel = keys.events(gateway)
+    def __init__(self, client: PoolClient, gateway: str, lose: Callable[[], bool] | None = None) -> None:
+        self.client = client
+        self.channel = client.keys.events(gateway)
         self.lose = lose
         self.streams: dict[str, Stream] = {}
         self.followed: Counter[str] = Counter()
@@ -65,7 +60,7 @@ class Relay:
         self.subscribed = asyncio.Event()
         self.messages = PacedQueue()
         self.sources = Sources()
-        self.filler = Filler(redis, keys, self.sources, self.streams)
+        self.filler = Filler(client, self.sources, self.streams)
 
     async def run(self) -> None:
         """Never returns."""
@@ -134,7 +129,7 @@ class Relay:
 
     async def subscribe(self) -> None:
         """Receive messages for as long as the connection holds."""
-        self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)
+        self.connection = connection = await FastConnection.connect(self.client.redis, self.on_reply)
         try:
             connection.send("SUBSCRIBE", self.channel, *self.followed)
             await connection.closed

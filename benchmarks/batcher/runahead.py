@@ -33,6 +33,7 @@ from common import model_files
 from common.broker.cancel import cancel_request
 from common.broker.client import connect
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import free_port
@@ -77,7 +78,7 @@ class Load:
         return number
 
     async def cancel(self, number: int) -> None:
-        if await cancel_request(self.redis, KEYS, f"r{number}"):
+        if await cancel_request(PoolClient(self.redis, KEYS), f"r{number}"):
             self.cancelled_s[number] = time.monotonic()
 
     async def pause(self, seconds: float) -> None:

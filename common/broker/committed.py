@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from common.broker.client import CONNECT_TIMEOUT_S, script
-from common.broker.keys import SEALED, Keys
+from common.broker.client import CONNECT_TIMEOUT_S
+from common.broker.keys import SEALED
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import Events, Tokens
 from common.messages.records import RECORD, pack_tokens
@@ -77,7 +77,7 @@ class Committed:
             self.records += pack_tokens(tokens)[have * self.token_bytes :]
 
 
-async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str, Committed]:
+async def read(pool: PoolClient, request_ids: Iterable[str]) -> dict[str, Committed]:
     """Return the committed state of each request.
 
     A spill moves tokens from log to string, and a plan moves a request to another worker, at any time. So
@@ -86,7 +86,7 @@ async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str
     request_ids = list(request_ids)
     workers: set[str] = set()
     while True:
-        states = await read_once(redis, keys, request_ids, sorted(workers))
+        states = await read_once(pool, request_ids, sorted(workers))
         holders = {state.worker for state in states.values() if state.worker and not state.terminal}
         if holders <= workers:
             return states
@@ -110,15 +110,13 @@ FIELDS = [
 ]
 
 
-async def read_once(
-    redis: Redis, keys: Keys, request_ids: list[str], workers: list[str]
-) -> dict[str, Committed]:
-    async with redis.pipeline(transaction=True) as pipe:
+async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
+    async with pool.redis.pipeline(transaction=True) as pipe:
         for request_id in request_ids:
-            pipe.hmget(keys.request(request_id), FIELDS)
-            pipe.get(keys.tokens(request_id))
+            pipe.hmget(pool.keys.request(request_id), FIELDS)
+            pipe.get(pool.keys.tokens(request_id))
         for worker in workers:
-            pipe.xrange(keys.log(worker))
+            pipe.xrange(pool.keys.log(worker))
         answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
     states = {
         request_id: parse_state(*answers[2 * i : 2 * i + 2]) for i, request_id in enumerate(request_ids)
@@ -189,7 +187,7 @@ def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> Non
 
 
 async def read_saved(
-    redis: Redis, keys: Keys, request_ids: Iterable[str], with_tokens: bool = True
+    pool: PoolClient, request_ids: Iterable[str], with_tokens: bool = True
 ) -> dict[str, Committed]:
     """Return the state of each request without what only a log has.
 
@@ -199,23 +197,22 @@ async def read_saved(
     states: dict[str, Committed] = {}
     for names in in_slices(list(request_ids), REQUESTS_IN_ONE_READ):
         offsets = dict.fromkeys(names, 0 if with_tokens else "")
-        states |= await read_slice(redis, keys, "live", offsets)
+        states |= await read_slice(pool, "live", offsets)
     return states
 
 
-async def read_tails(redis: Redis, keys: Keys, offsets: Mapping[str, int]) -> dict[str, Committed]:
+async def read_tails(pool: PoolClient, offsets: Mapping[str, int]) -> dict[str, Committed]:
     """Return what is committed of each request outside logs, its string from the given byte on only; but the
     whole string of one that has ended: who has other tokens will see it.
     """
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        return await read_slice(redis, keys, "all", offsets)
+        return await read_slice(pool, "all", offsets)
 
 
-async def read_slice(
-    redis: Redis, keys: Keys, which: str, offsets: Mapping[str, int | str]
-) -> dict[str, Committed]:
-    answer = await script(redis, "read_requests")(
-        keys=[key for name in offsets for key in (keys.request(name), keys.tokens(name))],
+async def read_slice(pool: PoolClient, which: str, offsets: Mapping[str, int | str]) -> dict[str, Committed]:
+    answer = await pool.run(
+        "read_requests",
+        keys=[key for name in offsets for key in (pool.keys.request(name), pool.keys.tokens(name))],
         args=[which, len(FIELDS), *FIELDS, *offsets.values()],
     )
     return {
@@ -223,11 +220,11 @@ async def read_slice(
     }
 
 
-async def read_sealed_log(redis: Redis, keys: Keys, worker: str) -> tuple[list[Tokens], str]:
+async def read_sealed_log(pool: PoolClient, worker: str) -> tuple[list[Tokens], str]:
     """Return all tokens in a sealed worker's log, and why it was sealed; it is read in slices."""
     logged: list[Tokens] = []
     begin, why = "-", ""
-    while entries := await redis.xrange(keys.log(worker), begin, count=ENTRIES_IN_ONE_READ):
+    while entries := await pool.redis.xrange(pool.keys.log(worker), begin, count=ENTRIES_IN_ONE_READ):
         logged += log_tokens(entries)
         last_id, fields = entries[-1]
         if last_id == SEALED.encode():

@@ -11,8 +11,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import hiredis
 from redis.asyncio import Redis
@@ -148,8 +147,7 @@ def own_tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
     return own
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptCall:
+class ScriptCall(NamedTuple):
     """ScriptCall: a script of `common/scripts` with its keys and arguments."""
 
     name: str

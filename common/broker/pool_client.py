@@ -1,12 +1,13 @@
 """PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 
 from common.broker.client import broker_url, connect, script
-from common.broker.fast_client import ScriptCall
+from common.broker.fast_client import Argument
 from common.broker.keys import Keys
 from common.settings.settings import Settings
 
@@ -29,14 +30,14 @@ class PoolClient:
     async def __aexit__(self, *_: object) -> None:
         await self.redis.aclose()
 
-    async def run(self, call: ScriptCall) -> Any:
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Return what a script returns; the broker is sent a script that it does not know."""
-        return await script(self.redis, call.name)(keys=call.keys, args=call.args)
+        return await script(self.redis, name)(keys=keys, args=args)
 
     async def seal(self, worker: str, why: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist."""
         keys = [self.keys.log(worker), self.keys.reports(worker), self.keys.worker(worker), self.keys.workers]
-        return bool(await self.run(ScriptCall("seal", keys, [worker, why])))
+        return bool(await self.run("seal", keys, [worker, why]))
 
     async def workers(self) -> list[str]:
         """Incarnations of workers, some of which may have died."""

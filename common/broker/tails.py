@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Container
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.committed import logged_messages, skip_wrong_type
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, from_map, unpack
 from common.messages.events import Events, Tokens
 
@@ -18,13 +17,13 @@ SEAL = f"({2**64 - 1}-"
 """How the position behind a seal begins; nothing comes after it."""
 
 
-async def read_log(redis: Redis, keys: Keys, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
+async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
     """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
     first, last = f"({after}-0", f"{until}-0" if until else "+"
     while True:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                entries = await redis.xrange(keys.log(worker), first, last, NUM_ENTRIES)
+                entries = await pool.redis.xrange(pool.keys.log(worker), first, last, NUM_ENTRIES)
         except ResponseError as error:
             entries = skip_wrong_type(error) or []
         for entry_id, fields in entries:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 
 from common.beats import until_beat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
-from common.broker.fast_client import ScriptCall
 from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class Heartbeat:
 
     async def send(self, **fields: str | int) -> None:
         keys = [self.process_key, self.index_key]
-        await self.pool.run(ScriptCall("heartbeat", keys, self.arguments(**fields)))
+        await self.pool.run("heartbeat", keys, self.arguments(**fields))
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
         """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""

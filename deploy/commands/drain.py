@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from common.broker.client import ERRORS, describe_error
-from common.broker.fast_client import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.plural import plural
 from common.process.incarnations import first_incarnation
@@ -87,7 +86,7 @@ async def wait_until_gone(pool: PoolClient, worker: str) -> None:
     shown, seen = "", "seen by nobody"
     while True:
         try:
-            found = await pool.run(ScriptCall("drain", [pool.keys.worker(worker)], []))
+            found = await pool.run("drain", [pool.keys.worker(worker)], [])
             if found is None:
                 check_return(worker, await pool.workers())
                 print(f"{worker} is gone; it was last {seen}", flush=True)

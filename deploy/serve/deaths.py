@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from common.broker.client import ERRORS
-from common.broker.fast_client import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
@@ -42,7 +41,7 @@ async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
 async def release_lease(pool: PoolClient, incarnation: str) -> None:
     """Release the lease, if this batcher held it: another takes it."""
     keys = [pool.keys.batcher, pool.keys.epoch, pool.keys.clock]
-    await pool.run(ScriptCall("lease", keys, [incarnation, 0, "", ""]))
+    await pool.run("lease", keys, [incarnation, 0, "", ""])
 
 
 DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {

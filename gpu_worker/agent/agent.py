@@ -8,12 +8,11 @@ import logging
 import secrets
 from dataclasses import replace
 
-from redis.asyncio import Redis
-
 from common.beats import until_beat
-from common.broker.client import ERRORS, describe_error, script
+from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
-from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.broker.keys import STREAMS_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
 from common.plural import plural
@@ -48,22 +47,21 @@ class Agent:
     def __init__(
         self,
         settings: Settings,
-        redis: Redis,
+        pool: PoolClient,
         engine: EngineClient,
         state: AgentState,
         worker: WorkerCapacity,
     ) -> None:
         self.settings = settings
-        self.redis = redis
+        self.pool = pool
         self.engine = engine
         self.owner = secrets.token_hex(8)
         self.worker = worker
-        self.keys = Keys(settings.pool)
         self.state = state
         self.state.idle.set()
-        self.publisher = Publisher(redis, self.keys, worker.incarnation)
+        self.publisher = Publisher(pool, worker.incarnation)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
-        plans = PlanStream(redis, self.keys.plans(worker.incarnation))
+        plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
         self.plans = PlanHandler(plans, engine, self.state, self.steps)
         self.flusher = Flusher(self.publisher, self.state, self.steps.drop, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
@@ -100,18 +98,17 @@ class Agent:
         watchdog = Watchdog(self.step_timeout_s, lambda: bool(rows), self.engine.run_delay_s)
         await run_until_one_ends(self.steps.stop_all(watchdog), watchdog.run())
         worker = replace(self.worker, incarnation=next_incarnation(self.worker.incarnation))
-        return Agent(self.settings, self.redis, self.engine, self.state.next_incarnation(), worker)
+        return Agent(self.settings, self.pool, self.engine, self.state.next_incarnation(), worker)
 
     async def create_streams(self) -> None:
         """Create this incarnation's log and report streams; nothing is read or published before that. Raises
         Sealed where another process has this incarnation.
         """
-        create_logs = script(self.redis, "create_logs")
-        keys = [self.keys.log(self.worker.incarnation), self.keys.reports(self.worker.incarnation)]
+        keys = [self.pool.keys.log(self.worker.incarnation), self.pool.keys.reports(self.worker.incarnation)]
         failures = FailureLog(log, "creating streams")
         while True:
             try:
-                if not await create_logs(keys=keys, args=[self.owner, STREAMS_TTL_MS]):
+                if not await self.pool.run("create_logs", keys, [self.owner, STREAMS_TTL_MS]):
                     raise Sealed(f"another process has the incarnation {self.worker.incarnation}")
                 failures.succeeded()
                 return
@@ -141,7 +138,7 @@ class Agent:
             try:
                 await self.send_heartbeat()
                 for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):
-                    await self.redis.publish(channel, payload)
+                    await self.pool.redis.publish(channel, payload)
                 failures.succeeded()
             except ERRORS as error:
                 failures.failed(describe_error(error))
@@ -151,7 +148,7 @@ class Agent:
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:
-        if await write_heartbeat(self.redis, self.keys, self.settings, self.worker, self.state):
+        if await write_heartbeat(self.pool, self.settings, self.worker, self.state):
             self.state.draining.set()
 
     async def drain(self) -> None:

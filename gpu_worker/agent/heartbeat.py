@@ -1,9 +1,7 @@
 """A worker's heartbeat: that it is alive, what it can hold, and what it holds."""
 
-from redis.asyncio import Redis
-
-from common.broker.client import script
-from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.broker.keys import STREAMS_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import HeartbeatFields, process_fields
@@ -13,12 +11,12 @@ from gpu_worker.agent.state import AgentState
 
 
 async def write_heartbeat(
-    redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity, state: AgentState
+    pool: PoolClient, settings: Settings, worker: WorkerCapacity, state: AgentState
 ) -> bool:
     """Write the heartbeat of an incarnation to Redis → whether the worker was asked to drain. Raises Sealed
     or StreamsGone when the incarnation is over.
     """
-    table, name = state.table, worker.incarnation
+    table, keys, name = state.table, pool.keys, worker.incarnation
     load: HeartbeatFields = process_fields() | {
         "rows": len(table.live),
         "max_rows": settings.max_batch_size,
@@ -27,7 +25,8 @@ async def write_heartbeat(
         "known": table.num_known,
         "cached": table.num_cached,
     }
-    reply: bytes = await script(redis, "worker_heartbeat")(
+    reply: bytes = await pool.run(
+        "worker_heartbeat",
         keys=[
             keys.worker(name),
             keys.workers,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from redis.asyncio import Redis
-
 from common.broker.fast_client import ScriptCall
-from common.broker.keys import TOKENS_TTL_MS, Keys
+from common.broker.keys import TOKENS_TTL_MS
+from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.broker.serial_client import SerialClient
 from common.messages.codec import encode
@@ -105,11 +104,11 @@ class Publisher:
         offered_at: number of the last flush that was offered to a broker that had lost others.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
-        self.keys = keys
+    def __init__(self, pool: PoolClient, incarnation: str) -> None:
+        self.keys = pool.keys
         self.incarnation = incarnation
         self.channels = ChannelSequences(incarnation)
-        self.client = SerialClient(redis)
+        self.client = SerialClient(pool.redis)
         self.script = self.client.script("flush")
         self.sequence = 0
         self.spill_due = False

@@ -13,6 +13,7 @@ from redis.asyncio.client import PubSub
 from common.broker.cancel import cancel_request
 from common.broker.client import connect, script
 from common.broker.keys import Keys, admission_keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
@@ -68,7 +69,7 @@ class Races:
             await self.submit(name)
             if self.draw.random() < 0.6:
                 await wait_until(lambda: True if self.draw.random() < 0.02 else self.terminals[name])
-                await cancel_request(self.redis, KEYS, name)
+                await cancel_request(PoolClient(self.redis, KEYS), name)
             await wait_until(lambda: self.terminals[name])
 
     async def submit(self, name: str) -> None:

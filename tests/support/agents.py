@@ -7,6 +7,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
@@ -46,7 +47,9 @@ async def hset(redis: Redis, key: str, fields: dict[str, Any]) -> None:
 
 async def make_agent(redis: Redis) -> Agent:
     worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
-    agent = Agent(Settings(), redis, RecordingEngine(), AgentState(RowTable(TOKENIZER)), worker)
+    agent = Agent(
+        Settings(), PoolClient(redis, KEYS), RecordingEngine(), AgentState(RowTable(TOKENIZER)), worker
+    )
     await agent.create_streams()
     return agent
 
@@ -64,7 +67,7 @@ async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: An
     request = Generate(name, "d", prompt_ids, stopping, channel=CHANNEL, **fields)
     base = len(committed) // RECORD.size
     admitted = {"digest": "d", "worker": "w0-1", "attempt": 1, "base": base}
-    await hset(agent.redis, KEYS.request(name), admitted)
+    await hset(agent.pool.redis, KEYS.request(name), admitted)
     agent.plans.apply(plan(agent, starts=[RowStart(row, 1, base, committed, pack_ids([1]), request)]))
 
 

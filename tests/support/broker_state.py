@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from common.broker.client import script
 from common.broker.committed import read
 from common.broker.keys import Keys, admission_keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
@@ -99,6 +100,6 @@ async def error_of(redis: Redis, request_id: str) -> bytes | None:
 async def result_ids(redis: Redis, request_id: str) -> list[int]:
     """Return the ids of a request's answer, once it has ended without an error."""
     await wait_until(lambda: redis.hexists(KEYS.request(request_id), "terminal"))
-    state = (await read(redis, KEYS, [request_id]))[request_id]
+    state = (await read(PoolClient(redis, KEYS), [request_id]))[request_id]
     assert not state.error and state.num_tokens == state.num_final, state
     return unpack_records(state.records)[0]

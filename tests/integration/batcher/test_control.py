@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import Cancel
 from deploy.serve.embedded_broker import Broker
@@ -32,9 +33,9 @@ async def test_a_stopped_batcher_obeys_a_cancel_that_thousands_followed(broker: 
         await admit(redis, "first")
         await wait_until(lambda: waiting(redis, 1))
         os.kill(process.pid, signal.SIGSTOP)
-        await cancel_request(redis, KEYS, "first")
+        await cancel_request(PoolClient(redis, KEYS), "first")
         await cancel_many(redis)
-        await cancel_request(redis, KEYS, "gone")
+        await cancel_request(PoolClient(redis, KEYS), "gone")
         os.kill(process.pid, signal.SIGCONT)
         assert (await ended(redis, "first")).error_type == "cancelled"
         await wait_until(lambda: is_short(redis))

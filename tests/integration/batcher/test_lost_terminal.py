@@ -6,6 +6,7 @@ from redis.asyncio import Redis
 
 from common.broker import committed
 from common.broker.client import ERRORS, connect
+from common.broker.pool_client import PoolClient
 from tests.support.broker.rollback import restorable
 from tests.support.broker_state import KEYS, queue, result_ids
 from tests.support.fleet.batchers import batcher
@@ -31,7 +32,7 @@ async def test_only_what_was_lost_is_computed_again_and_it_ends_once() -> None:
             with batcher(url, "b0"):
                 await queue(redis, "r", PROMPT, NUM_TOKENS, channel=KEYS.events("g"))
                 await wait_until(lambda: engine.rows.step > NUM_TOKENS // 2)
-                num_kept = (await committed.read(redis, KEYS, ["r"]))["r"].num_tokens
+                num_kept = (await committed.read(PoolClient(redis, KEYS), ["r"]))["r"].num_tokens
                 restorable_broker.keep()
                 await wait_until(lambda: has_ended(redis))
                 restorable_broker.restore()

@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.request import Generate, StoppingParams
@@ -51,7 +52,7 @@ async def test_a_waiting_request_is_cancelled(broker: Broker, redis: Redis) -> N
         await admit(redis, "r1")
         await admit(redis, "r2")
         await wait_until(lambda: waiting(redis, 2))
-        await cancel_request(redis, KEYS, "r1")
+        await cancel_request(PoolClient(redis, KEYS), "r1")
         assert (await ended(redis, "r1")).error_type == "cancelled"
         await wait_until(lambda: waiting(redis, 1))
         assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
@@ -135,7 +136,7 @@ async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: 
             await wait_until(lambda: redis.exists(KEYS.state))
             await wait_until(lambda: waiting(redis, 1))
             assert int(await redis.get(KEYS.epoch)) > epoch
-            await cancel_request(redis, KEYS, "r1")
+            await cancel_request(PoolClient(redis, KEYS), "r1")
             assert (await ended(redis, "r1")).error_type == "cancelled"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from redis.asyncio import Redis
 
 from common.broker.cancel import cancel_request
+from common.broker.pool_client import PoolClient
 from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
 from tests.support.fleet.batchers import batcher
@@ -85,5 +86,5 @@ async def test_a_row_that_stands_by_can_be_cancelled(broker: Broker, redis: Redi
         with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)):
             await send(redis)
             name = f"r{w0.ids[await stands_by(w0)][0] - 1000}"
-            await cancel_request(redis, KEYS, name)
+            await cancel_request(PoolClient(redis, KEYS), name)
             assert b"cancelled" in await wait_until(lambda: error_of(redis, name))

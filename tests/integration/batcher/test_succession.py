@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.cancel import cancel_request
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.packing import unpack_ids
@@ -136,7 +137,7 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
                 first.wait()
         held = [n for n in range(NUM_REQUESTS) if await holder(redis, n) == b"w0-1"]
         cancelled = held[0]
-        await cancel_request(redis, KEYS, f"r{cancelled}")
+        await cancel_request(PoolClient(redis, KEYS), f"r{cancelled}")
         await seal(redis, "w1-1")
         with batcher(broker.url, "b1"):
             assert b"cancelled" in await wait_until(lambda: error_of(redis, f"r{cancelled}"))

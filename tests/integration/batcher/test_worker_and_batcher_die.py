@@ -5,6 +5,7 @@ from redis.asyncio import Redis
 
 from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.messages.records import unpack_records
@@ -124,7 +125,7 @@ async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
 ) -> None:
     """Without any worker: nothing else would notice the cancel."""
     await admit(redis, make_request("r1"))
-    await cancel_request(redis, KEYS, "r1")
+    await cancel_request(PoolClient(redis, KEYS), "r1")
     with batcher(broker.url):
         assert b"cancelled" in await wait_until(lambda: error_of(redis, "r1"))
         await wait_until(lambda: is_empty(redis, KEYS))

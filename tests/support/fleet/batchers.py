@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from common.broker.committed import Committed, read
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import broker_state
@@ -50,7 +51,7 @@ async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields:
 async def ended(redis: Redis, name: str) -> Committed:
     """The state of a request once it has ended."""
     await wait_until(lambda: redis.hexists(KEYS.request(name), "terminal"))
-    return (await read(redis, KEYS, [name]))[name]
+    return (await read(PoolClient(redis, KEYS), [name]))[name]
 
 
 async def waiting(redis: Redis, count: int) -> bool:

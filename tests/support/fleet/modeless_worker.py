@@ -5,9 +5,6 @@ import contextlib
 import zlib
 from collections.abc import AsyncIterator, Sequence
 
-from redis.asyncio import Redis
-
-from common.broker.client import connect
 from common.broker.pool_client import PoolClient
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import WorkerCapacity
@@ -107,12 +104,11 @@ async def modeless_worker(
     url: str, name: str, num_blocks: int = 1000, step_s: float = 0.02, max_batch_size: int = 256
 ) -> AsyncIterator[ModelessEngine]:
     """A worker that serves while the context is open."""
-    redis: Redis = connect(url)
     engine = ModelessEngine(step_s)
     sizes = (BLOCK_SIZE, num_blocks, 512, 8192)
     worker = WorkerCapacity(f"{name}-1", name, "m", "float32", *sizes, standby=True)
-    settings = Settings(heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
-    agent = Agent(settings, redis, engine, AgentState(RowTable(TOKENIZER)), worker)
+    settings = Settings(redis_url=url, heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
+    agent = Agent(settings, PoolClient.connect(settings), engine, AgentState(RowTable(TOKENIZER)), worker)
     engine.draining = agent.state.draining
     engine.serving = asyncio.create_task(serve(agent))
     try:
@@ -121,7 +117,7 @@ async def modeless_worker(
         failed = engine.serving.done()
         engine.serving.cancel()
         await asyncio.wait([engine.serving])
-        await redis.aclose()
+        await agent.pool.redis.aclose()
         if failed:
             engine.serving.result()
 
@@ -132,4 +128,4 @@ async def serve(agent: Agent) -> None:
     """
     while not await agent.run():
         agent = await agent.next_incarnation()
-    await seal(PoolClient(agent.redis, agent.keys), agent.worker.incarnation, "drained")
+    await seal(agent.pool, agent.worker.incarnation, "drained")

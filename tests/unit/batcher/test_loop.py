@@ -97,9 +97,10 @@ async def test_a_request_queued_before_this_epoch_is_recorded_as_queued_once(
     await turns(batcher)
     batcher.timeline.written_s = 0.0
     await batcher.timeline.write()
-    assert [happening["what"] for happening in (await timeline.read_timelines(redis, KEYS, "r1"))["r1"]] == [
-        "queued"
-    ]
+    assert [
+        happening["what"]
+        for happening in (await timeline.read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]
+    ] == ["queued"]
 
 
 async def test_a_worker_that_seals_its_own_logs_is_counted_as_lost_once(

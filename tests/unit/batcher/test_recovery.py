@@ -18,7 +18,6 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
-from common.broker.fast_client import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.records import RECORD, unpack_records
@@ -99,11 +98,11 @@ async def test_sequences_change_only_after_everything_was_saved(redis: Redis, re
     calls = 0
 
     class LossyPool(PoolClient):
-        async def run(self, call: ScriptCall) -> Any:
+        async def run(self, name: str, keys: Any, args: Any) -> Any:
             """Lose the reply to the first call."""
             nonlocal calls
             calls += 1
-            answer = await super().run(call)
+            answer = await super().run(name, keys, args)
             if calls == 1:
                 raise ConnectionError("away")
             return answer

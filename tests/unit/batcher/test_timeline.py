@@ -55,7 +55,7 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
     )
     writer.record_report(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
     await writer.write()
-    assert happened((await read_timelines(redis, KEYS, "r1"))["r1"]) == [
+    assert happened((await read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]) == [
         ("queued", "", 0, 3, ""),
         ("placed", "w0-1", 1, 0, ""),
         ("prefilled", "w0-1", 1, 1, ""),
@@ -74,7 +74,9 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis:
         writer.record_takeover(one)
     await writer.write()
     assert [
-        one["what"] for name in ("fresh", "placed") for one in (await read_timelines(redis, KEYS, name))[name]
+        one["what"]
+        for name in ("fresh", "placed")
+        for one in (await read_timelines(PoolClient(redis, KEYS), name))[name]
     ] == [
         "queued",
         "taken_over",
@@ -89,10 +91,10 @@ async def test_events_are_written_at_an_interval_in_bounded_entries(redis: Redis
     assert await redis.xlen(KEYS.timeline) == 2
     writer.record_queued(sequence("late"))
     await writer.write()
-    assert writer.unwritten and not await read_timelines(redis, KEYS, "late")
+    assert writer.unwritten and not await read_timelines(PoolClient(redis, KEYS), "late")
     writer.written_s -= WRITE_INTERVAL_S
     await writer.write()
-    assert await read_timelines(redis, KEYS, "late") and not writer.unwritten
+    assert await read_timelines(PoolClient(redis, KEYS), "late") and not writer.unwritten
 
 
 async def test_a_key_of_another_type_keeps_events_up_to_a_bound(redis: Redis) -> None:
@@ -113,10 +115,10 @@ async def test_reading_a_request_finds_its_choices(redis: Redis) -> None:
     for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
         writer.record_queued(sequence(name))
     await writer.write()
-    assert list(await read_timelines(redis, KEYS, "r1")) == ["r1", "r1.0", "r1.1"]
-    assert list(await read_timelines(redis, KEYS, "r1.1")) == ["r1.1"]
-    assert list(await read_timelines(redis, KEYS, "job")) == ["job#0"]
-    assert await read_timelines(redis, KEYS, "r") == {}
+    assert list(await read_timelines(PoolClient(redis, KEYS), "r1")) == ["r1", "r1.0", "r1.1"]
+    assert list(await read_timelines(PoolClient(redis, KEYS), "r1.1")) == ["r1.1"]
+    assert list(await read_timelines(PoolClient(redis, KEYS), "job")) == ["job#0"]
+    assert await read_timelines(PoolClient(redis, KEYS), "r") == {}
 
 
 async def test_reading_goes_back_as_far_as_needed_and_skips_undecodable_fields(redis: Redis) -> None:
@@ -131,5 +133,9 @@ async def test_reading_goes_back_as_far_as_needed_and_skips_undecodable_fields(r
             pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
         await pipe.execute()
     await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
-    assert [one["at_ms"] for one in (await read_timelines(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
-    assert len((await read_timelines(redis, KEYS, "other"))["other"]) == 1200
+    assert [one["at_ms"] for one in (await read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]] == [
+        1000,
+        20_000,
+        40_000,
+    ]
+    assert len((await read_timelines(PoolClient(redis, KEYS), "other"))["other"]) == 1200

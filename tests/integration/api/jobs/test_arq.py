@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from api.arq.worker import JobWorker
 from common.broker.client import connect
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
@@ -57,7 +58,7 @@ async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
 @contextlib.asynccontextmanager
 async def job_worker(url: str, **settings: Any) -> AsyncIterator[JobWorker]:
     redis = connect(url)
-    running = JobWorker(redis, Settings(redis_url=url, **settings))
+    running = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=url, **settings))
     task = asyncio.create_task(running.main())
     try:
         yield running
@@ -202,7 +203,7 @@ async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWork
     """
     await worker.pause()
     redis = connect(broker.url)
-    killed = JobWorker(redis, Settings(redis_url=broker.url, worker_ttl_s=1.0))
+    killed = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url, worker_ttl_s=1.0))
     life = asyncio.create_task(killed.main())
     job = await enqueue(client, "generate", "Count.", _job_id="a")
     await wait_until(lambda: killed.client.waiting)
@@ -243,7 +244,9 @@ async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
 
 
 async def test_arq_limits_follow_the_settings(broker: Broker, redis: Redis) -> None:
-    running = JobWorker(redis, Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33))
+    running = JobWorker(
+        PoolClient(redis, KEYS), Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33)
+    )
     assert running.job_timeout_s == 710
     assert running.max_jobs == 33
     assert running.allow_abort_jobs

@@ -6,6 +6,7 @@ from api.arq.client import ArqClient
 from api.jobs.job import read_job
 from api.jobs.lost_entries import submit_lost
 from common.broker.client import connect
+from common.broker.pool_client import PoolClient
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
@@ -93,7 +94,7 @@ async def test_a_job_worker_submits_a_lost_job_again(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     redis = connect(broker.url)
-    client = ArqClient(redis, KEYS)
+    client = ArqClient(PoolClient(redis, KEYS))
     polling = asyncio.create_task(client.run())
     answer = asyncio.create_task(client.run_job("a", {"inputs": "Count."}))
     await wait_until(lambda: client.waiting)

@@ -15,6 +15,7 @@ from api.streams.fill import Filler
 from api.streams.sources import Sources
 from api.streams.stream import Stream
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.answer import HttpAnswer
 from common.messages.codec import decode
 from deploy.serve.embedded_broker import Broker
@@ -66,7 +67,7 @@ async def test_another_gateway_renders_the_same_bytes(
         described = decode(HttpAnswer, kept)
         streams = [Stream(request, model_tokenizer()) for request in described.choices()]
         by_id = {stream.request.request_id: stream for stream in streams}
-        await Filler(redis, keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
+        await Filler(PoolClient(redis, keys), Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
         rendered = b"".join(await anext(renderer_of(described).frames(described, streams)))
         reader.cancel()
     common = min(len(seen), len(rendered))

@@ -7,6 +7,7 @@ import pytest
 from api.inference import batcher_monitor
 from api.inference.batcher_monitor import SILENT_S, BatcherMonitor
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 
 HOUR_MS = 3_600_000.0
@@ -29,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def new_monitor() -> BatcherMonitor:
     redis: Any = None
-    return BatcherMonitor(redis, Keys("default"), Settings())
+    return BatcherMonitor(PoolClient(redis, Keys("default")), Settings())
 
 
 def test_without_a_heartbeat_nobody_works(clock: Clock) -> None:

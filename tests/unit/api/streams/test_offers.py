@@ -11,6 +11,7 @@ from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker.client import read_server_id, script
 from common.broker.committed import Committed, read
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.records import pack_columns, pack_tokens, unpack_records
@@ -52,7 +53,7 @@ async def offer(relay: Relay, stream: Stream) -> None:
 
 
 async def committed(redis: Redis) -> Committed:
-    return (await read(redis, KEYS, ["r"]))["r"]
+    return (await read(PoolClient(redis, KEYS), ["r"]))["r"]
 
 
 async def ids(redis: Redis) -> Sequence[int]:

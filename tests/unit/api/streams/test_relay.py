@@ -11,7 +11,7 @@ from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker.client import connect
 from common.broker.committed import Committed
-from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
@@ -66,7 +66,7 @@ SEQUENCES: list[
     ("messages", "missed"), [case[1:] for case in SEQUENCES], ids=[case[0] for case in SEQUENCES]
 )
 async def test_missed_messages_request_a_fill(messages: list[bytes], missed: bool) -> None:
-    relay = Relay(connect("redis://127.0.0.1:1"), KEYS, "g0")
+    relay = Relay(PoolClient(connect("redis://127.0.0.1:1"), KEYS), "g0")
     relay.add(new_stream())
     for message in messages:
         relay.filler.doubtful.clear()
@@ -189,7 +189,7 @@ async def test_fill_requests_during_a_fill_are_merged(
     reads: list[list[str]] = []
     going = asyncio.Event()
 
-    async def slow_read(redis: Redis, keys: Keys, offsets: dict[str, int]) -> dict[str, Committed]:
+    async def slow_read(client: PoolClient, offsets: dict[str, int]) -> dict[str, Committed]:
         reads.append(sorted(offsets))
         await going.wait()
         return {request_id: Committed(known=True) for request_id in offsets}

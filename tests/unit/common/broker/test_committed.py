@@ -8,6 +8,7 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import committed
 from common.broker.committed import Committed, read, skip_wrong_type
+from common.broker.pool_client import PoolClient
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker_state import (
     KEYS,
@@ -25,7 +26,7 @@ def records(*ids: int) -> bytes:
 
 
 async def read_one(redis: Redis, request_id: str) -> Committed:
-    return (await read(redis, KEYS, [request_id]))[request_id]
+    return (await read(PoolClient(redis, KEYS), [request_id]))[request_id]
 
 
 def ids(state: Committed) -> list[int]:
@@ -112,8 +113,8 @@ async def test_a_request_that_moves_while_it_is_read_is_read_again(
     await write_log(redis, "w2", make_tokens("r1", 1, [2], attempt=2))
     read_once, logs_read = committed.read_once, []
 
-    async def move_after_first(redis: Redis, keys: Any, request_ids: Any, workers: Any) -> Any:
-        states = await read_once(redis, keys, request_ids, workers)
+    async def move_after_first(pool: PoolClient, request_ids: Any, workers: Any) -> Any:
+        states = await read_once(pool, request_ids, workers)
         logs_read.append(workers)
         if len(logs_read) == 1:
             await redis.set(KEYS.tokens("r1"), records(1))
@@ -140,7 +141,7 @@ async def test_a_key_of_another_type_spoils_its_own_request_only(redis: Redis) -
     await redis.delete(KEYS.request("spoiled"))
     await redis.set(KEYS.request("spoiled"), "x")
     await redis.rpush(KEYS.tokens("good"), "x")  # type: ignore[misc]
-    states = await read(redis, KEYS, ["spoiled", "good"])
+    states = await read(PoolClient(redis, KEYS), ["spoiled", "good"])
     assert [states[name].known for name in ("spoiled", "good")] == [False, True]
 
 

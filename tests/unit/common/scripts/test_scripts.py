@@ -8,6 +8,7 @@ from redis.asyncio.client import PubSub
 
 from common.broker.committed import read
 from common.broker.keys import SEALED
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
@@ -141,7 +142,7 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis: Redis) -> None:
     await flush(redis, 4, spills=[("r1", 72, records)], mode="trim")
     assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
     assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
-    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
     assert unpack_records(state.records)[0] == [0, 1, 2, 3]
 
 
@@ -153,7 +154,7 @@ async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> Non
     await flush(redis, 1, entry("r1", 1, [11], attempt=2))
     await flush(redis, 2, entry("r1", 1, [11, 12], attempt=2))
     await flush(redis, 3, entry("other", 0, [99]))
-    state = (await read(redis, KEYS, ["r1", "unknown"]))["r1"]
+    state = (await read(PoolClient(redis, KEYS), ["r1", "unknown"]))["r1"]
     assert unpack_records(state.records)[0] == [10, 11, 12]
     assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
     keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
@@ -162,7 +163,7 @@ async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> Non
         assert await call(redis, "save_committed", keep, save_args) == b"OK"
     assert await redis.get(KEYS.tokens("r1")) == state.records
     assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"", b"1"]  # type: ignore[misc]
-    assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
+    assert not (await read(PoolClient(redis, KEYS), ["unknown"]))["unknown"].known
 
 
 async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
@@ -203,7 +204,7 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> 
     ]
     await redis.set(KEYS.tokens("r1"), pack_tokens(tokens[0]) + b"half of a token")
     await flush(redis, 1, encode(Events("w", 0, tokens[1:])))
-    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
     assert (state.num_tokens, state.spilled_bytes) == (3, 24)
     assert unpack_records(state.records, 3) == (
         [0, 1, 2],
@@ -226,12 +227,12 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) 
     await create_logs(redis)
     await admit(redis, "r1")
     await publish_plan(redis, "5-1", [("r1", 1, 0)])
-    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt is None
     await redis.set(KEYS.request("spoiled"), "x")
     prompts = [("gone", b"a"), ("spoiled", b"b"), ("r1", b"records")]
     ends = [("r1", *LENGTH, 60_000, "", b"")]
     assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=ends) == [b"OK"]
-    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
     assert (state.prompt, state.terminal) == (b"records", "length")
     assert await redis.exists(KEYS.request("gone")) == 0
     assert await redis.get(KEYS.request("spoiled")) == b"x"

@@ -5,6 +5,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common.broker.committed import Committed, read, read_saved, read_tails
+from common.broker.pool_client import PoolClient
 from common.messages.finish_reasons import kept_of, terminal_for
 from common.messages.records import RECORD
 from tests.support.scripts import KEYS, admit, call, create_logs, flush, publish_plan
@@ -24,7 +25,7 @@ async def end(redis: Redis, why: str, spilled: bytes = b"") -> None:
 
 
 async def read_end(redis: Redis) -> Committed:
-    return (await read_tails(redis, KEYS, {"r1": 0}))["r1"]
+    return (await read_tails(PoolClient(redis, KEYS), {"r1": 0}))["r1"]
 
 
 async def own_keys(redis: Redis) -> list[bytes]:
@@ -77,8 +78,8 @@ async def test_of_an_ended_request_all_tokens_are_read_or_none(redis: Redis) -> 
     """A gateway compares them with what it has shown; recovery needs none."""
     await end(redis, "length")
     states: list[Any] = [
-        (await read_tails(redis, KEYS, {"r1": 800}))["r1"],
-        (await read(redis, KEYS, ["r1"]))["r1"],
-        (await read_saved(redis, KEYS, ["r1"]))["r1"],
+        (await read_tails(PoolClient(redis, KEYS), {"r1": 800}))["r1"],
+        (await read(PoolClient(redis, KEYS), ["r1"]))["r1"],
+        (await read_saved(PoolClient(redis, KEYS), ["r1"]))["r1"],
     ]
     assert [state.records for state in states] == [RECORDS, RECORDS, b""]

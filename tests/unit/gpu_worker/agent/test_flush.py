@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from common.broker.committed import read
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.packing import unpack_ids
@@ -79,7 +80,7 @@ async def test_the_log_is_bounded_and_loses_no_token(agent: Agent, redis: Redis)
         step(agent, {1: (index, index)})
         await agent.flusher.flush()
     assert await redis.xlen(KEYS.log("w0-1")) <= 65
-    committed = (await read(redis, KEYS, ["r1"]))["r1"]
+    committed = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
     assert unpack_records(committed.records)[0] == list(range(200))
 
 
@@ -123,4 +124,4 @@ async def test_a_flush_that_fails_for_long_is_said_once_and_so_is_its_end(
     said, over = [message for message in caplog.messages if message.startswith("a flush")]
     assert said == "a flush failed, trying again: the broker refused (away)"
     assert over.startswith("a flush has succeeded again, after 5 failures in ")
-    assert (await read(redis, KEYS, ["r1"]))["r1"].records
+    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].records

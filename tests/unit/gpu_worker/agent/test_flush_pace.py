@@ -29,7 +29,7 @@ async def flushing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     task = asyncio.create_task(agent.flusher.run())
     await start(agent)
     complete(agent, 0, prefilled=[(1, 2)])
-    await logged(agent.redis, [[0]])
+    await logged(agent.pool.redis, [[0]])
     yield agent
     task.cancel()
     await asyncio.wait([task])
@@ -64,26 +64,26 @@ async def test_the_tokens_of_two_short_steps_share_a_flush(flushing: Agent) -> N
         await wait_until(lambda: not flushing.state.wake.is_set())
         assert flushing.state.outbox.num_steps == 1, "it waits"
         complete(flushing, index + 1)
-        await logged(flushing.redis, [[0], [1, 2], [3, 4]][: 1 + (index + 1) // 2])
+        await logged(flushing.pool.redis, [[0], [1, 2], [3, 4]][: 1 + (index + 1) // 2])
 
 
 async def test_no_token_waits_when_no_step_is_to_come_soon(flushing: Agent) -> None:
     complete(flushing, 1, duration_ms=1000 * MAX_WAIT_S + 1)
-    await logged(flushing.redis, [[0], [1]])
+    await logged(flushing.pool.redis, [[0], [1]])
     flushing.state.until = flushing.state.step + 1
     complete(flushing, 2)
-    await logged(flushing.redis, [[0], [1], [2]])
+    await logged(flushing.pool.redis, [[0], [1], [2]])
 
 
 async def test_an_end_does_not_wait(flushing: Agent) -> None:
     complete(flushing, 1)
     await wait_until(lambda: not flushing.state.wake.is_set())
     complete(flushing, 2, ended=[(1, "length", 3)], released=[(1, 4)])
-    await logged(flushing.redis, [[0], [1, 2]])
+    await logged(flushing.pool.redis, [[0], [1, 2]])
     await start(flushing, row=2)
     step(flushing, {2: (0, 9)}, duration_ms=SHORT_MS, prefilled=[(2, 2)], ended=[(2, "length", 1)])
     flushing.state.wake.set()
-    await logged(flushing.redis, [[0], [1, 2], [9]])
+    await logged(flushing.pool.redis, [[0], [1, 2], [9]])
 
 
 async def test_a_step_that_does_not_come_is_not_waited_for_long(
@@ -91,7 +91,7 @@ async def test_a_step_that_does_not_come_is_not_waited_for_long(
 ) -> None:
     monkeypatch.setattr("gpu_worker.agent.flush.MAX_WAIT_S", MAX_WAIT_S)
     complete(flushing, 1)
-    await logged(flushing.redis, [[0], [1]])
+    await logged(flushing.pool.redis, [[0], [1]])
 
 
 @pytest.mark.parametrize(

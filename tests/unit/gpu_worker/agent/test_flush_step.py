@@ -7,6 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.committed import read
+from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_records
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Sealed
@@ -35,7 +36,7 @@ def complete(agent: Agent, index: int, **fields: object) -> None:
 
 
 async def ids(redis: Redis) -> list[int]:
-    return unpack_records((await read(redis, KEYS, ["r1"]))["r1"].records)[0]
+    return unpack_records((await read(PoolClient(redis, KEYS), ["r1"]))["r1"].records)[0]
 
 
 async def has_ids(redis: Redis, count: int) -> None:
@@ -51,14 +52,14 @@ async def test_a_step_is_sent_at_once_and_its_answer_waits_for_the_next(flushing
     for index in range(1, 5):
         complete(flushing, index)
         assert flushing.state.outbox.is_empty, "it is on its way"
-        await has_ids(flushing.redis, index + 1)
+        await has_ids(flushing.pool.redis, index + 1)
         assert flushing.flusher.started is not None, "nobody was woken for the answer"
     flushing.flusher.poll()
     assert flushing.flusher.started is None
 
 
 async def test_an_answer_that_is_late_is_taken_as_it_comes(flushing: Agent) -> None:
-    redis = flushing.redis
+    redis = flushing.pool.redis
     await redis.client_pause(60_000, all=False)
     try:
         complete(flushing, 1)
@@ -79,11 +80,11 @@ async def test_the_last_step_leaves_nothing_to_be_answered(flushing: Agent) -> N
     complete(flushing, 2, ended=[(1, "length", 3)], released=[(1, 4)])
     await asyncio.wait_for(flushing.state.idle.wait(), PATIENCE_S)
     assert flushing.flusher.started is None
-    assert (await read(flushing.redis, KEYS, ["r1"]))["r1"].terminal == "length"
+    assert (await read(PoolClient(flushing.pool.redis, KEYS), ["r1"]))["r1"].terminal == "length"
 
 
 async def test_a_row_that_the_broker_refuses_is_dropped_with_the_next_step(flushing: Agent) -> None:
-    await hset(flushing.redis, KEYS.request("r1"), {"worker": "w2", "attempt": 2})
+    await hset(flushing.pool.redis, KEYS.request("r1"), {"worker": "w2", "attempt": 2})
     flushing.publisher.spill_due = True
     complete(flushing, 1)
     assert flushing.flusher.started is not None
@@ -92,7 +93,7 @@ async def test_a_row_that_the_broker_refuses_is_dropped_with_the_next_step(flush
 
 
 async def test_a_flush_whose_connection_is_lost_is_written_again(flushing: Agent) -> None:
-    redis = flushing.redis
+    redis = flushing.pool.redis
     complete(flushing, 1)
     await has_ids(redis, 2)
     await redis.client_kill_filter(_id=await connection_id(flushing))
@@ -104,7 +105,7 @@ async def test_a_flush_whose_connection_is_lost_is_written_again(flushing: Agent
 
 async def connection_id(agent: Agent) -> str:
     """The broker's number of the connection for flushes: of those that ran a script last."""
-    clients = await agent.redis.client_list()
+    clients = await agent.pool.redis.client_list()
     connection = agent.publisher.client.connection
     assert connection is not None
     own = "{}:{}".format(*connection.transport.get_extra_info("sockname"))
@@ -112,15 +113,15 @@ async def connection_id(agent: Agent) -> str:
 
 
 async def test_a_broker_that_lost_the_last_flushes_is_offered_all(flushing: Agent) -> None:
-    snapshot = await Snapshot.of(flushing.redis)
+    snapshot = await Snapshot.of(flushing.pool.redis)
     complete(flushing, 1)
-    await has_ids(flushing.redis, 2)
+    await has_ids(flushing.pool.redis, 2)
     flushing.flusher.poll()
-    await snapshot.restore(flushing.redis)
+    await snapshot.restore(flushing.pool.redis)
     complete(flushing, 2)
     complete(flushing, 3)
-    await has_ids(flushing.redis, 4)
-    assert (await reports(flushing.redis))[-1].reports_lost
+    await has_ids(flushing.pool.redis, 4)
+    assert (await reports(flushing.pool.redis))[-1].reports_lost
 
 
 async def test_a_sealed_agent_ends_with_the_next_step(agent: Agent) -> None:
@@ -128,7 +129,7 @@ async def test_a_sealed_agent_ends_with_the_next_step(agent: Agent) -> None:
     await start(agent, max_new_tokens=1000)
     complete(agent, 0, prefilled=[(1, 2)])
     await wait_until(lambda: agent.flusher.rests and agent.publisher.sequence == 1)
-    await seal(agent.redis, "w0-1")
+    await seal(agent.pool.redis, "w0-1")
     complete(agent, 1)
     assert agent.flusher.started is not None
     complete(agent, 2)

@@ -3,6 +3,7 @@
 from redis.asyncio import Redis
 
 from common.broker.committed import Committed, read
+from common.broker.pool_client import PoolClient
 from common.messages.records import RECORD, unpack_records
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import KEYS, grants, hset, reports, start, step
@@ -17,7 +18,7 @@ async def run_steps(agent: Agent, begin: int, end: int, row: int = 1) -> None:
 
 
 async def committed(redis: Redis, name: str = "r1") -> Committed:
-    return (await read(redis, KEYS, [name]))[name]
+    return (await read(PoolClient(redis, KEYS), [name]))[name]
 
 
 async def ids(redis: Redis, name: str = "r1") -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.committed import read
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.plan import HeldRow, Plan
@@ -98,7 +99,7 @@ async def test_a_takeover_is_answered_with_all_rows_as_they_are_and_they_go_on(
     await agent.flusher.flush()
     later = (await reports(redis))[-1]
     assert (later.takeover, later.held, later.released) == (False, [], [(5, 4)])
-    assert (await read(redis, KEYS, ["r4"]))["r4"].num_tokens == 3
+    assert (await read(PoolClient(redis, KEYS), ["r4"]))["r4"].num_tokens == 3
 
 
 async def test_the_agent_is_idle_when_it_holds_no_rows(agent: Agent) -> None:

@@ -6,6 +6,7 @@ from typing import cast
 from redis.asyncio import Redis
 
 from common.broker.committed import read
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
@@ -82,7 +83,7 @@ async def test_top_logprobs_follow_the_order_of_the_tokens(agent: Agent, redis: 
     )
     assert (unpack_ids(second.ids), second.top_ids) == ([4, 4], b"")
     await hset(redis, KEYS.request("r1"), {"width": 3})
-    committed = (await read(redis, KEYS, ["r1"]))["r1"]
+    committed = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
     assert unpack_records(committed.records, 3)[2] == [
         [(7, -0.25), (3, float("-inf"))],
         [(8, -0.25), (3, float("-inf"))],
@@ -95,11 +96,11 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(agent: Agent, 
     assert grants(agent)[-1].starts[0].prompt_logprobs == 1
     step(agent, prompt_logprobs=[prompt_logprobs(1, -1.0)])
     await agent.flusher.flush()
-    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt is None
     step(agent, {1: (0, 9)}, prompt_logprobs=[prompt_logprobs(2, -2.0, -3.0)], prefilled=[(1, 4)])
     step(agent, {1: (1, 9)})
     await agent.flusher.flush()
-    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
     assert state.num_tokens == 2
     assert unpack_records(state.prompt or b"", 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
 
@@ -108,7 +109,7 @@ async def test_a_prompt_of_one_token_has_no_logprobs(agent: Agent, redis: Redis)
     await start(agent, prompt_logprobs=0, prompt_ids=pack_ids([3]))
     step(agent, {1: (0, 9)}, prefilled=[(1, 1)])
     await agent.flusher.flush()
-    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt == b""
+    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt == b""
 
 
 async def test_prompt_logprobs_are_committed_once(agent: Agent, redis: Redis) -> None:
@@ -116,12 +117,12 @@ async def test_prompt_logprobs_are_committed_once(agent: Agent, redis: Redis) ->
     await start(agent, prompt_logprobs=0)
     step(agent, prompt_logprobs=[prompt_logprobs(1, -1.0)], ended=[(1, "preempted", 0)], released=[(1, 1)])
     await agent.flusher.flush()
-    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt is None
     await start(agent, row=2, prompt_logprobs=0, committed=RECORD.pack(5, -1.0))
     assert grants(agent)[-1].starts[0].prompt_logprobs is None
     step(agent, {2: (1, 6)}, prefilled=[(2, 3)])
     await agent.flusher.flush()
-    assert (await read(redis, KEYS, ["r2"]))["r2"].prompt is None
+    assert (await read(PoolClient(redis, KEYS), ["r2"]))["r2"].prompt is None
 
 
 async def test_rows_that_do_not_ask_for_prompt_logprobs_get_none(agent: Agent, redis: Redis) -> None:
