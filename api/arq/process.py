@@ -6,7 +6,7 @@ import logging
 
 import uvloop
 
-from api.arq.worker import JobWorker
+from api.arq.worker import JobWorker, log_in_one_line
 from common.broker.client import ERRORS
 from common.broker.pool_client import PoolClient
 from common.process.heartbeat import Heartbeat
@@ -24,7 +24,9 @@ def main() -> None:
     with exit_when_unservable():
         settings = Settings.read([])
         configure_process(own, settings)
-        logging.getLogger("arq.worker").setLevel(logging.WARNING)  # below that it logs prompts
+        arq_log = logging.getLogger("arq.worker")
+        arq_log.setLevel(logging.WARNING)  # below that it logs prompts
+        arq_log.addFilter(log_in_one_line)
     uvloop.run(serve(settings, own.incarnation))
 
 

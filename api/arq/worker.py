@@ -9,7 +9,7 @@ from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.worker import Function, Worker, func
 
-from api.arq.client import ArqClient
+from api.arq.client import ArqClient, JobFailed
 from api.arq.serializer import make_unpack, pack
 from api.retry import repeat_forever
 from common.beats import until_beat
@@ -141,17 +141,30 @@ class JobWorker(Worker):
             log.warning("job %s is tried again: %s", job_id, describe_error(error))
 
 
+def log_in_one_line(record: logging.LogRecord) -> bool:
+    """Filter of arq's log: a job that was answered with an error is a warning without a traceback, which
+    would only show how this worker came by the answer.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], JobFailed):
+        record.exc_info = None
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+    return True
+
+
 def job_functions(run_in_fleet: Any) -> list[Function]:
     """The functions that arq clients can enqueue; `run_in_fleet(job_id, content)` gives the fleet's
     answer.
     """
 
     async def generate(
-        ctx: dict[str, Any], inputs: str, parameters: dict[str, Any] | None = None, **terms: Any
+        ctx: dict[str, Any],
+        inputs: str | None = None,
+        parameters: dict[str, Any] | None = None,
+        **terms: Any,
     ) -> Any:
         return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters, **terms})
 
-    async def chat(ctx: dict[str, Any], messages: list[Any], **fields: Any) -> Any:
+    async def chat(ctx: dict[str, Any], messages: list[Any] | None = None, **fields: Any) -> Any:
         terms = {name: fields.pop(name) for name in TERMS if name in fields}
         return await run_in_fleet(ctx["job_id"], {"messages": messages, "parameters": fields, **terms})
 

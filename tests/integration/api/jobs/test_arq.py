@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import pickle
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
 from redis.asyncio import Redis
 
-from api.arq.worker import JobWorker
+from api.arq.worker import JobWorker, log_in_one_line
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
@@ -98,7 +99,8 @@ async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorke
         (("generate", ""), {}, "`inputs` cannot be empty"),
         (("generate", "a", {"top_p": 7}), {}, "`top_p`"),
         (("generate", "a"), {"_job_id": "a b"}, "`id`"),
-        (("generate",), {}, "missing 1 required positional argument"),
+        (("generate",), {}, "either `inputs` or `messages` must be given"),
+        (("chat",), {}, "either `inputs` or `messages` must be given"),
         (("generate", b"\xff"), {}, "bytes"),
         (("chat", CHAT["messages"]), {"n": 1000}, "`n`"),
         (("train", "a"), {}, "'train' not found"),
@@ -110,6 +112,21 @@ async def test_an_invalid_arq_job_fails_with_the_http_error(
     async with job_worker(broker.url):
         with pytest.raises(SerializationError, match=words):
             await result(await enqueue(client, *args, **kwargs))
+
+
+async def test_a_job_that_is_answered_with_an_error_is_one_line_of_the_log(
+    client: ArqRedis, worker: FakeWorker, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    arq_log = logging.getLogger("arq.worker")
+    arq_log.addFilter(log_in_one_line)
+    try:
+        async with job_worker(broker.url):
+            with pytest.raises(SerializationError):
+                await result(await enqueue(client, "generate", ""))
+    finally:
+        arq_log.removeFilter(log_in_one_line)
+    [record] = [one for one in caplog.records if "`inputs` cannot be empty" in one.getMessage()]
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
 
 
 class Trap:
