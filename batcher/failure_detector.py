@@ -49,7 +49,7 @@ class FailureDetector:
             self.pause()
         self.checked_s = now_s
 
-    def check_clock_jump(self, now_ms: int) -> None:
+    def check_clock_jump(self, now_ms: float) -> None:
         """Pause if the broker's clock, which expires heartbeats, has jumped, or may have: at the first check
         nobody knows what it showed before.
         """

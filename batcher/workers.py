@@ -169,9 +169,10 @@ class WorkerRegistry:
         """Take over new workers. Return those that must be sealed: they are dead, or unreadable and may hold
         requests from before this epoch.
         """
-        states, seen_ms, now_ms = await self.look()
-        while not seen_ms.keys() <= states.keys():  # others have joined
-            states, seen_ms, now_ms = await self.look()
+        known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
+        found, seen_ms, now_ms = await self.pool.look_at_workers({*self.listed, *known}, ["state"])
+        self.listed = [*seen_ms]
+        states = {name: state for name, (state,) in found.items() if name in known or name in seen_ms}
         self.detector.check_stall()
         self.detector.check_clock_jump(now_ms)
         for incarnation, state in states.items():
@@ -191,24 +192,6 @@ class WorkerRegistry:
             if self.state(incarnation) is WorkerState.UNREADABLE
         }
         return sorted(dead | unreadable)
-
-    async def look(self) -> tuple[dict[str, bytes | None], dict[str, float], int]:
-        """Return the state of each worker that is known, or was and is in the pool; the time of the last
-        heartbeat of each that is in the pool; and the present. Times are in ms of the broker's clock.
-        """
-        known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
-        incarnations = sorted({*self.listed, *known})
-        async with self.pool.redis.pipeline(transaction=False) as pipe:
-            for incarnation in incarnations:
-                pipe.hget(self.pool.keys.worker(incarnation), "state")
-            pipe.zrange(self.pool.keys.workers, 0, -1, withscores=True)
-            pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
-            *states, members, (now_s, now_us) = await pipe.execute()
-        seen_ms = {member.decode(): at_ms for member, at_ms in members}
-        self.listed = [*seen_ms]
-        found = zip(incarnations, states, strict=True)
-        left = {name: state for name, state in found if name in known or name in seen_ms}
-        return left, seen_ms, now_s * 1000 + now_us // 1000
 
     async def seal(self, incarnation: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist.

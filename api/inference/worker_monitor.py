@@ -50,7 +50,7 @@ class WorkerMonitor:
         self.checked_s = 0.0
         self.refresh_lock = asyncio.Lock()
         self.state = "ready"
-        self.names: list[bytes] = []
+        self.names: list[str] = []
 
     async def run(self) -> None:
         """Never returns."""
@@ -86,35 +86,21 @@ class WorkerMonitor:
         """Read the workers, in one round trip unless others have joined, and note what those say that are
         ready.
         """
-        seen, hashes, now_ms = await self.read(self.names)
-        while not seen.keys() <= hashes.keys():
-            seen, hashes, now_ms = await self.read([*seen])
+        found, seen, now_ms = await self.client.look_at_workers(self.names, ["state", "capacity"])
         self.names = [*seen]
         ages_s, max_tokens = [], []
         for incarnation, seen_ms in seen.items():
-            state, capacity = hashes[incarnation]
+            state, capacity = found[incarnation]
             if state != b"ready" or capacity is None:
                 continue
             try:
                 max_tokens.append(decode(WorkerCapacity, capacity).max_total_tokens)
                 ages_s.append(max(0.0, now_ms - seen_ms) / 1000)  # the broker's clock may have gone back
             except WireError as error:
-                log.error("worker %s: %s", incarnation.decode(), error)
+                log.error("worker %s: %s", incarnation, error)
         if ages_s:
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
             self.max_total_tokens = min(max_tokens)
-
-    async def read(
-        self, names: list[bytes]
-    ) -> tuple[dict[bytes, float], dict[bytes, list[bytes | None]], float]:
-        """Workers with the times of their last heartbeats, state and capacity of `names`, and the present."""
-        async with self.client.redis.pipeline(transaction=False) as pipe:
-            for incarnation in names:
-                pipe.hmget(self.client.keys.worker(incarnation.decode()), ["state", "capacity"])
-            pipe.zrange(self.client.keys.workers, 0, -1, withscores=True)
-            pipe.time()
-            *hashes, seen, (seconds, microseconds) = await pipe.execute()
-        return dict(seen), dict(zip(names, hashes, strict=True)), seconds * 1000 + microseconds / 1000
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""

@@ -1,8 +1,8 @@
 """PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
@@ -10,6 +10,20 @@ from common.broker.client import broker_url, connect, script
 from common.broker.fast_client import Argument
 from common.broker.keys import Keys
 from common.settings.settings import Settings
+
+
+class WorkerLook(NamedTuple):
+    """What the broker says of workers.
+
+    Attributes:
+        heartbeats: by incarnation: the values of the fields that were read.
+        seen_ms: of each that is in the pool: when it sent the last one, by the broker's clock.
+        now_ms: what that shows.
+    """
+
+    heartbeats: dict[str, list[bytes | None]]
+    seen_ms: dict[str, float]
+    now_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,23 @@ class PoolClient:
     async def workers(self) -> list[str]:
         """Incarnations of workers, some of which may have died."""
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
+
+    async def look_at_workers(self, names: Iterable[str], fields: list[str]) -> WorkerLook:
+        """Read heartbeats of these workers and of those in the pool, in one round trip if these are all."""
+        wanted = sorted({*names})
+        while True:
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for name in wanted:
+                    pipe.hmget(self.keys.worker(name), fields)
+                pipe.zrange(self.keys.workers, 0, -1, withscores=True)
+                pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
+                *hashes, members, (now_s, now_us) = await pipe.execute()
+            seen_ms = {member.decode(): at_ms for member, at_ms in members}
+            if seen_ms.keys() <= {*wanted}:
+                return WorkerLook(
+                    dict(zip(wanted, hashes, strict=True)), seen_ms, now_s * 1000 + now_us / 1000
+                )
+            wanted = sorted({*wanted, *seen_ms})
 
     async def processes(self, kind: str) -> list[str]:
         """Names of the processes of one kind, other than `worker`; some of them may have died."""

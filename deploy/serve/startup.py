@@ -119,12 +119,8 @@ async def are_ready(fleet: LocalFleet, kind: str) -> bool:
 
 async def ready_workers(pool: PoolClient) -> list[str]:
     """Workers with a heartbeat, by the first incarnation of their process."""
-    members = await pool.workers()
-    async with pool.redis.pipeline(transaction=False) as pipe:
-        for member in members:
-            pipe.exists(pool.keys.worker(member))
-        found = await pipe.execute()
-    return [first_incarnation(member) for member, is_there in zip(members, found, strict=True) if is_there]
+    found = (await pool.look_at_workers([], ["state"])).heartbeats
+    return [first_incarnation(name) for name, (state,) in found.items() if state is not None]
 
 
 async def wait_for_broker(settings: Settings) -> None:
