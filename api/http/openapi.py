@@ -19,7 +19,7 @@ REFERENCE = "#/components/schemas/{model}"
 
 TGI = "TGI API"
 OPENAI = "OpenAI API"
-RESUME = "Lost connections"
+RESUME = "Resuming"
 FLEET = "Fleet"
 HEALTH = "Health"
 TAGS = [
@@ -27,8 +27,8 @@ TAGS = [
     {"name": TGI, "description": "The API of text-generation-inference."},
     {
         "name": RESUME,
-        "description": "A client that asked to come back (`resume_s`, `detached`), and whose connection is "
-        "lost or whose gateway has died, goes on behind the last frame it has.",
+        "description": "Requests and streams after a lost connection or a gateway's death, for clients that "
+        "asked to come back (`resume_s`, `detached`).",
     },
     {
         "name": HEALTH,
