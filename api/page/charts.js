@@ -19,7 +19,7 @@ const STRIPS = [
   {
     name: "Queue",
     of: (fleet) => fleet.requests.waiting,
-    note: (fleet) => `${fleet.requests.live} of ${fleet.requests.limit} live`,
+    note: (fleet) => `${figure(fleet.requests.live)} of ${figure(fleet.requests.limit)} live`,
     least: 4,
   },
   {

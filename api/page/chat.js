@@ -56,9 +56,17 @@ function submit() {
 
 function send(text) {
   if (stopping) return;
+  leaveUnanswered();
   recall({ role: "user", content: text });
   find("talk").scrollTop = find("talk").scrollHeight;
   answer();
+}
+
+/** A question that got no answer is on the page alone: templates of many models refuse two messages of one
+ * role in a row. Only the last question can be asked again. */
+function leaveUnanswered() {
+  if (turns.at(-1)?.role === "user") turns.pop();
+  for (const button of find("talk").querySelectorAll(".again")) button.remove();
 }
 
 /** Requests an answer to the messages so far. */
@@ -124,7 +132,7 @@ function broke(one, error) {
   const cut = "The connection was lost, and no gateway went on with the answer.";
   const why = one.num_tokens && !error.status ? cut : error.message || cut;
   one.end("broken", why);
-  const again = make("button", { type: "button", className: "plain" }, "Ask again");
+  const again = make("button", { type: "button", className: "plain again" }, "Ask again");
   again.onclick = () => {
     if (stopping) return;
     if (turns.at(-1)?.role === "assistant") turns.pop();

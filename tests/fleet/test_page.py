@@ -3,9 +3,10 @@ and the answer is whole.
 """
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -146,6 +147,20 @@ def test_an_error_names_the_bad_setting_and_a_retry_works(page: Page) -> None:
     page.get_by_label("Max tokens").fill("3")
     page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+
+
+def test_a_question_without_an_answer_is_not_sent_again_with_the_next_one(page: Page) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data) if request.method == "POST" else None)
+    send(page, "Refused", 1_000_000)
+    expect(page.get_by_role("button", name="Ask again")).to_be_visible()
+    page.get_by_label("Max tokens").fill("3")
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+    refused, answered = [[one["content"] for one in json.loads(body)["messages"]] for body in sent]
+    assert (refused, answered) == (["Refused"], ["Hello"])
+    expect(page.get_by_role("button", name="Ask again")).to_have_count(0)
 
 
 def test_an_answer_goes_on_after_its_gateway_died(fleet: Fleet, page: Page) -> None:
