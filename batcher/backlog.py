@@ -82,7 +82,3 @@ class Backlog:
         if state.cancelled:
             sequence.stop_reason = "client"
         self.held_by.setdefault(state.worker, []).append(sequence)
-
-    def pop(self, worker: str) -> list[Sequence]:
-        """Return the sequences that the worker held, once."""
-        return self.held_by.pop(worker, [])

@@ -116,7 +116,7 @@ class Housekeeping:
         pool_ttl_s = POOL_TTL_S if self.detector.active else ""
         await self.pool.run(
             "publish_state",
-            keys=[keys.control, keys.state, POOLS, heartbeat.process_key, heartbeat.index_key],
+            keys=[keys.control, keys.state, POOLS, heartbeat.process_key, keys.processes],
             args=[
                 *(control_id, STATE_TTL_MS, keys.pool, pool_ttl_s, len(counts)),
                 *(part for pair in counts.items() for part in pair),

@@ -71,13 +71,10 @@ async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> None:
 async def stand_by(settings: Settings, pool: PoolClient, lease: Lease) -> int:
     """Wait for the lease, sending heartbeats meanwhile. Return the new epoch."""
     heartbeat = Heartbeat(pool, "batcher", lease.holder, settings.worker_ttl_s)
-    sending = asyncio.create_task(
-        heartbeat.send_forever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0})
+    await run_until_one_ends(
+        lease.acquire(), heartbeat.send_forever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0})
     )
-    try:
-        return await lease.acquire()
-    finally:
-        sending.cancel()
+    return int(lease.epoch)
 
 
 def main() -> None:

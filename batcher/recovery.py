@@ -77,7 +77,7 @@ class Recovery:
 
     def restore_unheld(self) -> None:
         """Resume the requests from before this epoch that no worker held."""
-        for part in in_slices(self.backlog.pop(""), RESTORED_AT_ONCE):
+        for part in in_slices(self.backlog.held_by.pop("", []), RESTORED_AT_ONCE):
             self.actions.append(partial(self.enqueue_unheld, part))
 
     async def seal_process(self, incarnation: str) -> None:
@@ -97,7 +97,7 @@ class Recovery:
 
     def remove(self, incarnation: str) -> None:
         """Remove a worker that is sealed, and whose reports were read."""
-        held = self.scheduler.remove_worker(incarnation) + self.backlog.pop(incarnation)
+        held = self.scheduler.remove_worker(incarnation) + self.backlog.held_by.pop(incarnation, [])
         self.actions.append(partial(self.remove_worker, incarnation, held))
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:

@@ -48,11 +48,6 @@ class KnownWorker:
     capacity: WorkerCapacity | None = None
 
     @property
-    def is_taken_over(self) -> bool:
-        """Whether nothing from before this epoch can come of it any more."""
-        return self.state in (WorkerState.ACTIVE, WorkerState.REMOVED)
-
-    @property
     def is_followed(self) -> bool:
         """Whether its reports are read."""
         return self.state in (WorkerState.TAKEOVER_SENT, WorkerState.ACTIVE)
@@ -60,7 +55,7 @@ class KnownWorker:
     @property
     def is_pending(self) -> bool:
         """Whether it may still hold requests from before this epoch."""
-        return self.is_earlier and not self.is_taken_over
+        return self.is_earlier and self.state not in (WorkerState.ACTIVE, WorkerState.REMOVED)
 
 
 class WorkerRegistry:
@@ -117,7 +112,7 @@ class WorkerRegistry:
         redis, keys = self.pool.redis, self.pool.keys
         state, capacity = await redis.hmget(keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
         if state == b"draining":
-            self.scheduler.drain(incarnation)
+            self.scheduler.workers.drain(incarnation)
         if state is None or self.state(incarnation) not in UNSENT:
             return
         worker = self.workers.setdefault(incarnation, KnownWorker())
@@ -154,7 +149,7 @@ class WorkerRegistry:
         left = self.scheduler.take_over(worker.capacity, report, sequences)
         worker.state = WorkerState.ACTIVE
         if worker.draining:
-            self.scheduler.drain(incarnation)
+            self.scheduler.workers.drain(incarnation)
         held = len(sequences) - len(left)
         log.info(
             "worker %s joined: %d blocks of %d tokens%s",
@@ -177,7 +172,7 @@ class WorkerRegistry:
         self.detector.check_clock_jump(now_ms)
         for incarnation, state in states.items():
             if state == b"draining":  # all at once: rows of one do not go to another that drains, too
-                self.scheduler.drain(incarnation)
+                self.scheduler.workers.drain(incarnation)
         for incarnation, state in states.items():
             if state is not None and self.state(incarnation) in UNSENT:
                 await self.send_takeover(incarnation)

@@ -150,10 +150,6 @@ class Scheduler:
         self.workers.add(replica)
         return left
 
-    def drain(self, incarnation: str) -> None:
-        """Give the worker no new rows. Its own go to others; without one, clients' go on, jobs wait."""
-        self.workers.drain(incarnation)
-
     def remove_worker(self, incarnation: str) -> list[Sequence]:
         """Remove a sealed worker. Return the requests that it held."""
         if (replica := self.workers.remove(incarnation)) is None:

@@ -34,6 +34,7 @@ class WorkerSet:
         return replica
 
     def drain(self, incarnation: str) -> None:
+        """Give the worker no new rows. Its own go to others; without one, clients' go on, jobs wait."""
         replica = self.replicas.get(incarnation)
         if replica is not None and not replica.draining:
             replica.draining = True

@@ -34,7 +34,6 @@ class Heartbeat:
         self.ttl_ms = round(ttl_s * 1000)
         self.member = f"{kind}:{name}"
         self.process_key = pool.keys.process(kind, name)
-        self.index_key = pool.keys.processes
 
     def arguments(self, **fields: str | int) -> list[str | int]:
         """The arguments of the script."""
@@ -42,7 +41,7 @@ class Heartbeat:
         return [self.member, self.ttl_ms, *pairs]
 
     async def send(self, **fields: str | int) -> None:
-        keys = [self.process_key, self.index_key]
+        keys = [self.process_key, self.pool.keys.processes]
         await self.pool.run("heartbeat", keys, self.arguments(**fields))
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
@@ -79,5 +78,5 @@ class Heartbeat:
     async def remove(self) -> None:
         async with self.pool.redis.pipeline() as pipe:
             pipe.delete(self.process_key)
-            pipe.zrem(self.index_key, self.member)
+            pipe.zrem(self.pool.keys.processes, self.member)
             await pipe.execute()

@@ -40,8 +40,7 @@ async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
 
 async def release_lease(pool: PoolClient, incarnation: str) -> None:
     """Release the lease, if this batcher held it: another takes it."""
-    keys = [pool.keys.batcher, pool.keys.epoch, pool.keys.clock]
-    await pool.run("lease", keys, [incarnation, 0, "", ""])
+    await pool.run("lease", [pool.keys.batcher, pool.keys.epoch, pool.keys.clock], [incarnation, 0, "", ""])
 
 
 DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {

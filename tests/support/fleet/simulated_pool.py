@@ -139,7 +139,7 @@ class Pool:
             case "succeed":
                 self.succeed()
             case "drain":
-                self.scheduler.drain(name)
+                self.scheduler.workers.drain(name)
                 self.add_worker()
             case "cancel":
                 self.scheduler.cancel(f"r{self.random.randrange(num_requests)}", "client")

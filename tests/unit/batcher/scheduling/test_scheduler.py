@@ -175,7 +175,7 @@ def test_a_draining_worker_gives_its_rows_away() -> None:
     pool = Pool(2, num_blocks=100, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 400, i) for i in range(4)))
     pool.turn()
-    pool.scheduler.drain("w0")
+    pool.scheduler.workers.drain("w0")
     for _ in range(30):
         pool.turn()
     assert not pool.workers["w0"].rows and len(pool.workers["w1"].rows) == 4
@@ -187,7 +187,7 @@ def test_the_last_worker_finishes_rows_of_clients_and_takes_new_ones_only_when_t
     pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 100, i, gateway="g") for i in range(4)))
     pool.turn()
-    pool.scheduler.drain("w0")
+    pool.scheduler.workers.drain("w0")
     for _ in range(150):
         pool.turn()
     assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows
@@ -200,7 +200,7 @@ def test_the_last_worker_leaves_jobs_to_the_next_one() -> None:
     pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
     pool.add(request("job", 10, 400, 0), *(request(f"r{i}", 10, 50, 1 + i, gateway="g") for i in range(2)))
     pool.turn()
-    pool.scheduler.drain("w0")
+    pool.scheduler.workers.drain("w0")
     pool.scheduler.workers.close()
     for _ in range(200):
         pool.turn()
@@ -215,7 +215,7 @@ def test_rows_of_a_draining_worker_move_as_soon_as_another_joins() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 400, i, gateway="g") for i in range(4)))
     pool.turn()
-    pool.scheduler.drain("w0")
+    pool.scheduler.workers.drain("w0")
     for _ in range(10):
         pool.turn()
     assert len(pool.workers["w0"].rows) == 4
