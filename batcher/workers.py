@@ -109,8 +109,9 @@ class WorkerRegistry:
 
     async def send_takeover(self, incarnation: str) -> None:
         """Send the takeover to a worker with a heartbeat, once; drain a worker that wants to leave."""
-        redis, keys = self.pool.redis, self.pool.keys
-        state, capacity = await redis.hmget(keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
+        state, capacity = await self.pool.redis.hmget(  # type: ignore[misc]
+            self.pool.keys.worker(incarnation), ["state", "capacity"]
+        )
         if state == b"draining":
             self.scheduler.workers.drain(incarnation)
         if state is None or self.state(incarnation) not in UNSENT:
