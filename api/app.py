@@ -25,7 +25,7 @@ from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
 from api.responses import routes_create, routes_stored
 from api.resume import routes_requests, routes_resume
-from api.resume.inherit import InheritedAnswers
+from api.resume.inherit import write_inherited
 from api.resume.middleware import resume_posts
 from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize, routes_vertex
 from api.vllm import routes_detokenize, routes_version
@@ -125,4 +125,4 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 def build_heir(gateway: Gateway, channel: KeeperChannel) -> ASGIApp:
     """Make the application that goes on with answers of other gateways."""
-    return wrap(add_cors(InheritedAnswers(gateway.pools), gateway.settings), channel)
+    return wrap(add_cors(partial(write_inherited, gateway.pools), gateway.settings), channel)

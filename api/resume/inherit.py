@@ -34,82 +34,82 @@ Inherited = tuple[Pool, HttpAnswer, list[Stream], int]
 """The pool of an answer, the answer, the streams of its choices, the number of their reader."""
 
 
-class InheritedAnswers:
+async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, send: Send) -> None:
     """The ASGI application that writes inherited answers, each from its first byte on. One that cannot go on
     is cut; if none of it was written, its client is told why.
     """
-
-    def __init__(self, pools: PoolRegistry) -> None:
-        self.pools = pools
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kept: KeptAnswer = scope["state"][INHERITED]
-        try:
-            response = await self.respond(Request(scope, receive), kept)
-        except ClientDisconnect:
+    kept: KeptAnswer = scope["state"][INHERITED]
+    try:
+        response = await respond(pools, Request(scope, receive), kept)
+    except ClientDisconnect:
+        return
+    except ApiError as error:
+        log.warning("request %s cannot go on: %s", kept.request_id, error)
+        if kept.head:
+            scope["extensions"][CYCLE].transport.abort()
             return
-        except ApiError as error:
-            log.warning("request %s cannot go on: %s", kept.request_id, error)
-            if kept.head:
-                scope["extensions"][CYCLE].transport.abort()
-                return
-            response = error_response(error, "/")
-        await response(scope, receive, send)
+        response = error_response(error, "/")
+    await response(scope, receive, send)
 
-    async def respond(self, request: Request, kept: KeptAnswer) -> Response:
-        """Raises ApiError, ClientDisconnect."""
-        pool, answer, streams, reader = await attempt(
-            lambda: self.take_over(kept), partial(wait_for_broker, request.scope["extensions"][CYCLE], kept)
-        )
-        release, renderer = pool.admission.release, attach.renderer_of(answer)
-        if answer.streamed:
-            frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen)
-            return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
-        arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
-        return await respond_with_whole(
-            request, answer, streams, dict(kept.extra), renderer.whole, arrived_s, release, reader
-        )
 
-    async def take_over(self, kept: KeptAnswer) -> Inherited:
-        """Have the requests of an answer read here. Those that the broker has lost are queued again: they
-        give the same tokens, which the client does not get twice.
+async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Response:
+    """Raises ApiError, ClientDisconnect."""
+    pool, answer, streams, reader = await attempt(
+        lambda: take_over(pools, kept), partial(wait_for_broker, request.scope["extensions"][CYCLE], kept)
+    )
+    release, renderer = pool.admission.release, attach.renderer_of(answer)
+    if answer.streamed:
+        frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen)
+        return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
+    arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
+    return await respond_with_whole(
+        request, answer, streams, dict(kept.extra), renderer.whole, arrived_s, release, reader
+    )
 
-        Raises ApiError: 404, 410, 503.
-        """
-        try:
-            found = await find(self.pools, kept.request_id)
-            if found is None:
-                raise attach.unknown_answer(kept.request_id)
-            streams = attach.new_streams(*found)
-            reader = await attach.take_over(found.pool, streams, kept.connection)
-            return found.pool, found.answer, streams, reader
-        except ApiError as error:
-            if error.status != 404 or kept.requests is None:
-                raise
-        pool, answer, streams = await self.offer(kept, kept.requests)
-        return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
 
-    async def offer(self, kept: KeptAnswer, lost: KeptRequests) -> tuple[Pool, HttpAnswer, list[Stream]]:
-        """Offer the requests of an answer to a broker that does not know them all. Raises ApiError: 404 where
-        their time is over, 503.
-        """
-        pool = await self.pools.named(lost.pool)
-        try:
-            answer = decode(HttpAnswer, lost.answer)
-        except WireError as error:  # of another version
-            raise attach.unknown_answer(kept.request_id) from error
-        streams = attach.new_streams(pool, answer, lost.channel)
-        age_ms = round(1000 * max(0.0, time.time() - answer.created_s))
-        for stream, digest in zip(streams, lost.digests, strict=True):
-            ttl_ms = stream.request.ttl_ms - age_ms
-            if ttl_ms <= 0:
-                raise attach.unknown_answer(kept.request_id)
-            stream.request = replace(stream.request, digest=digest, ttl_ms=ttl_ms)
-            stream.reader = stream.connection = kept.connection
-            async with asking_broker():
-                await pool.relay.filler.offers.send(stream, ttl_ms, reopen=False)
-        log.warning("request %s is offered again: the broker has lost it", kept.request_id)
-        return pool, answer, streams
+async def take_over(pools: PoolRegistry, kept: KeptAnswer) -> Inherited:
+    """Have the requests of an answer read here. Those that the broker has lost are queued again: they
+    give the same tokens, which the client does not get twice.
+
+    Raises ApiError: 404, 410, 503.
+    """
+    try:
+        found = await find(pools, kept.request_id)
+        if found is None:
+            raise attach.unknown_answer(kept.request_id)
+        streams = attach.new_streams(*found)
+        reader = await attach.take_over(found.pool, streams, kept.connection)
+        return found.pool, found.answer, streams, reader
+    except ApiError as error:
+        if error.status != 404 or kept.requests is None:
+            raise
+    pool, answer, streams = await offer(pools, kept, kept.requests)
+    return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+
+
+async def offer(
+    pools: PoolRegistry, kept: KeptAnswer, lost: KeptRequests
+) -> tuple[Pool, HttpAnswer, list[Stream]]:
+    """Offer the requests of an answer to a broker that does not know them all. Raises ApiError: 404 where
+    their time is over, 503.
+    """
+    pool = await pools.named(lost.pool)
+    try:
+        answer = decode(HttpAnswer, lost.answer)
+    except WireError as error:  # of another version
+        raise attach.unknown_answer(kept.request_id) from error
+    streams = attach.new_streams(pool, answer, lost.channel)
+    age_ms = round(1000 * max(0.0, time.time() - answer.created_s))
+    for stream, digest in zip(streams, lost.digests, strict=True):
+        ttl_ms = stream.request.ttl_ms - age_ms
+        if ttl_ms <= 0:
+            raise attach.unknown_answer(kept.request_id)
+        stream.request = replace(stream.request, digest=digest, ttl_ms=ttl_ms)
+        stream.reader = stream.connection = kept.connection
+        async with asking_broker():
+            await pool.relay.filler.offers.send(stream, ttl_ms, reopen=False)
+    log.warning("request %s is offered again: the broker has lost it", kept.request_id)
+    return pool, answer, streams
 
 
 async def wait_for_broker(cycle: Any, kept: KeptAnswer, error: Exception) -> None:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.json import to_json
-from api.resume.requests import find_request
+from api.resume.requests import cancel_choices, describe_request, find_request
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]
@@ -42,7 +42,7 @@ async def show_request(request: Request, request_id: RequestId) -> Response:
     comes back. Its id is in the header `x-request-id` of a stream.
     """
     own = await find_request(request, request_id)
-    return Response(to_json(await own.describe()), media_type="application/json")
+    return Response(to_json(await describe_request(own)), media_type="application/json")
 
 
 @router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
@@ -51,5 +51,5 @@ async def cancel_request(request: Request, request_id: RequestId) -> Response:
     is.
     """
     own = await find_request(request, request_id)
-    await own.cancel()
-    return Response(to_json(await own.describe()), media_type="application/json")
+    await cancel_choices(own)
+    return Response(to_json(await describe_request(own)), media_type="application/json")
