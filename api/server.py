@@ -17,10 +17,9 @@ from api.heir.heir import Heir
 from api.heir.keeper_channel import inherited_channel
 from api.http.draining import Draining, DrainingServer
 from api.http.protocol import HttpProtocol, InheritedConnection
-from api.inference.sampling import load_sampling_defaults
+from api.inference.pool import load_tokenizer
 from api.lifecycle import Gateway
 from api.tokenizer import ModelTokenizer
-from common import model_files
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import logs, parent_death
 from common.process.preload import FLAG, wait_for_place
@@ -61,19 +60,6 @@ def preload() -> ModelTokenizer:
     setproctitle.setproctitle(f"tokenfleet {PRELOADED}")
     wait_for_place()
     return tokenizer
-
-
-def load_tokenizer(settings: Settings) -> ModelTokenizer:
-    """Raises SettingError."""
-    # A gateway tokenises one prompt at a time: a thread pool would only cost.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
-    return ModelTokenizer.load(
-        path,
-        settings.tokenizer_config_path,
-        settings.chat_template,
-        load_sampling_defaults(path, settings),
-    )
 
 
 def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> None:

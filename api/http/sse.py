@@ -9,7 +9,6 @@ same bytes. Comments that keep the connection alive are the only bytes besides.
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
 from api.heir.answer_socket import flush_socket
@@ -30,9 +29,6 @@ COMMENT_AMONG_IDS = b": \n"
 at every empty line.
 """
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
-
-# A server that is told to stop finishes its streams: the library would cut them.
-AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class TokenStream(RawEventSourceResponse):

@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 
 from api.event_loop.background import background_task
 from api.inference.admission import Admission
 from api.inference.batcher_monitor import BatcherMonitor
+from api.inference.sampling import load_sampling_defaults
 from api.inference.worker_monitor import WorkerMonitor
 from api.streams.relay import Relay
 from api.tokenizer import ModelTokenizer
 from api.tool_calls import detect
 from api.tool_calls.formats.table import ALIASES, CALL_FORMATS, CallFormat, call_format
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
+from common import model_files
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
 from common.settings.settings import SettingError, Settings
@@ -71,6 +74,19 @@ class Pool:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
             yield self
+
+
+def load_tokenizer(settings: Settings) -> ModelTokenizer:
+    """The tokenizer of the settings' model. Raises SettingError."""
+    # A gateway tokenises one prompt at a time: a thread pool would only cost.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
+    return ModelTokenizer.load(
+        path,
+        settings.tokenizer_config_path,
+        settings.chat_template,
+        load_sampling_defaults(path, settings),
+    )
 
 
 # --- formats of answers -------------------------------------------------------------------------------------

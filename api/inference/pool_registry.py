@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from pathlib import Path
 
 from api.errors import asking_broker, model_not_found, unavailable
-from api.inference.pool import Pool
-from api.inference.sampling import load_sampling_defaults
-from api.tokenizer import ModelTokenizer
+from api.inference.pool import Pool, load_tokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
 from common.messages.codec import WireError, decode
@@ -120,11 +117,7 @@ class PoolRegistry:
     async def open(self, name: str, worker: WorkerCapacity) -> OpenPool:
         settings = foreign_settings(self.own.settings, name, worker)
         try:
-            path = await asyncio.to_thread(
-                model_files.resolve, settings.model_id, settings.revision, dtype=settings.dtype
-            )
-            defaults = load_sampling_defaults(Path(path), settings)
-            tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(path), sampling_defaults=defaults)
+            tokenizer = await asyncio.to_thread(load_tokenizer, settings)
         except SettingError as error:
             raise unavailable(f"pool {name}: {error}") from error
         stack = contextlib.AsyncExitStack()
@@ -167,6 +160,8 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
         "model_id": worker.model_id or worker.model,
         "served_model_name": (name,),
         "revision": None,
+        "tokenizer_config_path": None,
+        "chat_template": None,
         "override_generation_config": None,
         "max_total_tokens": None,
         "max_input_tokens": None,

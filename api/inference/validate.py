@@ -13,6 +13,7 @@ from api.structured_output.grammar import CompiledGrammar, compile_grammar
 from api.tokenizer import ModelTokenizer
 from common.messages.packing import pack_ids
 from common.messages.request import Generate
+from common.settings.settings import Settings
 
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
@@ -28,13 +29,12 @@ class Limits:
 
     max_input_tokens: int
     max_total_tokens: int
-    max_stop_sequences: int
-    max_top_n_tokens: int
-    max_best_of: int
-    max_client_batch_size: int
-    structured_output: bool = True
-    watermark_gamma: float = 0.5
-    watermark_delta: float = 2.0
+    settings: Settings
+
+    @property
+    def max_client_batch_size(self) -> int:
+        """Prompts of one request."""
+        return self.settings.max_client_batch_size or self.settings.max_concurrent_requests
 
 
 async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[Generate]:
@@ -92,7 +92,7 @@ def check_ranges(params: GenerationParams) -> None:
 def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     """How many items a list may have, and what token ids it may name."""
     most = {
-        "stop": (limits.max_stop_sequences, "stop sequences"),
+        "stop": (limits.settings.max_stop_sequences, "stop sequences"),
         "stop_ids": (MAX_LISTED_IDS, "token ids"),
         "top_p_reset_ids": (MAX_LISTED_IDS, "token ids"),
         "logit_bias": (MAX_BIASES, "token ids"),
@@ -149,15 +149,20 @@ def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> No
 def check_top_n(params: GenerationParams, limits: Limits) -> None:
     for field in ("top_n_tokens", "prompt_logprobs"):
         number = params.value(field) or 0
-        if number > limits.max_top_n_tokens:
-            raise invalid_field(params, field, f"must be at most {limits.max_top_n_tokens}. Given: {number}")
+        if number > limits.settings.max_top_n_tokens:
+            raise invalid_field(
+                params, field, f"must be at most {limits.settings.max_top_n_tokens}. Given: {number}"
+            )
 
 
 def watermark(params: GenerationParams, limits: Limits) -> dict[str, Any]:
     """The fields of a watermark; none for an answer without one."""
     if not params.watermark:
         return {}
-    return {"watermark_gamma": limits.watermark_gamma, "watermark_delta": limits.watermark_delta}
+    return {
+        "watermark_gamma": limits.settings.watermark_gamma,
+        "watermark_delta": limits.settings.watermark_delta,
+    }
 
 
 async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> str:
@@ -167,7 +172,7 @@ async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: Mo
     grammar = params.grammar
     if grammar is None:
         return ""
-    if not limits.structured_output:
+    if limits.settings.disable_grammar_support:
         raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
     if isinstance(grammar, CompiledGrammar):
         return grammar.source

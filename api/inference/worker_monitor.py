@@ -117,14 +117,4 @@ class WorkerMonitor:
         """Limits of a request; valid after `check` succeeded once."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
         max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
-        return Limits(
-            max_input_tokens,
-            max_total_tokens,
-            self.settings.max_stop_sequences,
-            self.settings.max_top_n_tokens,
-            self.settings.max_best_of,
-            self.settings.max_client_batch_size or self.settings.max_concurrent_requests,
-            not self.settings.disable_grammar_support,
-            self.settings.watermark_gamma,
-            self.settings.watermark_delta,
-        )
+        return Limits(max_input_tokens, max_total_tokens, self.settings)

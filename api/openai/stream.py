@@ -5,7 +5,6 @@ from functools import partial
 from api.errors import failed, openai
 from api.event_loop.offload import offload
 from api.json import to_json
-from api.openai.choice import Choice
 from api.openai.render import ResponseRenderer
 from api.streams.feed import MAX_ITEMS, Change, Feed, MappedFeed
 
@@ -45,7 +44,10 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
     def take(self) -> list[tuple[int, bytes]]:
         new: list[tuple[int, bytes]] = []
         while self.has_piece:
-            new += take_turn(self.renderer, self.turns)
+            choice = self.turns.pop(0)
+            new += [(choice.index, chunk) for chunk in self.renderer.render_next_chunks(choice)]
+            if not choice.ended:
+                self.turns.append(choice)
             if len(new) >= MAX_ITEMS:
                 return new
         return [*new, *self.take_end()]
@@ -65,12 +67,3 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
             return []
         self.ended = True
         return [(NO_CHOICE, to_json(openai(failed(failure))[1]))]
-
-
-def take_turn(renderer: ResponseRenderer, turns: list[Choice]) -> list[tuple[int, bytes]]:
-    """The next chunks of the choice whose turn it is; unless it has ended, the choice goes to the end."""
-    choice = turns.pop(0)
-    chunks = renderer.render_next_chunks(choice)
-    if not choice.ended:
-        turns.append(choice)
-    return [(choice.index, chunk) for chunk in chunks]

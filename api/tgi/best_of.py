@@ -14,8 +14,10 @@ from common.messages.request import Generate
 
 def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
     """Raises ApiError (422) if several texts are not possible, or would all be the same."""
-    if params.n > limits.max_best_of:
-        raise invalid(f"`best_of` must be at most {limits.max_best_of}. Given: {params.n}", "best_of")
+    if params.n > limits.settings.max_best_of:
+        raise invalid(
+            f"`best_of` must be at most {limits.settings.max_best_of}. Given: {params.n}", "best_of"
+        )
     if params.n > 1 and streamed:
         raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {params.n}", "best_of")
     if params.n > 1 and not draws(params):

@@ -26,11 +26,14 @@ class PrefillToken(ApiObject):
     """Null for the first token of the prompt."""
 
 
-class GenerationDetails(ApiObject):
+class GenerationEnd(ApiObject):
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
     """The seed that samples the same text again; null for greedy decoding."""
+
+
+class GenerationDetails(GenerationEnd):
     prefill: list[PrefillToken]
     """The prompt's tokens; empty without `decoder_input_details`."""
     tokens: list[Token]
@@ -64,13 +67,9 @@ class Predictions(ApiObject):
     """A text for each instance, in their order."""
 
 
-class StreamDetails(ApiObject):
+class StreamDetails(GenerationEnd):
     """How the text was generated."""
 
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    """The seed that samples the same text again; null for greedy decoding."""
     input_length: int
     """Number of tokens of the prompt."""
 

@@ -11,11 +11,12 @@ from api.inference.ranges import RANGES
 from api.inference.validate import Limits, validate
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
+from common.settings.settings import Settings
 from tests.support.generation_params import generation_params
 from tests.support.tokenizer import model_tokenizer
 
 SIZE = model_tokenizer().size
-LIMITS = Limits(99, 100, 4, 5, 2, 4)
+LIMITS = Limits(99, 100, Settings(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=2))
 
 
 async def validated(**fields: Any) -> list[Generate]:
