@@ -13,7 +13,7 @@ from gpu_worker.engine.cuda.fp8_linear import Fp8Linear
 from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import fp8, layer_blocks
-from tests.support.engine import fake_products, quantized_models, tiny_models
+from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
     HEADS,
@@ -38,7 +38,6 @@ WIDENED, ROUNDED = 0.4, 1.5
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_models.FAMILIES, "Llama", WIDE)
     if request.node.callspec.params["device"] == "cpu":
-        fake_products.install(monkeypatch)
         monkeypatch.setattr("gpu_worker.engine.engine.compile_layers", lambda *arguments: 0)
         monkeypatch.setattr(layer_blocks, "multiplies_blocks", lambda device, dtype: True)
         monkeypatch.setattr(layer_blocks, "converts_floats", lambda device: True)

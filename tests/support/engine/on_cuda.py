@@ -25,6 +25,7 @@ from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
 from gpu_worker.engine.model.layer_blocks import replace_linears
+from tests.support.engine import fake_products
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
 
@@ -107,6 +108,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     chosen = Settings(model_id=str(folder), device=device, **SETTINGS | settings)  # type: ignore[arg-type]
     if device == "cuda":
         return Engine(chosen)
+    fake_products.install(monkeypatch)
     monkeypatch.setattr(load, "pack_linears", replace_and_fuse)
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
