@@ -20,7 +20,7 @@ from api.streams.relay import Relay
 from api.streams.stream import Stream
 from api.tokenizer import ModelTokenizer
 from common.broker.cancel import cancel_request
-from common.broker.client import CONNECT_TIMEOUT_S, describe_error, script
+from common.broker.client import CONNECT_TIMEOUT_S, describe_error
 from common.broker.keys import admission_keys
 from common.broker.pool_client import PoolClient
 from common.messages.answer import HttpAnswer
@@ -68,7 +68,6 @@ class Admission:
         self.workers = workers
         self.batcher = batcher
         self.weights = settings.weights
-        self.admit_script = script(client.redis, "admit")
         self.admissions = asyncio.Semaphore(MAX_COMMANDS)
         self.num_answered = 0
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
@@ -141,13 +140,13 @@ class Admission:
         args = admit_args(request, answer, self.settings, self.weights)
         async with self.turn(), asyncio.timeout(CONNECT_TIMEOUT_S):
             try:
-                return await self.admit_script(keys=keys, args=args)
+                return await self.client.run("admit", keys, args)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 await self.client.redis.connection_pool.disconnect(inuse_connections=False)
-                return await self.admit_script(keys=keys, args=args)
+                return await self.client.run("admit", keys, args)
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -1,13 +1,13 @@
 """PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
+from redis.typing import EncodableT
 
-from common.broker.client import broker_url, connect, script
-from common.broker.fast_client import Argument
+from common.broker.client import Script, broker_url, connect, script
 from common.broker.keys import Keys
 from common.settings.settings import Settings
 
@@ -28,10 +28,15 @@ class WorkerLook(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolClient:
-    """As a context, it closes its connections at the end."""
+    """As a context, it closes its connections at the end.
+
+    Attributes:
+        scripts: by name, those that were run: the text of each is hashed once.
+    """
 
     redis: Redis
     keys: Keys
+    scripts: dict[str, Script] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def connect(cls, settings: Settings) -> "PoolClient":
@@ -44,9 +49,11 @@ class PoolClient:
     async def __aexit__(self, *_: object) -> None:
         await self.redis.aclose()
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[EncodableT]) -> Any:
         """Return what a script returns; the broker is sent a script that it does not know."""
-        return await script(self.redis, name)(keys=keys, args=args)
+        if name not in self.scripts:
+            self.scripts[name] = script(self.redis, name)
+        return await self.scripts[name](keys=keys, args=args)
 
     async def seal(self, worker: str, why: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist."""
