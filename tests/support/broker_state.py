@@ -72,8 +72,7 @@ async def send_heartbeat(
 
 
 async def seal(redis: Redis, worker: str, why: str = "died") -> None:
-    keys = [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers]
-    await script(redis, "seal")(keys=keys, args=[worker, why])
+    await PoolClient(redis, KEYS).seal(worker, why)
 
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:
