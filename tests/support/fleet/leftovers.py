@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ from redis.asyncio import Redis
 
 from common.broker.keys import Keys
 from tests.support.fleet.fleet import Fleet, title
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-SETTLED_S = 1.5
+NUM_LOOKS, LOOK_S = 4, 0.3
 STANDING = {
     "workers",
     "processes",
@@ -58,19 +60,27 @@ async def idle(redis: Redis, ignored: set[bytes]) -> bool:
 
 
 async def tasks(redis: Redis) -> dict[bytes, int]:
-    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
-    return {key: int(await redis.hget(key, "tasks") or 0) for key in keys}  # type: ignore[misc]
+    """Most tasks of each gateway in the heartbeats of a second: at some beats, tasks that wait for that very
+    beat are counted before they go on, at others after.
+    """
+    most: Counter[bytes] = Counter()
+    for _ in range(NUM_LOOKS):
+        keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
+        most |= Counter({key: int(await redis.hget(key, "tasks") or 0) for key in keys})  # type: ignore[misc]
+        await asyncio.sleep(LOOK_S)
+    return most
 
 
 async def settled_tasks(redis: Redis) -> dict[bytes, int]:
-    """As `tasks`, when the count has been the same for some heartbeats."""
-    counts = await tasks(redis)
-    while True:
-        before = counts
-        await asyncio.sleep(SETTLED_S)
-        counts = await tasks(redis)
-        if counts == before:
-            return counts
+    """As `tasks`, when the count has been the same twice. Raises TimeoutError."""
+    counts = [await tasks(redis)]
+
+    async def settled() -> dict[bytes, int] | None:
+        counts.append(await tasks(redis))
+        return counts[-1] if counts[-1] == counts[-2] else None
+
+    found: dict[bytes, int] = await wait_until(settled)
+    return found
 
 
 async def subscriptions(redis: Redis) -> list[Any]:
