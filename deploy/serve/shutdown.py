@@ -8,7 +8,6 @@ from common.broker.client import ERRORS
 from common.broker.pool_client import PoolClient
 from common.plural import plural
 from common.process.first_end import run_until_one_ends
-from common.settings.settings import Settings
 from deploy.serve.fleet import LocalFleet
 from deploy.serve.supervised_process import stop
 
@@ -61,7 +60,7 @@ async def drain(fleet: LocalFleet) -> None:
     fleet.is_ending = True
     fleet.keeper.close()  # first: a gateway without it finishes its answers itself
     timeout_s = fleet.settings.graceful_termination_timeout
-    log.info("%s", waits_for(await count_live(fleet.settings), timeout_s))
+    log.info("%s", waits_for(await count_live(fleet), timeout_s))
     await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
     rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
     await stop([*fleet.batchers, *fleet.workers], rest_s)
@@ -79,10 +78,14 @@ def waits_for(num_requests: int | None, timeout_s: float) -> str:
     )
 
 
-async def count_live(settings: Settings) -> int | None:
-    """Count requests that wait or run; None where the broker does not answer."""
+async def count_live(fleet: LocalFleet) -> int | None:
+    """Count requests that wait or run: none while no process of the fleet serves. None where the broker does
+    not answer.
+    """
+    if not any(process.pid for process in fleet.ours):
+        return 0
     try:
-        async with asyncio.timeout(COUNT_TIMEOUT_S), PoolClient.connect(settings) as pool:
+        async with asyncio.timeout(COUNT_TIMEOUT_S), PoolClient.connect(fleet.settings) as pool:
             return int(await pool.redis.xlen(pool.keys.requests))
     except (*ERRORS, TimeoutError):
         return None

@@ -2,7 +2,9 @@
 
 import pytest
 
-from deploy.serve.shutdown import waits_for
+from common.settings.settings import Settings
+from deploy.serve.fleet import new_fleet
+from deploy.serve.shutdown import count_live, waits_for
 
 WAITS = "waiting up to 90 s for {} to finish; new ones get 503. Signal again (Ctrl-C) to end now"
 
@@ -18,3 +20,8 @@ WAITS = "waiting up to 90 s for {} to finish; new ones get 503. Signal again (Ct
 )
 def test_it_says_what_it_waits_for(num_requests: int | None, text: str) -> None:
     assert waits_for(num_requests, 90.0) == text
+
+
+async def test_a_fleet_that_is_ended_before_its_first_process_waits_for_nobody() -> None:
+    settings = Settings(redis_url="redis://127.0.0.1:1")
+    assert await count_live(new_fleet(settings, None)) == 0
