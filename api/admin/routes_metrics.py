@@ -34,7 +34,7 @@ async def metrics(request: Request) -> Response:
     with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             totals = await aggregate.read_totals(pool.client)
-            granted = await pool.redis.hget(pool.keys.state, "blocks")  # type: ignore[misc]
+            granted = await pool.client.redis.hget(pool.client.keys.state, "blocks")  # type: ignore[misc]
             listed = await processes.list_processes(pool.client, pool.batcher)
             gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(pool.client)}
             values = totals

@@ -50,8 +50,6 @@ class Pool:
         self.call_format = find_call_format(settings, tokenizer)
         self.reasoning_format = find_reasoning_format(settings, tokenizer)
         self.client = PoolClient.connect(settings)
-        self.redis = self.client.redis
-        self.keys = self.client.keys
         self.relay = Relay(self.client, gateway, lose)
         self.workers = WorkerMonitor(
             self.client, gateway, settings, num_streams=lambda: len(self.relay.streams)
@@ -66,7 +64,7 @@ class Pool:
         """Serve requests while the context is open. The broker may be unreachable at first and come later."""
         await self.workers.refresh()
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self.redis.aclose)
+            stack.push_async_callback(self.client.redis.aclose)
             stack.push_async_callback(self.workers.heartbeat.remove_in_time)
             for loop in (self.relay.run(), self.workers.run(), self.batcher.run()):
                 await stack.enter_async_context(background_task(loop))

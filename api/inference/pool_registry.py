@@ -89,7 +89,7 @@ class PoolRegistry:
 
     async def names_of_others(self) -> list[str]:
         """Names of the foreign pools that have a live worker."""
-        members: list[bytes] = await self.own.redis.zrange(POOLS, 0, -1)
+        members: list[bytes] = await self.own.client.redis.zrange(POOLS, 0, -1)
         names = sorted(member.decode() for member in members if member != self.own.settings.pool.encode())
         return [name for name in names if await self.find_worker(name)]
 
@@ -127,7 +127,7 @@ class PoolRegistry:
 
     async def find_worker(self, name: str) -> WorkerCapacity | None:
         """The capacity of any live worker of a pool, if there is such a pool."""
-        keys, redis = Keys(name), self.own.redis
+        keys, redis = Keys(name), self.own.client.redis
         if await redis.zscore(POOLS, name) is None:
             return None
         for incarnation in await redis.zrange(keys.workers, 0, -1):

@@ -58,9 +58,9 @@ class JobConsumer:
         self.pool = pool
         self.admission = pool.admission
         self.settings = pool.settings
-        self.keys = pool.keys
+        self.keys = pool.client.keys
         self.name = pool.gateway
-        self.redis: Any = pool.redis
+        self.redis: Any = pool.client.redis
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}

@@ -19,7 +19,7 @@ async def left_ms(pool: Pool, job: Job) -> int:
     """Milliseconds by the broker's clock. Raises ApiError when none is left: the job never started."""
     if job.terms.deadline_ms is None:
         return MAX_DEADLINE_MS
-    seconds, microseconds = await pool.admission.retry_forever(pool.redis.time)
+    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
     left = job.entry_ms + job.terms.deadline_ms - (seconds * 1000 + microseconds // 1000)
     if left <= 0:
         raise expired(job)

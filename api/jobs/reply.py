@@ -34,7 +34,7 @@ class Reply:
 
     def __init__(self, pool: Pool, job: Job) -> None:
         self.client = pool.client
-        self.keys = keys = pool.keys
+        self.keys = keys = pool.client.keys
         self.retry_forever = pool.admission.retry_forever
         self.job = job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""

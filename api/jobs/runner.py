@@ -56,7 +56,7 @@ class JobRun:
         self.admission_lock = admission_lock
         self.admission = pool.admission
         self.relay = pool.relay
-        self.redis: Any = pool.redis
+        self.redis: Any = pool.client.redis
         self.replies: list[Reply] = []
         self.has_listener = asyncio.Event()
         self.ended = asyncio.Event()
@@ -133,7 +133,7 @@ class JobRun:
 
     async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_cancelled()
-        job_key = self.pool.keys.job(self.job.id)
+        job_key = self.pool.client.keys.job(self.job.id)
         await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
         for i, content in enumerate(self.job.terms.apply(requests, self.pool.settings)):
             request = replace(
@@ -159,7 +159,7 @@ class JobRun:
 
     async def follow(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
-        request_key = self.pool.keys.request(stream.request.request_id)
+        request_key = self.pool.client.keys.request(stream.request.request_id)
         channel: bytes | None = await self.admission.retry_forever(
             lambda: self.redis.hget(request_key, "channel")
         )
@@ -169,7 +169,7 @@ class JobRun:
 
     async def check_cancelled(self) -> None:
         """Raises ApiError if the job was cancelled; cancels those of its requests that are admitted."""
-        job_key = self.pool.keys.job(self.job.id)
+        job_key = self.pool.client.keys.job(self.job.id)
         if await self.admission.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
             for stream in self.streams:
                 await self.admission.cancel(stream.request.request_id)

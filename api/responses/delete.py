@@ -40,7 +40,11 @@ async def delete_response(stored: StoredResponse) -> None:
 
 async def delete_ended(pool: Pool, request_id: str) -> bool:
     """Delete a response. Returns False if it has not ended yet."""
-    keys = [pool.keys.request(request_id), pool.keys.tokens(request_id), pool.keys.responses]
+    keys = [
+        pool.client.keys.request(request_id),
+        pool.client.keys.tokens(request_id),
+        pool.client.keys.responses,
+    ]
     return bool(await pool.client.run("responses/delete", keys, [request_id]))
 
 
@@ -52,7 +56,9 @@ async def make_room(pool: Pool, request_id: str) -> None:
     most_s = round(settings.response_ttl_s + settings.request_timeout_s)
     async with asking_broker():
         oldest = await pool.client.run(
-            "responses/keep", [pool.keys.responses], [request_id, most_s, settings.max_stored_responses]
+            "responses/keep",
+            [pool.client.keys.responses],
+            [request_id, most_s, settings.max_stored_responses],
         )
         for other in oldest:
             await delete_ended(pool, other.decode())

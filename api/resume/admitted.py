@@ -52,11 +52,11 @@ async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -
 
 async def look_up(own: Pool, request_id: str) -> tuple[str, HttpAnswer, str] | None:
     """The name of the pool, the answer and its channel. The gateway's own pool has nearly all answers."""
-    others = [member.decode() for member in await own.redis.zrange(POOLS, 0, -1)]
+    others = [member.decode() for member in await own.client.redis.zrange(POOLS, 0, -1)]
     for name in (own.settings.pool, *others):
         for first_choice in (request_id, f"{request_id}.0"):
             request_key = Keys(name).request(first_choice)
-            kept, channel = await own.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
+            kept, channel = await own.client.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
             if kept is not None and channel is not None:
                 with contextlib.suppress(WireError):  # somebody wrote to the key
                     return name, decode(HttpAnswer, kept), channel.decode()

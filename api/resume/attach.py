@@ -120,7 +120,7 @@ async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | Non
     async with asking_broker():
         outcome = await pool.client.run(
             "readers/attach",
-            keys=[pool.keys.request(request_id) for request_id in request_ids],
+            keys=[pool.client.keys.request(request_id) for request_id in request_ids],
             args=[pool.gateway, "" if connection is None else connection],
         )
     if outcome[0] == b"cancelled":

@@ -18,10 +18,11 @@ async def describe_request(admitted: Admitted) -> dict[str, Any]:
     pool, answer, _ = admitted
     streams = await attach.read_committed(*admitted)
     async with asking_broker():
-        pipe = pool.redis.pipeline(transaction=False)
+        pipe = pool.client.redis.pipeline(transaction=False)
         for stream in streams:
             pipe.hmget(
-                pool.keys.request(stream.request.request_id), ["worker", "attempt", "terminal", "cancel"]
+                pool.client.keys.request(stream.request.request_id),
+                ["worker", "attempt", "terminal", "cancel"],
             )
         hashes = await pipe.execute()
     choices = [

@@ -54,7 +54,7 @@ async def killed_gateway(url: str) -> AsyncIterator[None]:
         for task in life:
             task.cancel()
         await asyncio.wait(life)
-        await gateway.pool.redis.aclose()
+        await gateway.pool.client.redis.aclose()
 
 
 class Service:

@@ -237,7 +237,7 @@ async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker
 async def test_the_timeline_of_a_job_with_any_id(broker: Broker) -> None:
     async with serving(broker.url) as (gateway, client):
         life = encode(Timeline([TimelineEvent(5, "queued", num_tokens=3)]))
-        await gateway.pool.redis.xadd(KEYS.timeline, {"team/a=1+2#0": life, "team/b": life})
+        await gateway.pool.client.redis.xadd(KEYS.timeline, {"team/a=1+2#0": life, "team/b": life})
         found = await client.get(f"/fleet/requests/{quote('team/a=1+2', safe='')}")
         assert found.status_code == 200 and list(found.json()["timelines"]) == ["team/a=1+2#0"]
         assert (await client.get("/fleet/requests/team")).status_code == 404

@@ -153,4 +153,4 @@ async def test_two_gateways_with_one_job_send_each_frame_once(
     for task in life:
         task.cancel()
     await asyncio.wait(life)
-    await silent.pool.redis.aclose()
+    await silent.pool.client.redis.aclose()
