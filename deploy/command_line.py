@@ -140,7 +140,7 @@ SECTIONS = {
         "drain": of_module("WORKER", "have a worker give its requests to others and leave", "commands.drain"),
         "bench": of_module("", "measure speed for a minute, beside another server", "bench.command"),
     },
-    "Start one process (these need REDIS_URL, and accept --name)": {
+    "Start one process (these need REDIS_URL)": {
         "api": of_process("api", "a gateway"),
         "batcher": of_process("batcher", "a batcher"),
         "worker": of_process("worker", "a worker"),

@@ -136,9 +136,9 @@ def capacity(
             "max_batch_total_tokens", f"{budget} is less than one block of {ready.block_size} tokens"
         )
     longest = min(ready.context, num_blocks * ready.block_size)
-    for setting in ("max_total_tokens", "max_input_tokens"):
-        if (getattr(settings, setting) or 0) > longest:
-            cause = f"is more than the {longest} tokens that context and KV cache allow"
+    for setting, most in (("max_total_tokens", longest), ("max_input_tokens", longest - 1)):
+        if (getattr(settings, setting) or 0) > most:
+            cause = f"is more than the {most} tokens that context and KV cache allow"
             raise SettingError(setting, f"{getattr(settings, setting)} {cause}")
     return WorkerCapacity(
         incarnation=incarnation,

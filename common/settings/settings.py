@@ -65,6 +65,12 @@ class Settings(SettingFields):
                 "sharded",
                 f"{str(self.sharded).lower()} and {self.num_shard} ranks (NUM_SHARD) contradict each other",
             )
+        if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
+            raise SettingError(
+                "max_input_tokens",
+                f"{self.max_input_tokens} is not less than MAX_TOTAL_TOKENS ({self.max_total_tokens}), which "
+                "counts new tokens, too",
+            )
         if self.rope_scaling and self.rope_factor is None:
             raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
         if self.compute_type and not (self.compute_type.isascii() and self.compute_type.isprintable()):

@@ -90,7 +90,9 @@ def describe(error: Mapping[str, Any], text: str) -> str:
     if kind == "literal":
         choices = limits["expected"].replace("'", "").replace(" or ", ", ")
         return f"{text!r} is not one of {choices}"
-    return f"{text!r} is not {KINDS[kind]}"
+    is_unit_unknown = kind == "int" and text[:1].isdigit() and text[-1:].isalpha()
+    unit = "; units are as in 4k or 64MiB" if is_unit_unknown else ""
+    return f"{text!r} is not {KINDS[kind]}{unit}"
 
 
 def convert(kind: type[T], text: str, name: str) -> T:

@@ -24,7 +24,7 @@ from deploy.commands.client import ServerError, add_url, api_key, base_url, new_
 ANSWER_S = 60.0
 MAX_USERS = 1024
 MIN_DURATION_S = 1.0
-DESCRIPTION = """Measures this fleet, and with --against another server beside it (TGI, vLLM, llama.cpp
+DESCRIPTION = """Measure this fleet, and with --against another server beside it (TGI, vLLM, llama.cpp
 or OpenAI-compatible): the same prompts, streamed, greedy. API_KEY is sent to our server,
 AGAINST_API_KEY to the other."""
 

@@ -21,7 +21,7 @@ SWITCHES = {
     "json_output": "accepted: there is one line of output",
     "merge_lora": "refused: adapters are not built yet",
 }
-DESCRIPTION = "Fetches a model from the hub, or converts a GGUF file. What is here already is left as it is."
+DESCRIPTION = "Fetch a model from the hub, or convert a GGUF file. What is here already is left as it is."
 
 
 def main(argv: Sequence[str]) -> int:

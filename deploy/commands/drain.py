@@ -17,10 +17,10 @@ from deploy.serve.embedded_broker import running_url
 
 ASK_S = 0.5
 DESCRIPTION = """
-Has a worker leave, as SIGTERM does: it gets no new requests, and those that it runs go on elsewhere from
-their last token. Where no other worker is ready, it finishes the requests of clients first. Returns when it
-is gone, and says what it was last seen to do: it may also die meanwhile. Ctrl-C only ends the waiting. What
-supervises it starts it again, so draining one worker after the other rolls them all.
+Have a worker leave, as SIGTERM does: it gets no new requests, and those that it runs go on elsewhere from
+their last token. Where no other worker is ready, it finishes the requests of clients first. The command ends
+when the worker is gone, and says what it was last seen to do: it may also die meanwhile. Ctrl-C only ends the
+waiting. What supervises the worker starts it again, so draining one worker after the other rolls them all.
 """
 
 

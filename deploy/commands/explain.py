@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser = FlagParser(
         prog="tokenfleet explain",
         allow_abbrev=False,
-        description="Shows what happened to a request: where it waited and ran, and why it ended.",
+        description="Show what happened to a request: where it waited and ran, and why it ended.",
     )
     parser.add_argument(
         "request_id",

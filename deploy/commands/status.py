@@ -24,7 +24,9 @@ NUM_SNAPSHOTS = 4
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0 when the fleet serves requests. Raises SettingError for an unknown flag."""
     parser = FlagParser(
-        prog="tokenfleet status", allow_abbrev=False, description="One line for every process of the fleet."
+        prog="tokenfleet status",
+        allow_abbrev=False,
+        description="Show every process of the fleet, a line each.",
     )
     add_url(parser)
     parser.add_argument(

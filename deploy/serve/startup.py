@@ -62,20 +62,23 @@ async def wait_until_ready(fleet: LocalFleet) -> bool:
     clock = asyncio.get_running_loop().time
     started_s = clock()
     line = StartupLine(sys.stderr)
+    last: dict[str, str] = {}
     async with PoolClient.connect(fleet.settings) as pool:
         try:
             while not await is_ready(fleet):
                 if not all(process.should_run for process in fleet.ours):
                     return False
-                line.show(await describe_wait(fleet, pool), clock() - started_s)
+                line.show(await describe_wait(fleet, pool, last), clock() - started_s)
                 await asyncio.sleep(POLL_S)
         finally:
             line.clear()
     return True
 
 
-async def describe_wait(fleet: LocalFleet, pool: PoolClient) -> str:
-    """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say."""
+async def describe_wait(fleet: LocalFleet, pool: PoolClient, last: dict[str, str]) -> str:
+    """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say. One
+    that says nothing for a moment, since it is loaded or has failed, does what it did at the `last` look.
+    """
     workers: dict[str, list[str]] = {}
     try:
         async with pool.redis.pipeline(transaction=False) as pipe:
@@ -89,7 +92,8 @@ async def describe_wait(fleet: LocalFleet, pool: PoolClient) -> str:
         return "the broker"
     for worker, is_ready, doing in zip(fleet.workers, answers[::2], answers[1::2], strict=True):
         if not is_ready:
-            workers.setdefault(doing.decode() if doing else "starting", []).append(worker.name)
+            last[worker.name] = doing.decode() if doing else last.get(worker.name, "starting")
+            workers.setdefault(last[worker.name], []).append(worker.name)
     if not workers:
         if not num_workers:
             return "a worker"

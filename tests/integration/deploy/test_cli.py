@@ -144,6 +144,7 @@ def test_a_wrong_broker_password_is_refused() -> None:
         (["serve", "--hostname", "203.0.113.1"], "HOSTNAME: cannot listen"),
         (["worker"], "REDIS_URL: is not set"),
         (["worker", "--name"], "tokenfleet: --name: expected one argument"),
+        (["supervise"], "KIND: is missing; one of api, batcher, worker, jobs"),
         (["drain"], "WORKER: is missing; `tokenfleet drain --help` says what it is"),
         (["status", "--jsn"], "--jsn: unknown flag; the nearest is --json"),
         (["chat", "--seed", "x"], "--seed: invalid int value: 'x'"),

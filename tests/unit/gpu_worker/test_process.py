@@ -23,7 +23,11 @@ READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, pack_ids([2]))
         ),
         (
             {"max_input_tokens": 800, "max_batch_total_tokens": 700},
-            "MAX_INPUT_TOKENS: 800 is more than the 688 tokens that",
+            "MAX_INPUT_TOKENS: 800 is more than the 687 tokens that",
+        ),
+        (
+            {"max_input_tokens": 1600},  # no room for a new token
+            "MAX_INPUT_TOKENS: 1600 is more than the 1599 tokens that",
         ),
     ],
 )

@@ -94,4 +94,7 @@ async def test_a_killed_process_starts_again_and_sigterm_ends_both(
 def test_what_is_no_process_of_a_fleet_is_refused() -> None:
     words = [sys.executable, "-P", "-m", "deploy.cli", "supervise", "redis"]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == os.EX_CONFIG and "these are: api, batcher, worker, jobs" in done.stderr
+    assert (
+        done.returncode == os.EX_CONFIG
+        and "KIND: 'redis' is not one of api, batcher, worker, jobs" in done.stderr
+    )

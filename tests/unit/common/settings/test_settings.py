@@ -48,6 +48,16 @@ WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
         (["--prot", "1"], {}, "--prot: unknown flag; the nearest is --port"),
         (["--port", "abc"], {}, "PORT: 'abc' is not a whole number"),
         ([], {"MAX_BATCH_SIZE": "1.5"}, "MAX_BATCH_SIZE: '1.5' is not a whole number"),
+        (
+            [],
+            {"KV_CACHE_BYTES": "3X"},
+            "KV_CACHE_BYTES: '3X' is not a whole number; units are as in 4k or 64MiB",
+        ),
+        (
+            ["--max-input-tokens", "100", "--max-total-tokens", "100"],
+            {},
+            "MAX_INPUT_TOKENS: 100 is not less than MAX_TOTAL_TOKENS (100), which counts new tokens, too",
+        ),
         ([], {"DEBUG_KV": "perhaps"}, "DEBUG_KV: 'perhaps' is not true or false"),
         ([], {"HEARTBEAT_S": "soon"}, "HEARTBEAT_S: 'soon' is not a number"),
         ([], {"MAX_BATCH_SIZE": "9" * 400 + ".5"}, f"MAX_BATCH_SIZE: '{'9' * 400}.5' is not a whole number"),
