@@ -121,7 +121,7 @@ def broker_errors() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def asking_broker() -> AsyncIterator[None]:
-    """As `broker_errors`; a broker that does not answer in time is one of them."""
+    """Turn the broker's errors into ApiError (503), and a missing answer, too."""
     with broker_errors():
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             yield

@@ -133,7 +133,7 @@ def bind_listener(host: str, port: int, name: str, *options: int) -> socket.sock
 
 
 def lossy(text: str) -> Callable[[], bool] | None:
-    """For tests of the relay: `0.1` or `0.1:seed` drops that share of all messages."""
+    """A function that drops a share of all messages (`0.1` or `0.1:seed`), for tests of the relay."""
     if not text:
         return None
     share, _, seed = text.partition(":")

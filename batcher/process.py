@@ -60,7 +60,7 @@ async def run_batcher(
 
 
 async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> None:
-    """From the moment this process is told to end, let what waits start on workers that end as well. Never
+    """Let what waits start on workers that end as well, from the moment this process is told to end. Never
     returns.
     """
     await told_to_end.wait()

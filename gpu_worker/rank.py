@@ -13,7 +13,8 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """
+    """The place of a rank among the processes that run one model together.
+
     Attributes:
         rank, world_size: of all ranks of the worker; rank 0 is connected to the agent.
         local_rank, local_world_size: of those on this machine.

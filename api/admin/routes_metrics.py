@@ -53,7 +53,7 @@ async def broker_gauges(client: PoolClient) -> Gauges:
 
 
 def memory_ratio(info: Mapping[str, Any]) -> float:
-    """Of Redis' answer to INFO memory: how much of what it may use it uses."""
+    """How much of the memory that Redis may use it uses, of its answer to INFO memory."""
     available = int(info.get("maxmemory") or 0) or int(info.get("total_system_memory") or 0)
     return int(info["used_memory"]) / available if available else 0.0
 

@@ -79,7 +79,7 @@ class ArqClient:
         await repeat_forever(self.poll, "cannot poll for answers")
 
     async def poll(self) -> None:
-        """Once jobs wait: hand out the answers that have come; from time to time submit again what the broker
+        """Hand out the answers that have come, once jobs wait; from time to time submit again what the broker
         has lost.
         """
         if not self.waiting:
@@ -108,7 +108,7 @@ class ArqClient:
         return bool(await self.redis.xrange(self.keys.submit, job.entry_id, job.entry_id))
 
     async def answers(self, jobs: list[WaitingJob]) -> list[bytes | None]:
-        """For each job: the answer to its entry alone, else the answer to the job."""
+        """The answer to each job: that to its entry alone, else that to the job."""
         if not jobs:
             return []
         names = [name for job in jobs for name in (job.entry_id, job.job_id)]

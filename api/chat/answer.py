@@ -143,7 +143,7 @@ def new_call(reader: AnswerReader, index: int, name: str) -> dict[str, Any]:
 
 
 def render_reasoning(text: str) -> dict[str, str]:
-    """Older clients look for the one name, newer ones for the other."""
+    """The fields of reasoning: older clients look for the one name, newer ones for the other."""
     return {"reasoning_content": text, "reasoning": text}
 
 

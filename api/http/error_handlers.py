@@ -64,7 +64,9 @@ def allowed_methods(request: Request) -> str:
 
 
 def what_exists(request: Request) -> str:
-    """For a path of OpenAI's API that is not there: those that are. For one without `/v1`: what it lacks."""
+    """What a client that asks for a path which is not there may mean: the paths of OpenAI's API, or its own
+    with `/v1`.
+    """
     path, paths = request.url.path, build_document(request.app)["paths"]
     own = [known for known in paths if known.startswith("/v1/") and "{" not in known]
     if path.startswith("/v1/"):

@@ -83,7 +83,7 @@ def json_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]
 
 
 def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """As `json_body`, for a route that generates."""
+    """A route's `openapi_extra`, as of `json_body`, for a route that generates."""
     return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
 
 
@@ -137,7 +137,7 @@ def build_document(app: FastAPI) -> dict[str, Any]:
 
 
 def drop_derived_refusals(document: dict[str, Any]) -> None:
-    """Without the response 422 that FastAPI adds to each route with parameters: ours have the shape of their
+    """Remove the response 422 that FastAPI adds to each route with parameters: ours have the shape of their
     API (api/http/error_handlers.py), and each route names them.
     """
     schemas = document["components"]["schemas"]

@@ -36,8 +36,8 @@ class RawEventSourceResponse(EventSourceResponse):
         self.comment = comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As the library does it, but without a task group: its cancelled tasks keep the whole response in a
-        circle, which only a full garbage collection frees, and that holds the event loop.
+        """Send the response as the library does, but without a task group: its cancelled tasks keep the whole
+        response in a circle, which only a full garbage collection frees, and that holds the event loop.
         """
         self.raw_send: Send = scope["state"][STATE_KEY]
         self.answer_socket = socket_of(scope)
@@ -47,7 +47,9 @@ class RawEventSourceResponse(EventSourceResponse):
         )
 
     async def _stream_response(self, send: Send) -> None:
-        """As the library does it, but without encoding, a log line and a timeout for every frame."""
+        """Send the frames as the library does, but without encoding, a log line and a timeout for every
+        frame.
+        """
         async with self._send_lock:
             head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(head)
@@ -87,7 +89,7 @@ class RawEventSourceResponse(EventSourceResponse):
             self.interrupted.set_exception(error)
 
     async def _ping(self, send: Send) -> None:
-        """As the library does it, but where a socket is kept, its keeper knows the place of each comment."""
+        """Send comments as the library does; where a socket is kept, its keeper knows the place of each."""
         while self.active:
             await asyncio.sleep(self._ping_interval)
             async with self._send_lock:

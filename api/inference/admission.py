@@ -88,7 +88,7 @@ class Admission:
         await self.batcher.check_grace()
 
     async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
-        """As `submit`, the requests of all choices or none; the answer is kept with the first one."""
+        """Submit the requests of all choices or none, as `submit`; the answer is kept with the first one."""
         kept = encode(answer)
         streams: list[Stream] = []
         try:

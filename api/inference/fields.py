@@ -33,7 +33,7 @@ Listed = Annotated[list[Item], Field(fail_fast=True)]
 
 
 def with_one_error(text: str) -> WrapValidator:
-    """For a field of several types: one error in place of one for each type."""
+    """A validator for a field of several types: it gives one error in place of one for each type."""
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -156,7 +156,7 @@ class SamplingFields(Strict, extra="allow"):
         return SamplingParams(**{"temperature": 1.0} | present | others)
 
     def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
-        """Without `max_new_tokens`, which validation completes."""
+        """The stopping parameters without `max_new_tokens`, which validation completes."""
         return StoppingParams(
             min_new_tokens=min_new_tokens or 0,
             stop=stop or [],
@@ -168,7 +168,7 @@ class SamplingFields(Strict, extra="allow"):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """In /docs, a body's own fields come before the fields that routes share."""
+        """The schema for /docs: a body's own fields come before the fields that routes share."""
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         names = dict.fromkeys(name for base in cls.__mro__ for name in inspect.get_annotations(base))

@@ -91,7 +91,9 @@ def load_tokenizer(settings: Settings) -> ModelTokenizer:
 
 
 def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
-    """As TOOL_CALL_PARSER says; by default, as the model's template shows. Raises SettingError."""
+    """The call format that TOOL_CALL_PARSER names; by default, the one that the model's template shows.
+    Raises SettingError.
+    """
     name = settings.tool_call_parser
     template = tokenizer.chat_template
     if name is None:
@@ -107,7 +109,9 @@ def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallForma
 
 
 def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
-    """As REASONING_PARSER says; by default, as the model's template shows. Raises SettingError."""
+    """The reasoning format that REASONING_PARSER names; by default, the one that the model's template shows.
+    Raises SettingError.
+    """
     name = settings.reasoning_parser
     if name is None:
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""

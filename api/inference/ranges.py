@@ -26,7 +26,7 @@ class Range:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As JSON Schema; its bounds do not concern null."""
+        """The range as JSON Schema; its bounds do not concern null."""
         low = {"exclusiveMinimum" if self.above else "minimum": self.least}
         return low if self.most is None else low | {"maximum": self.most}
 

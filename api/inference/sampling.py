@@ -84,7 +84,7 @@ def read_overrides(text: str) -> dict[str, Any]:
 
 
 def checked_defaults(values: Mapping[str, Any], setting: str, where: str) -> dict[str, float]:
-    """Without those that are null."""
+    """The values that are not null. Raises SettingError for one that is not in its range."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         number = isinstance(value, int if name in WHOLE else (int, float)) and not isinstance(value, bool)

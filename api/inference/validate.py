@@ -211,7 +211,9 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
 
 
 def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Limits) -> int:
-    """As many as are asked for; by default, as many as fit behind the prompt."""
+    """How many tokens are generated at most: as many as are asked for; by default, as many as fit behind the
+    prompt.
+    """
     room = limits.max_total_tokens - num_prompt_tokens
     least, most = params.stopping.min_new_tokens, params.max_new_tokens
     if most is not None and most > room:

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def family(self) -> Family:
-        """In whose words its errors are."""
+        """The API family in whose words the job's errors are."""
         return openai if self.is_chat else tgi
 
     @property
@@ -154,7 +154,7 @@ def check_prompt(body: JobBody) -> None:
 
 
 def read_job_terms(body: JobBody) -> ServiceTerms:
-    """On which terms a job is served: by default in the class `batch`. Raises ApiError (422)."""
+    """The terms on which a job is served: by default in the class `batch`. Raises ApiError (422)."""
     given = (body.parameters or {}) if body.messages is not None else {}
     priority, tier = given.get("priority"), given.get("service_tier")
     known = (priority if isinstance(priority, int | str) else None, tier if isinstance(tier, str) else None)

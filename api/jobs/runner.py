@@ -179,7 +179,7 @@ class JobRun:
     # --- answer ---------------------------------------------------------------------------------------------
 
     async def send_frames(self, accepted: chat.ChatJob | generate.GenerateJob) -> None:
-        """Once anybody listens, send frames until the end; without listeners, only wait for the end."""
+        """Send frames until the end, once anybody listens; without listeners, only wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():
             return

@@ -61,8 +61,8 @@ def join_logprobs(first: LogprobLists | None, second: LogprobLists) -> LogprobLi
 
 
 def prompt_logprobs(stream: Stream, num_tops: int) -> list[dict[str, dict[str, Any]] | None]:
-    """For each token of the prompt: itself, and the `num_tops` likeliest tokens in its place; null for the
-    first one. A token's rank is known where it is among these.
+    """The log-probabilities of each token of the prompt and of the `num_tops` likeliest tokens in its place;
+    null for the first one. A token's rank is known where it is among these.
     """
     found: list[dict[str, dict[str, Any]] | None] = []
     for token_id, logprob, top in stream.prompt.tokens():

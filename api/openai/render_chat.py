@@ -12,8 +12,10 @@ from common.messages.answer import HttpAnswer
 
 
 class ChatCompletionRenderer(ResponseRenderer):
-    """Attributes:
-    readers: of each choice; none where all text is content.
+    """Renders chat completions and their chunks.
+
+    Attributes:
+        readers: of each choice; none where all text is content.
     """
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"

@@ -21,7 +21,7 @@ class StoredResponse(Admitted):
 
     @property
     def input(self) -> list[Item]:
-        """Its own input items, behind the conversation in front of them."""
+        """The conversation in front of the response, then its own input items."""
         assert self.answer.response is not None
         return [*orjson.loads(self.answer.response.before), *orjson.loads(self.answer.response.items)]
 

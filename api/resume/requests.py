@@ -14,7 +14,7 @@ STATES = ("queued", "running", "finished", "cancelled", "error")
 
 
 async def describe_request(admitted: Admitted) -> dict[str, Any]:
-    """Its state, and that of each choice. Raises ApiError (503)."""
+    """The state of a request, and that of each choice. Raises ApiError (503)."""
     pool, answer, _ = admitted
     streams = await attach.read_committed(*admitted)
     async with asking_broker():

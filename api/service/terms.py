@@ -38,7 +38,7 @@ class ServiceTerms:
     deadline_ms: int | None = None
 
     def apply(self, requests: Iterable[Generate], settings: Settings) -> list[Generate]:
-        """The same requests on these terms."""
+        """Requests as they are served on these terms."""
         most_ms = round(settings.request_timeout_s * 1000)
         ttl_ms = most_ms if self.deadline_ms is None else min(self.deadline_ms, most_ms)
         return [

@@ -87,7 +87,7 @@ class Offers:
             self.request([stream])
 
     async def watch_server(self) -> None:
-        """Once connected, offer all streams to a broker that is not the one before."""
+        """Offer all streams, once connected, to a broker that is not the one before."""
         await self.connected.wait()
         self.connected.clear()
         try:

@@ -43,7 +43,7 @@ async def invocations(request: Request) -> Response:
 
 
 def readdressed(request: Request, path: str, data: bytes) -> Request:
-    """The same request at another path; its body, which was read, comes again."""
+    """A request at another path; its body, which was read, comes again."""
     unread: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def receive() -> Message:

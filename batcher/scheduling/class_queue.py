@@ -41,7 +41,7 @@ class Account:
     place: int = 0
 
     def first(self) -> Sequence | None:
-        """Its oldest request that waits."""
+        """Return the tenant's oldest request that waits."""
         while self.waiting and not self.waiting[0][1].waiting:
             heapq.heappop(self.waiting)
         return self.waiting[0][1] if self.waiting else None

@@ -33,7 +33,8 @@ def horizon(most: int, trip_steps: int, slots_per_row: int) -> int:
 
 @dataclass(slots=True)
 class WorkerPace:
-    """
+    """How fast one worker goes.
+
     Attributes:
         times: of steps.
         trip_ms: a round trip, on average.

@@ -44,7 +44,7 @@ class StepTimes:
 
     @property
     def step_ms(self) -> float:
-        """Of a step that computes no prompt; 0 while that is not known."""
+        """What a step takes that computes no prompt; 0 while that is not known."""
         return self.decode_ms / self.decode_steps if self.decode_steps else 0.0
 
     def prefill_tokens(self, target_ms: float, most: int) -> int:

@@ -28,7 +28,8 @@ class WorkerLook(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolClient:
-    """As a context, it closes its connections at the end.
+    """The connection to a pool's broker, and the names of the pool's keys. As a context, it closes its
+    connections at the end.
 
     Attributes:
         scripts: by name, those that were run: the text of each is hashed once.

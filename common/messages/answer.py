@@ -70,7 +70,7 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class ResumeTerms:
-    """To whom an answer belongs, and how long it waits for a client that comes back.
+    """Terms of an answer: to whom it belongs, and how long it waits for a client that comes back.
 
     Attributes:
         owner: digest of the API key that its client sent; empty without one.

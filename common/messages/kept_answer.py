@@ -74,7 +74,7 @@ class KeptAnswer:
 
     @property
     def name(self) -> str:
-        """Its name between gateway and keeper."""
+        """The answer's name between gateway and keeper."""
         return f"{self.request_id}/{self.connection}"
 
 

@@ -61,7 +61,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When a request ends. The engine compares ids and counts tokens, the agent compares stop strings.
+    """What ends a request. The engine compares ids and counts tokens, the agent compares stop strings.
     Tokens of all attempts count.
 
     Attributes:

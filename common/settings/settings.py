@@ -87,7 +87,7 @@ class Settings(SettingFields):
 
     @property
     def weights(self) -> dict[str, float]:
-        """By tenant; of others it is 1."""
+        """The weights of tenants; a tenant that is not there has 1."""
         return dict(map(read_weight, self.tenant_weights))
 
     @property
@@ -97,12 +97,12 @@ class Settings(SettingFields):
 
     @property
     def cpu_cache_bytes(self) -> int:
-        """Of a worker on CPU."""
+        """Bytes of the KV cache of a worker on CPU."""
         return self.kv_cache_bytes or 2**30
 
     @property
     def model_name(self) -> str:
-        """In responses."""
+        """The model's name in responses."""
         return self.served_model_name[0] if self.served_model_name else self.model_id
 
     @property

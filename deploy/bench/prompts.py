@@ -24,7 +24,7 @@ ADJECTIVES = (
 
 
 def prompt(seed: int, num_words: int) -> str:
-    """The same text for the same seed."""
+    """A prompt of so many words, the same for the same seed."""
     draw = random.Random(seed)
     words = ["Story", f"{draw.randrange(10**6)}:"]
     while len(words) < num_words:

@@ -110,7 +110,7 @@ def with_model(settings: Settings) -> Settings:
 
 
 def wait_for_model(settings: Settings) -> Settings:
-    """As `with_model`, after a worker has converted the model where this process cannot."""
+    """Wait until a worker has converted the model where this process cannot; then as `with_model`."""
     said = False
     while True:
         try:

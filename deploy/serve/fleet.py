@@ -79,7 +79,7 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
 
 
 def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
-    """As `new_fleet`, with so many processes of each kind."""
+    """A fleet not yet started, with so many processes of each kind."""
     environ, keeper = settings.environ(), SocketKeeper(settings.gateway_grace_s)
     preloaded: dict[str, PreloadedProcess] = {}
     if settings.preload_gateway is not False:

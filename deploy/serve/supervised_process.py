@@ -23,8 +23,8 @@ KILL_S = 3.0
 
 @dataclass(slots=True)
 class Restarts:
-    """When a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its last
-    start.
+    """Tells when a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its
+    last start.
 
     A run of SHORT_LIFE_S or more resets the count: a process that is killed after that restarts at once.
     """

@@ -7,7 +7,8 @@ from gpu_worker.agent.row_text import RowText
 
 @dataclass(slots=True)
 class Outbox:
-    """
+    """What the next flush publishes.
+
     Attributes:
         rows: those that have new tokens.
         num_steps: steps that these tokens come from.

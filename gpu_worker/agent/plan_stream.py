@@ -18,7 +18,8 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 class PlanStream:
-    """
+    """Reads the stream of a worker's plans.
+
     Attributes:
         last: id of the last entry returned.
         reads: those under way, by the id behind which each of them reads.

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ReportClock:
-    """
+    """Tells when a report is due, and measures how long the grant takes that answers it.
+
     Attributes:
         due_step: once this step is completed a report is due, so that the next grant comes in time.
         reported_step: the last step that a report had.

@@ -15,7 +15,8 @@ NO_PLAN = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 
 @dataclass(slots=True)
 class AgentState:
-    """
+    """The state of one incarnation.
+
     Attributes:
         table: the rows that the engine holds.
         draining: the worker takes no more rows and ends once it holds none.

@@ -57,7 +57,7 @@ class Blocks:
         return weights if self.order is None else weights[:, self.order.argsort()]
 
     def halved(self) -> "Blocks":
-        """With float16 scales and offsets where these are the same numbers."""
+        """The blocks with float16 scales and offsets, where these are the same numbers."""
         factors = [factor for factor in (self.scales, self.offsets) if factor is not None]
         if not all(torch.equal(factor.half().float(), factor.float()) for factor in factors):
             return self
@@ -65,8 +65,8 @@ class Blocks:
         return replace(self, scales=self.scales.half(), offsets=offsets)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By field, as files have them: two quants of 4 bits a byte, the first in its lower half. Of integers
-        in turn.
+        """The tensors by field, as files have them: two quants of 4 bits a byte, the first in its lower half.
+        Only integers whose inputs lie in turn have them.
         """
         quants = self.quants
         if self.bits == 4:
@@ -82,13 +82,13 @@ class Blocks:
         return cls(quants, tensors["scales"], tensors.get("offsets"))
 
     def of_rows(self, rows: torch.Tensor) -> "Blocks":
-        """Of some outputs, integers [outputs]."""
+        """The blocks of some outputs, integers [outputs]."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, quants=self.quants[rows], scales=self.scales[rows], offsets=offsets)
 
     def of_columns(self, begin: int, end: int) -> "Blocks | None":
-        """Of some inputs in turn, in smaller blocks where these begin or end within one; None where blocks
-        would be too small, or the inputs of a block lie apart.
+        """The blocks of some inputs in turn, in smaller blocks where these begin or end within one; None
+        where blocks would be too small, or the inputs of a block lie apart.
         """
         size = math.gcd(self.size, begin, end)
         if size < SMALLEST_BLOCK or self.order is not None:
@@ -104,8 +104,8 @@ class Blocks:
 
     @classmethod
     def joined(cls, parts: "Sequence[Blocks]", rows: torch.Tensor) -> "Blocks | None":
-        """These rows of all parts, integers in turn, one below the other; None where they are of several
-        kinds.
+        """The blocks of these rows of all parts, integers in turn, one below the other; None where they are
+        of several kinds.
         """
         kinds = {(part.bits, part.size, part.scales.dtype, part.offsets is None) for part in parts}
         if len(kinds) > 1:
@@ -120,8 +120,8 @@ class Blocks:
 
 @dataclass(eq=False)
 class ReadBlocks(Mapping[str, Blocks]):
-    """Those of `layers` that may be in blocks, each read when it is asked for; `read` returns None for one
-    that is not.
+    """Blocks of those of `layers` that have them, each read when it is asked for; `read` returns None for one
+    that is not in blocks.
     """
 
     layers: list[str]

@@ -12,5 +12,5 @@ class UnservableModel(Exception):
 
 
 def first_cause(*causes: tuple[object, str]) -> str:
-    """Of (whether it applies, what it is) the first that applies; empty where none does."""
+    """The first cause that applies, of pairs (whether it applies, what it is); empty where none does."""
     return next((cause for applies, cause in causes if applies), "")

@@ -21,7 +21,8 @@ nothing of the next.
 
 @dataclass(slots=True)
 class LaunchPace:
-    """
+    """Tells when the next step is launched.
+
     Attributes:
         step_s: what a step without prefill takes; 0 while that is not known.
         lead: share of it that is left when the next step is launched.

@@ -15,6 +15,11 @@ MAX_LINES_OF_TESTS = 320
 SHAPE = re.compile(r"\[[^\]]+\]")
 DTYPE = re.compile(r"\b(float\d*|bfloat16|int\d*|uint8|bool|dtype)\b")
 ENGINE = ROOT / "gpu_worker" / "engine"
+WITHOUT_SUBJECT = re.compile(
+    r"(Of|In|By|As|For|With|Without|To|At|From|On|Behind|Beside|It|Its|They|These|Those|Their|Whose|Where|When"
+    r"|Once|Until|If|Attributes:|Args:|Returns:|Raises:)(?=\s)(?! `)"
+)
+"""First words of a docstring that leaves out what it speaks of."""
 
 
 def short(paths: list[Path]) -> list[str]:
@@ -64,6 +69,18 @@ def test_a_class_has_a_name_of_its_own() -> None:
     nodes = (node for path in FILES for node in ast.walk(parse(path)))
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """Where another one says the same, they may begin with it: `As `keep`, …`."""
+    nodes = ((path, node) for path in FILES for node in ast.walk(parse(path)))
+    found = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path, node in nodes
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if WITHOUT_SUBJECT.match(ast.get_docstring(node) or "")
+    ]
+    assert found == []
 
 
 def test_init_sets_one_attribute_a_line() -> None:

@@ -205,8 +205,9 @@ class Reader:
 
 
 def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple[int, str] | None:
-    """Where the first of the marks is in the text, and which: the longest of those that begin there; at the
-    end of a text without any, there and "". None while another one may have begun before it, or may follow.
+    """The place of the first of the marks in the text, and which it is: the longest of those that begin
+    there; at the end of a text without any, its end and "". None while another one may have begun before it,
+    or may follow.
     """
     found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     place, _, mark = min(found, default=(len(text), 0, ""))
@@ -214,7 +215,7 @@ def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple
 
 
 def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
-    """Where the end of the text that may be the beginning of a mark begins."""
+    """The place behind the text that cannot be the beginning of a mark."""
     longest = max((len(mark) for mark in marks), default=1)
     for place in range(max(start, len(text) - longest + 1), len(text)):
         rest = text[place:]

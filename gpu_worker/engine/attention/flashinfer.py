@@ -130,8 +130,8 @@ class FlashInferBackend:
             self.decode_plans.plan(positions, table)
 
     def begin_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
-        """As `begin`, for rows that all decode and are planned, from tensors on the device: positions int32
-        [rows], table int32 [rows, blocks]. `is_split`: rows are split.
+        """Prepare a forward of rows that all decode and are planned, as `begin`, from tensors on the device:
+        positions int32 [rows], table int32 [rows, blocks]. `is_split`: rows are split.
         """
         self.step = self.rows_that_decode(positions, table, is_split)
         wrappers = self.decode_plans.wrappers.get(len(positions), {})

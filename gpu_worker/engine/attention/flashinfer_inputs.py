@@ -62,7 +62,7 @@ def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) ->
 
 
 def decode_inputs(positions: Int32, table: Int32, block_size: int, device: torch.device) -> PlanInputs:
-    """The same for rows that decode: positions int32 [rows], table of blocks int32 [rows, blocks]."""
+    """What a plan for rows that decode needs: positions int32 [rows], blocks int32 [rows, blocks]."""
     lengths = positions + 1
     held = -(-lengths // block_size)
     blocks = table[np.arange(table.shape[1]) < held[:, None]]
@@ -72,8 +72,8 @@ def decode_inputs(positions: Int32, table: Int32, block_size: int, device: torch
 def inputs_of(
     counts: Any, lengths: Any, held: Any, blocks: Any, block_size: int, device: torch.device
 ) -> PlanInputs:
-    """Of rows: their tokens in this step and in the cache, how many blocks they hold, and which, all int
-    [rows] but the last.
+    """What a plan needs, from the rows' tokens in this step and in the cache, how many blocks they hold, and
+    which, all int [rows] but the last.
     """
     query_ends, block_ends, last_lengths, lengths = (
         pinned(values, device, torch.int32)

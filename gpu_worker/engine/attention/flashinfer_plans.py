@@ -74,7 +74,7 @@ class StepPlans:
 
     @property
     def wrappers(self) -> list[Any]:
-        """Of the step that was planned last, by view."""
+        """The wrappers of the step that was planned last, by view."""
         return self.turns[self.current]
 
     def plan(self, spans: Sequence[Span], first: int) -> None:

@@ -21,8 +21,8 @@ SPLIT_TILES = 512
 
 
 class StepWrapper:
-    """For steps that are not captured: prompts, and rows that decode. Query and output [tokens, heads, dim]
-    of the model's dtype, sinks float32 [heads].
+    """Kernels of steps that are not captured: prompts, and rows that decode. Query and output [tokens, heads,
+    dim] of the model's dtype, sinks float32 [heads].
     """
 
     def __init__(self, workspace: torch.Tensor) -> None:
@@ -47,9 +47,9 @@ class StepWrapper:
 
 
 class DecodeWrapper:
-    """For captured steps of one number of rows, all of which decode. By tensor cores: FlashInfer's other
-    kernel serves few numbers of queries that share a K head. Query and output [rows, heads, dim] of the
-    model's dtype, sinks float32 [heads].
+    """Kernels of captured steps of one number of rows, all of which decode. They use tensor cores:
+    FlashInfer's other kernel serves few numbers of queries that share a K head. Query and output [rows,
+    heads, dim] of the model's dtype, sinks float32 [heads].
     """
 
     def __init__(self, workspace: torch.Tensor, schedule: torch.Tensor, buffers: PlanInputs) -> None:
@@ -81,8 +81,8 @@ class DecodeWrapper:
 
 
 class LatentWrapper:
-    """For layers that keep latents (AttentionSpec.latent), in steps of either kind. Each has 8 MiB of its own
-    for schedules, on the device and on the host.
+    """Kernels of layers that keep latents (AttentionSpec.latent), in steps of either kind. Each has 8 MiB of
+    its own for schedules, on the device and on the host.
 
     The kernel is named: of the others that FlashInfer would choose among on some GPUs, none is planned anew
     for a captured step.

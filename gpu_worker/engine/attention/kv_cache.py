@@ -74,7 +74,7 @@ class Geometry:
 
     @property
     def unrounded(self) -> "Geometry":
-        """With a cache of the model's dtype."""
+        """The same geometry with a cache of the model's dtype."""
         return replace(self, layers=[layer.view for layer in self.layers], kv_dtype=self.dtype)
 
     @property

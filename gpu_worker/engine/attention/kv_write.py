@@ -15,9 +15,9 @@ def write_kv(
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """In place. keys, values [blocks, kv_heads, block_size, dim] of the cache's dtype, contiguous; key, value
-    [kv_heads, tokens, dim] of the model's dtype, with any strides of heads and tokens; slots int [tokens]:
-    block * block_size + offset. `scales`: what 8-bit floats of K and of V are multiplied with.
+    """Write in place. keys, values [blocks, kv_heads, block_size, dim] of the cache's dtype, contiguous; key,
+    value [kv_heads, tokens, dim] of the model's dtype, with any strides of heads and tokens; slots int
+    [tokens]: block * block_size + offset. `scales`: what 8-bit floats of K and of V are multiplied with.
     """
     if key.is_cuda:
         from gpu_worker.engine.cuda.kernels.kv_write import (
@@ -32,8 +32,8 @@ def write_kv(
 
 
 def fill_kv(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
-    """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA
-    torch would need one launch for every 2 GiB of a store, however few blocks are filled.
+    """Fill in place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On
+    CUDA torch would need one launch for every 2 GiB of a store, however few blocks are filled.
     """
     number = raw(torch.tensor(value).to(store.dtype)).item()
     if store.is_cuda:

@@ -148,8 +148,8 @@ def check_probe(model: Any, layers: Mapping[Any, LayerSpec], logits: torch.Tenso
 
 
 def cached_windows(config: Any) -> list[int | None]:
-    """For each layer with K and V of its own: how many tokens of them transformers keeps while it generates;
-    None where it keeps all.
+    """How many tokens transformers keeps while it generates, for each layer with K and V of its own; None
+    where it keeps all.
     """
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 

@@ -217,7 +217,7 @@ def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:
 
 
 def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
-    """Of each line of block numbers, `width` from `first` on; scratch block 0 beyond its end."""
+    """Block numbers of each line, `width` from `first` on; scratch block 0 beyond its end."""
     index = first[:, None] + np.arange(width)
     found = np.take_along_axis(blocks, np.minimum(index, blocks.shape[1] - 1), axis=1)
     return np.where(index < blocks.shape[1], found, 0)

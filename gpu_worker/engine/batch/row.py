@@ -16,7 +16,7 @@ GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 
 
 def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
-    """For rows that have no grammar."""
+    """Raises ValueError: rows of this engine have no grammar."""
     raise ValueError("rows with a grammar need a model's vocabulary")
 
 

@@ -71,12 +71,12 @@ class RowSlice:
 
     @property
     def sample_request(self) -> SampleRequest | None:
-        """Of its first sample. None is greedy without penalties."""
+        """How the first sample is drawn. None is greedy without penalties."""
         return request_at(self.row.sampling_state, self.first_index)
 
     @property
     def sample_requests(self) -> list[SampleRequest | None]:
-        """Of all its samples: each is drawn as if all proposals before it were right."""
+        """How all samples are drawn: each as if all proposals before it were right."""
         state, requests = self.row.sampling_state, [self.sample_request]
         for index, token in enumerate(self.proposed, self.first_index + 1):
             state = state and state.after(token)

@@ -56,7 +56,7 @@ class KernelArguments:
         return cache
 
     def make_cache(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
-        """As `cache_of`, made anew. sinks [heads] of any float dtype"""
+        """Make what `cache_of` returns. sinks [heads] of any float dtype"""
         keys, values, spec = module.keys, module.values, module.spec
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()

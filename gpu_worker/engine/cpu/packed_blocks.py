@@ -18,7 +18,7 @@ class PackedBlocks:
 
 
 def pack_blocks(blocks: Blocks, panel: int, pages: LargePages) -> PackedBlocks:
-    """In panels of so many outputs."""
+    """Pack blocks in panels of so many outputs."""
     factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
     tensors = [
         move(pack_quants(in_panels(blocks.quants, panel), blocks.bits), pages),
@@ -46,7 +46,7 @@ def in_panels(tensor: torch.Tensor, panel: int) -> torch.Tensor:
 
 
 def move(tensor: torch.Tensor, pages: LargePages) -> torch.Tensor:
-    """The same numbers in their order, in large pages: [numbers], of the same dtype."""
+    """Copy numbers in their order into large pages: [numbers], of the same dtype."""
     to = pages.allocate(tensor.numel(), tensor.dtype)
     to.view(tensor.shape).copy_(tensor)
     return to

@@ -104,7 +104,9 @@ class NativeLinear(PackedLinear):
 
     @functools.cached_property
     def struct(self) -> native.LinearStruct:
-        """As of the first product: a bias may have changed since the weights were packed."""
+        """The layer as the kernels take it, made at the first product: a bias may have changed since the
+        weights were packed.
+        """
         if self.bias is None:
             return self.struct_with(None)
         self.biases = torch.zeros(self.panels * self.library.tf_panel())  # the struct points there

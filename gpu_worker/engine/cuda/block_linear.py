@@ -84,7 +84,7 @@ def multiply_blocks(
 
 @multiply_blocks.register_fake
 def shape_of(rows: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
-    """As `multiply_blocks`: [n, outputs] of the rows' dtype, without numbers"""
+    """The result of `multiply_blocks` without numbers: [n, outputs] of the rows' dtype"""
     return rows.new_empty(len(rows), len(weight))
 
 

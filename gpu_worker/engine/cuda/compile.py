@@ -46,7 +46,7 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
 
 
 def stop_compiling() -> None:
-    """From now on, what is not compiled yet runs as it is: rows do not wait for a compiler."""
+    """Have what is not compiled yet run as it is from now on: rows do not wait for a compiler."""
     log.info("compiled code: %d pieces", torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch.compiler.set_stance("eager_on_recompile")
 

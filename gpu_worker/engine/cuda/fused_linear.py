@@ -103,12 +103,12 @@ def fuse_linears(model: nn.Module) -> None:
 
 
 def is_unchanged_linear(linear: Any) -> bool:
-    """Nobody has changed what it computes."""
+    """Whether a layer is linear and nobody has changed what it computes."""
     return type(linear) in (nn.Linear, Fp8Linear, BlockLinear) and "forward" not in vars(linear)
 
 
 def signature_of(linear: Any) -> tuple[object, ...]:
-    """Layers with the same one can be a group."""
+    """What layers have in common that can be a group."""
     tensors = [getattr(linear, name, None) for name in JOINED]
     kinds = [None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in tensors]
     shared = [getattr(linear, name, None) for name in SHARED]
@@ -117,6 +117,6 @@ def signature_of(linear: Any) -> tuple[object, ...]:
 
 
 def joined(linears: Sequence[Any], name: str) -> nn.Parameter | None:
-    """Their tensors [outputs, ...] of any dtype in one; None where they have none."""
+    """The tensors [outputs, ...] of several layers, of any dtype, in one; None where they have none."""
     tensors = [tensor for linear in linears if (tensor := getattr(linear, name, None)) is not None]
     return nn.Parameter(torch.cat(tensors), requires_grad=False) if tensors else None

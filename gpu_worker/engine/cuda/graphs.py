@@ -120,7 +120,7 @@ class CudaGraphs:
         return self.logits[:rows]
 
     def graphs_for(self, positions: Int32) -> dict[int, Callable[[], None]]:
-        """Those that split rows, where that takes less time and one has room; else the others. positions
+        """The graphs that split rows, where that takes less time and one has room; else the others. positions
         int32 [rows]
         """
         if len(positions) > max(self.split_graphs, default=0):

@@ -102,5 +102,5 @@ def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, Tenso
 
 
 def plain_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """By their names in the model."""
+    """The plain linear layers of a model, with their names."""
     return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -79,7 +79,7 @@ def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[t
 
 
 def digests(weight: torch.Tensor) -> list[bytes]:
-    """Of each row of weights, bfloat16 [outputs, inputs]; the same for both zeros."""
+    """A digest of each row of weights, bfloat16 [outputs, inputs]; both zeros are the same number."""
     rows = (weight + 0).view(torch.int16).numpy()
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
 

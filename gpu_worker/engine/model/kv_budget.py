@@ -20,7 +20,8 @@ def count_blocks(
     communicator: Communicator,
     peak_bytes: Callable[[], int],
 ) -> int:
-    """The same on all ranks; the scratch block comes on top. Raises SettingError.
+    """How many blocks the cache has, the same on all ranks; the scratch block comes on top. Raises
+    SettingError.
 
     KV_CACHE_BYTES are for all ranks together. Without it, on CUDA, the cache gets what CUDA_MEMORY_FRACTION
     leaves of the GPU beside the weights and `peak_bytes()`: what the largest step allocates.

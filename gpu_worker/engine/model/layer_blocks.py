@@ -60,7 +60,7 @@ def replace_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
 
 
 def find_weights(path: Path, config: Any, model: Any) -> dict[str, StoredWeight]:
-    """Of linear layers that are quantised by one of METHODS, by their names in the model."""
+    """The stored weights of linear layers quantised by one of METHODS, by their names in the model."""
     quantization, find = quantization_of(config), parameter_finder(model)
     if not quantization or method_of(quantization) not in METHODS:
         return {}

@@ -85,7 +85,9 @@ class PerTokenRope:
     def cos_sin(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, length: int
     ) -> CosSin:
-        """With the frequencies of a sequence of `length` tokens, which has all of these positions."""
+        """Cosines and sines with the frequencies of a sequence of `length` tokens, which has all of these
+        positions.
+        """
         self.set_frequencies(layer_type, length, x.device)
         last = position_ids.new_full(
             (1, 1), length - 1
@@ -115,7 +117,7 @@ def options_of(layer_type: str | None) -> dict[str, str]:
 
 
 def types_of(module: Any) -> dict[str | None, str]:
-    """Of a rotary module, by the type of layer where it has one for each; of others none."""
+    """The types of a rotary module, by the type of layer where it has one for each; none of other modules."""
     kind = getattr(module, "rope_type", None)
     return kind if isinstance(kind, dict) else {None: kind} if kind else {}
 

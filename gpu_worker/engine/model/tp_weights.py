@@ -125,7 +125,9 @@ def rank_tensors(
 
 
 def parameter_finder(model: Any) -> Callable[[str], tuple[str, WeightConverter | None]]:
-    """For the name of a checkpoint's tensor: the name of its parameter, and the conversion that makes it."""
+    """A function of the name of a checkpoint's tensor: the name of its parameter, and the conversion that
+    makes it.
+    """
     shapes = model.state_dict()
     changes = get_model_conversion_mapping(model, TEXT_KEY_MAPPING)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]

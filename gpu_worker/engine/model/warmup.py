@@ -43,7 +43,7 @@ def max_decoded_tokens(max_batch_size: int) -> int:
 
 
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
-    """Of one prompt token, in a step of some."""
+    """What one prompt token takes, in a step of some."""
     timed = min(TIMED_TOKENS[device.type], context)
     return measure_ms(forward, prompt_parts(timed, context, vocab_size, block_size), device) / timed
 

@@ -118,8 +118,8 @@ class Communicator:
 
 
 def local_store(place: Place) -> Any:
-    """Where ranks that we started on this machine find each other. By itself torch would listen on all of the
-    machine's addresses.
+    """The store at which ranks that we started on this machine find each other. By itself torch would listen
+    on all of the machine's addresses.
     """
     leads = place.rank == 0
     listener = socket.create_server((LOOPBACK, place.port)).detach() if leads else None

@@ -92,8 +92,8 @@ def split_heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[
 
 
 def make_tp_plan(model: Any, world_size: int) -> TpPlan:
-    """For a whole model, which may be on the meta device. Raises Unservable where its plan cannot be
-    followed.
+    """The plan of a whole model, which may be on the meta device. Raises UnservableModel where its plan
+    cannot be followed.
     """
     plan = tp_styles(model)
     shards: dict[str, TensorShards] = {}
@@ -110,8 +110,8 @@ def make_tp_plan(model: Any, world_size: int) -> TpPlan:
 
 
 def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Of the parameters of a module: its own, and for a norm that has a line for each head, that of the
-    projection before it.
+    """The style of a module's parameter: the module's own, and for a norm that has a line for each head, that
+    of the projection before it.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         return plan.get(pattern_of(name))
@@ -164,7 +164,7 @@ def shards_of(
 
 
 def split_by_heads(attention: Any, name: str, config: Any, size: int, world_size: int) -> list[Interval]:
-    """Of `size` features of all heads of a projection."""
+    """How `size` features of all heads of a projection are split."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     query_heads = config.num_attention_heads
     if hasattr(attention, "k_proj") and hasattr(attention, "head_dim"):  # layers may differ

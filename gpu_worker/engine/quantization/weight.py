@@ -75,8 +75,8 @@ def scale_floats(
 
 
 def equal_part(values: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
-    """Of 8-bit floats [outputs, inputs] with scales [parts along the outputs, parts along the inputs] of any
-    dtype. Raises ValueError.
+    """How many outputs and inputs share a scale, where 8-bit floats [outputs, inputs] have scales [parts
+    along the outputs, parts along the inputs] of any dtype. Raises ValueError.
     """
     (outputs, inputs), (rows, columns) = values.shape, table.shape
     if outputs % rows or inputs % columns:

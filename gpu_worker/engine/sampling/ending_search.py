@@ -81,7 +81,7 @@ class EndingSearch:
 
     @cached_property
     def orders(self) -> Mapping[int | None, list[int]]:
-        """Behind each byte, the tokens of single bytes in the order in which they are tried."""
+        """The tokens of single bytes in the order in which they are tried, by the byte before them."""
         return {
             before: [self.byte_ids[byte] for byte in order_after(before) if byte in self.byte_ids]
             for before in (None, *range(256))

@@ -14,8 +14,8 @@ modeling: Any = modeling_falcon
 
 
 class PagedFalconAttention(modeling_falcon.FalconAttention):
-    """Without ALiBi. K and V keep the heads that the checkpoint has. hidden_states [1, tokens, hidden] of the
-    model's dtype → the same shape.
+    """Falcon's attention without ALiBi. K and V keep the heads that the checkpoint has. hidden_states [1,
+    tokens, hidden] of the model's dtype → the same shape.
     """
 
     def forward(  # type: ignore[override]

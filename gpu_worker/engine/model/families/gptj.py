@@ -24,13 +24,13 @@ def attend_scaled(
 
 
 class PagedGPTJAttention(modeling_gptj.GPTJAttention):
-    """Its own but for the products of queries, keys and values."""
+    """GPT-J's own attention but for the products of queries, keys and values."""
 
     _attn = attend_scaled
 
 
 class PagedCodeGenAttention(modeling_codegen.CodeGenAttention):
-    """Its own but for the products of queries, keys and values."""
+    """CodeGen's own attention but for the products of queries, keys and values."""
 
     _attn = attend_scaled
 

@@ -31,7 +31,7 @@ def attend(
     attention_mask: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """By what the interface has under our name: query [1, heads, tokens, head_dim], key and value [1,
+    """Attend by what the interface has under our name: query [1, heads, tokens, head_dim], key and value [1,
     kv_heads, tokens, head_dim] of the model's dtype → [1, tokens, heads, head_dim].
     """
     registered = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]

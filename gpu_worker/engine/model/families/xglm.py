@@ -11,7 +11,9 @@ from gpu_worker.engine.model.families.register import attend
 
 
 class PagedXGLMAttention(modeling_xglm.XGLMAttention):
-    """Of a decoder alone. hidden_states [1, tokens, hidden] of the model's dtype → the same shape."""
+    """XGLM's attention, of a decoder alone. hidden_states [1, tokens, hidden] of the model's dtype → the same
+    shape.
+    """
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: Any = None, **rest: Any
