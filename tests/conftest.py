@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis as redis_sync
+from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -28,6 +29,10 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # hundreds of clients speak to servers without TLS: none reads a file of all certificates, which takes 20 ms
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = ssl.get_default_verify_paths().openssl_capath
+
+# a busy machine may keep one example from its core for seconds: no time limit says anything of the code
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

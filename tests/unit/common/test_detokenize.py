@@ -76,7 +76,7 @@ def test_the_pieces_of_a_text_are_the_text(smollm2: Tokenizer, prompt: str, text
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=st.text(max_size=8), text=st.text(max_size=40))
 def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
     ids = smollm2.encode(text).ids
@@ -164,7 +164,7 @@ def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list
     return [detokenizer.decode_step(token_id) for token_id in ids]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["smollm2", "llama"])
 def test_cached_pieces_are_what_the_tokens_add(

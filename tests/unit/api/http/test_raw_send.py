@@ -95,7 +95,7 @@ async def turns(number: int) -> None:
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "read", "turn"]), st.integers(1, 2 * MAX_ITEMS)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(steps=STEPS)
 def test_frames_are_written_once_and_in_order_however_the_client_reads(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:

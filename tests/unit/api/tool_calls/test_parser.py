@@ -38,7 +38,7 @@ EVERY_FORMAT = pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=lambda
 
 @EVERY_FORMAT
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_nonsense_is_read(form: CallFormat, data: st.DataObject) -> None:
     pieces = data.draw(st.lists(MARKS[form.name], max_size=12))
     reading = Reading(form, REASONING_FORMATS["qwen3"] if data.draw(st.booleans()) else None, TOOLS)
@@ -53,7 +53,7 @@ def test_nonsense_is_read(form: CallFormat, data: st.DataObject) -> None:
 
 @EVERY_FORMAT
 @given(text=st.text())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_text_is_content(form: CallFormat, text: str) -> None:
     whole = Reading(form, tools=TOOLS).read(text)
     assert (whole.content, whole.calls) == (text, [])

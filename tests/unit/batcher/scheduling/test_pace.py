@@ -35,7 +35,6 @@ def test_half_of_the_steps_granted_last_as_long_as_a_grant_takes(
     assert horizon(5, trip_steps, slots_per_row) == 5, "HORIZON"
 
 
-@settings(deadline=None)
 @given(most=st.integers(1, 10**4), trip_steps=st.integers(0, 10**4), slots_per_row=st.integers(0, 10**6))
 def test_what_is_granted_keeps_within_memory_and_setting(
     most: int, trip_steps: int, slots_per_row: int
@@ -89,7 +88,7 @@ def test_a_horizon_that_does_not_follow_leaves_holes() -> None:
     assert pool.run(500)[0] > 50
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(late=st.integers(0, 60), num_blocks=st.integers(80, 1500), eos_chance=st.floats(0.002, 0.1))
 def test_blocks_granted_ahead_stay_within_an_eighth_of_the_cache(
     late: int, num_blocks: int, eos_chance: float

@@ -58,7 +58,7 @@ class LateBroker(Pool):
             super().disturb(action, num_requests)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 80)), min_size=1, max_size=40),
     num_workers=st.integers(1, 3),

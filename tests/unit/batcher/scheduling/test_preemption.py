@@ -85,7 +85,7 @@ class WatchedWorker(SimulatedWorker):
         super().end(number, why)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(
         st.tuples(st.integers(1, 100), st.integers(1, 200), st.integers(0, 2)),

@@ -187,7 +187,7 @@ prompts = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.tuples(prompts, st.integers(1, 80)), min_size=1, max_size=30),
     num_workers=st.integers(1, 3),

@@ -80,7 +80,7 @@ def test_each_class_keeps_its_turn_under_a_flood_of_the_others() -> None:
         assert max(since.values()) <= PATIENCE + len(SERVICE_CLASSES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     trace=st.lists(
         st.sampled_from([(0,), (0, 0), (1,), (0, 1), (1, 2), (2, 2), (0, 2), ()]), min_size=30, max_size=150
@@ -156,7 +156,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=turns, weight=st.sampled_from([1.0, 4.0]))
 def test_an_obvious_queue_starts_the_same_and_each_once(
     trace: list[tuple[list[Arrival], int, int, int]], weight: float
@@ -206,7 +206,7 @@ def test_an_obvious_queue_starts_the_same_and_each_once(
     assert sorted(started) == sorted(f"r{i}" for i in range(num_added))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(
         st.tuples(st.integers(1, 150), st.integers(1, 80), st.integers(1, 150), st.integers(1, 80)),
@@ -238,7 +238,7 @@ def test_two_backlogged_tenants_are_served_alike(sizes: list[tuple[int, int, int
     assert sorted(pool.finished) == sorted(prompts)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_new=st.integers(5, 100),
     num_blocks=st.integers(60, 400),
@@ -265,7 +265,7 @@ def test_tenants_are_charged_with_what_was_computed_whichever_rows_stand_by_and_
     assert not any(account.num_started for account in accounts.values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     num_new=st.integers(5, 100),
     prompts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 50)), min_size=25, max_size=40),

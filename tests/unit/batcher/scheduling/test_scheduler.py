@@ -14,7 +14,7 @@ from tests.support.scheduling.one_at_a_time import completions
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1, max_size=40)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @example(
     sizes=[(65, 49), (129, 13), (147, 47), (138, 56), (1, 1), (1, 11), (161, 33), (81, 49)],
     num_workers=2,
@@ -56,7 +56,7 @@ def test_every_request_ends_once_and_every_block_comes_back(
     pool.check_blocks_returned()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=sizes,
     num_workers=st.integers(1, 3),

@@ -165,7 +165,7 @@ def test_a_row_that_stands_by_gives_its_blocks_to_one_that_lacks_them() -> None:
     assert plan and plan.stops == [(standby.number, "preempted")] and replica.starved
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_workers=st.integers(1, 3),
     num_blocks=st.integers(40, 200),

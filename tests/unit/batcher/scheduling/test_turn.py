@@ -147,7 +147,7 @@ def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     pool.check_blocks_returned()
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@settings(max_examples=60, phases=[Phase.generate])
 @given(
     num_workers=st.integers(1, 3),
     num_blocks=st.integers(40, 200),

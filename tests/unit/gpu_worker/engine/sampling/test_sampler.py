@@ -77,7 +77,7 @@ def test_each_parameter_gives_the_distribution_of_the_reference(name: str, raw: 
         )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.lists(st.none() | row_params, min_size=1, max_size=9), seed=st.integers(0, 99), ties=st.booleans()
 )
@@ -94,7 +94,7 @@ def test_rows_with_different_parameters_share_a_batch(
         ) == bool(top_n_tokens)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.lists(row_params, min_size=2, max_size=9),
     seed=st.integers(0, 99),
