@@ -32,8 +32,10 @@ async def test_only_what_was_lost_is_computed_again_and_it_ends_once() -> None:
             with batcher(url, "b0"):
                 await queue(redis, "r", PROMPT, NUM_TOKENS, channel=KEYS.events("g"))
                 await wait_until(lambda: engine.rows.step > NUM_TOKENS // 2)
+                engine.step_s = 0.2  # the end must not be in the copy
                 num_kept = (await committed.read(PoolClient(redis, KEYS), ["r"]))["r"].num_tokens
                 restorable_broker.keep()
+                engine.step_s = 0.02
                 await wait_until(lambda: has_ended(redis))
                 restorable_broker.restore()
                 await wait_until(lambda: engine.num_starts == 2)

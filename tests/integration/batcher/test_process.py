@@ -16,7 +16,7 @@ from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 KEYS = Keys("default")
 
@@ -144,7 +144,7 @@ async def test_a_batcher_that_lost_its_lease_ends(broker: Broker, redis: Redis) 
     with batcher(broker.url) as process:
         await wait_until(lambda: redis.exists(KEYS.state))
         await redis.incr(KEYS.epoch)
-        assert await asyncio.to_thread(process.wait, 10) == 1
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
 
 
 async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_wait(
@@ -155,7 +155,7 @@ async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_
         await admit(redis, "r1")
         end = await ended(redis, "r1")
         assert (end.error_type, "WORKER_GRACE_S" in end.error) == ("unavailable", True)
-        assert await waiting(redis, 1), "the job"
+        await wait_until(lambda: waiting(redis, 1))  # the job
 
 
 async def test_what_ran_on_the_last_worker_ends_after_worker_grace_s_and_says_so(

@@ -13,12 +13,16 @@ import httpx
 from redis.asyncio import Redis
 
 from deploy.serve.embedded_broker import Broker, free_port
-from tests.support.fleet.batchers import batcher
+from tests.support.fleet.batchers import KEYS, batcher
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.forks.client import ForkedProcess
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS, NUM_TOKENS = 6, 60
+PATIENT = {"HEARTBEAT_S": "1", "WORKER_TTL_S": "60"}
+"""A batcher stays for two heartbeats, within which the others show that they drain: a busy machine needs more
+than a moment.
+"""
 
 
 @contextlib.contextmanager
@@ -66,27 +70,34 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
     port = free_port()
     async with modeless_worker(broker.url, "w0", step_s=0.2, max_batch_size=NUM_STREAMS // 2) as worker:
         with (
-            batcher(broker.url, "b0") as b0,
-            batcher(broker.url, "b1") as b1,
+            batcher(broker.url, "b0", **PATIENT) as b0,
+            batcher(broker.url, "b1", **PATIENT) as b1,
             gateway(broker.url, port) as g0,
         ):
             await wait_until(lambda: is_healthy(port))
             streams = [asyncio.create_task(frames(port, number)) for number in range(NUM_STREAMS)]
             await wait_until(lambda: all_are_admitted(redis))
-            worker.step_s = 0.02
-            await wait_until(lambda: worker.rows.step > 5)
+            await wait_until(lambda: worker.rows.step > 1)
             worker.draining.set()
             for process in (b0, b1, g0):
                 process.send_signal(signal.SIGTERM)
+            await wait_until(lambda: is_draining(redis))
+            worker.step_s = 0.02
             whole = await asyncio.gather(*streams)
             assert [indices(one) for one in whole] == [[*range(1, NUM_TOKENS + 1)]] * NUM_STREAMS
-            await asyncio.wait_for(asyncio.shield(worker.serving), 30)
-            assert [await asyncio.to_thread(one.wait, 30) for one in (g0, b0, b1)] == [0, 0, 0]
+            await asyncio.wait_for(asyncio.shield(worker.serving), PATIENCE_S)
+            assert [await asyncio.to_thread(one.wait, PATIENCE_S) for one in (g0, b0, b1)] == [0, 0, 0]
     assert not await redis.keys("*:batcher:*"), "they left"
 
 
+async def is_draining(redis: Redis) -> bool:
+    """Whether the gateway says so: all have been told, and the batchers have had some time."""
+    states = [await redis.hget(key, "state") async for key in redis.scan_iter(KEYS.gateway("*"))]  # type: ignore[misc]
+    return states == [b"draining"]
+
+
 async def all_are_admitted(redis: Redis) -> bool:
-    return bool(await redis.xlen("tf:{default}:requests") == NUM_STREAMS)
+    return bool(await redis.xlen(KEYS.requests) == NUM_STREAMS)
 
 
 async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(
@@ -100,13 +111,13 @@ async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(
         ):
             await wait_until(lambda: is_healthy(port))
             stream = asyncio.create_task(frames(port, 1, 2000))
-            await wait_until(lambda: redis.xlen("tf:{default}:requests"))
+            await wait_until(lambda: redis.xlen(KEYS.requests))
             g0.send_signal(signal.SIGTERM)
             *_, last = await stream
             assert (last["error_type"], "shut down" in str(last["error"])) == ("shutdown", True)
             await wait_until(lambda: is_settled(redis))
-            assert await asyncio.to_thread(g0.wait, 30) == 0 and b0.poll() is None
+            assert await asyncio.to_thread(g0.wait, PATIENCE_S) == 0 and b0.poll() is None
 
 
 async def is_settled(redis: Redis) -> bool:
-    return not await redis.xlen("tf:{default}:requests")
+    return not await redis.xlen(KEYS.requests)

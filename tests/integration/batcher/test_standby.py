@@ -54,8 +54,8 @@ async def stands_by(worker: ModelessEngine) -> int:
 
 async def test_a_row_that_stands_by_is_adopted_by_the_next_batcher(broker: Broker, redis: Redis) -> None:
     async with modeless_worker(broker.url, "w0", step_s=STEP_S) as w0:
+        await send(redis)
         with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)) as first:
-            await send(redis)
             await stands_by(w0)
             first.kill()
             first.wait()
@@ -69,9 +69,9 @@ async def test_a_row_that_stands_by_is_adopted_by_the_next_batcher(broker: Broke
 async def test_a_row_that_stands_by_goes_on_elsewhere_when_its_worker_dies(
     broker: Broker, redis: Redis
 ) -> None:
+    await send(redis)
     with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)):
         async with modeless_worker(broker.url, "w0", step_s=STEP_S) as w0:
-            await send(redis)
             await stands_by(w0)
         await seal(redis, "w0-1")
         async with modeless_worker(broker.url, "w1", step_s=STEP_S) as w1:
@@ -83,8 +83,8 @@ async def test_a_row_that_stands_by_goes_on_elsewhere_when_its_worker_dies(
 
 async def test_a_row_that_stands_by_can_be_cancelled(broker: Broker, redis: Redis) -> None:
     async with modeless_worker(broker.url, "w0", step_s=10 * STEP_S) as w0:
+        await send(redis)
         with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)):
-            await send(redis)
             name = f"r{w0.ids[await stands_by(w0)][0] - 1000}"
             await cancel_request(PoolClient(redis, KEYS), name)
             assert b"cancelled" in await wait_until(lambda: error_of(redis, name))

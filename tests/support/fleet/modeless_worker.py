@@ -19,6 +19,8 @@ from gpu_worker.protocol import Grant, StepResult
 from tests.support.tokenizer import TOKENIZER
 
 BLOCK_SIZE = 16
+TTL_S = 60.0
+"""Longer than a busy machine keeps a test from its core: a test that lets a worker die says so."""
 
 
 def next_id(ids: Sequence[int]) -> int:
@@ -107,7 +109,7 @@ async def modeless_worker(
     engine = ModelessEngine(step_s)
     sizes = (BLOCK_SIZE, num_blocks, 512, 8192)
     worker = WorkerCapacity(f"{name}-1", name, "m", "float32", *sizes, standby=True)
-    settings = Settings(redis_url=url, heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
+    settings = Settings(redis_url=url, heartbeat_s=0.2, worker_ttl_s=TTL_S, max_batch_size=max_batch_size)
     agent = Agent(settings, PoolClient.connect(settings), engine, AgentState(RowTable(TOKENIZER)), worker)
     engine.draining = agent.state.draining
     engine.serving = asyncio.create_task(serve(agent))
