@@ -60,7 +60,7 @@ class TimelineWriter:
         self.record(sequence, "queued", num_tokens=sequence.num_prompt, at_ms=at_ms)
 
     def record_plan(self, published: PendingPlan) -> None:
-        catalogue.GRANTS.add()
+        catalogue.PLANS.add()
         capacity = published.replica.capacity
         for row in published.rows:
             sequence = row.sequence

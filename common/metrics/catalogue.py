@@ -177,7 +177,7 @@ RESUMES = Counter(
     "Number of times that a request was resumed, by cause",
     CLASSES | {"cause": ("died", "preempted", "takeover")},
 )
-GRANTS = Counter("tokenfleet_grants", "Number of plans sent to workers")
+PLANS = Counter("tokenfleet_plans", "Number of plans sent to workers")
 WORKERS_LOST = Counter("tokenfleet_workers_lost", "Number of workers that ended, for any reason")
 UNDECODABLE = Counter(
     "tokenfleet_undecodable_entries", "Number of stream entries and plans that could not be decoded"

@@ -4,13 +4,13 @@
 
 import inspect
 import re
-from pathlib import Path
 
 from common.broker.keys import POOLS, Keys
+from tests.support.source_tree import PACKAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
+SUFFIXES = {".py", ".lua", ".js", ".h", ".cpp"}
 OF_ARQ = {"arq:queue:health-check"}
 
 
@@ -23,6 +23,13 @@ def test_every_file_that_is_named_exists() -> None:
 def test_every_folder_that_is_named_exists() -> None:
     named = set(re.findall(r"`([\w./-]+/)`", TEXT))
     assert [name for name in sorted(named) if not (ROOT / name).is_dir()] == []
+
+
+def test_every_folder_with_code_is_named() -> None:
+    sources = [path for one in PACKAGES for path in (ROOT / one).rglob("*") if path.suffix in SUFFIXES]
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in sources if path.name != "__init__.py"}
+    assert len(folders) > 50
+    assert sorted(folder for folder in folders if f"`{folder}/`" not in TEXT) == []
 
 
 def kind(name: str) -> str:

@@ -272,7 +272,7 @@ from common.settings.settings import Settings
 from deploy.serve.embedded_broker import free_port
 host, port = sys.argv[1], free_port()
 http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
-catalogue.GRANTS.add(7)
+catalogue.PLANS.add(7)
 print(urllib.request.urlopen(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics").read().decode())
 try:
     http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
@@ -283,7 +283,7 @@ except Exception as error:
         [sys.executable, "-c", code, host], capture_output=True, text=True, check=True
     ).stdout
     found = numbers("\n".join(line for line in said.splitlines() if line))
-    assert found['tokenfleet_grants_total{pool="default"}'] == 7
+    assert found['tokenfleet_plans_total{pool="default"}'] == 7
     assert f"# METRICS_PORT: cannot listen on {host}:" in said
     if sys.platform == "linux":
         assert found["process_resident_memory_bytes"] > 0
