@@ -21,6 +21,7 @@ from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers, caches
 from tests.support.fleet.fleet import Fleet
 from tests.support.forks import client as forks
+from tests.support.waiting import PATIENCE_S
 
 os.environ.setdefault(*SPIN_COUNT)  # before anything imports torch
 # hundreds of processes import the same modules: they are compiled once, whatever the environment says
@@ -101,8 +102,8 @@ def broker(shared_broker: Broker) -> Broker:
 
 @pytest.fixture
 async def redis(broker: Broker) -> AsyncIterator[Redis]:
-    """A client of the broker, as the processes make theirs."""
-    async with connect(broker.url) as client:
+    """A client of the broker, as the processes make theirs, but patient."""
+    async with connect(broker.url, socket_connect_timeout=PATIENCE_S) as client:
         yield client
 
 

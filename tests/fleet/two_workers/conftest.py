@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import connect
 from tests.support.fleet.fleet import Fleet
-from tests.support.waiting import wait_until_sync
+from tests.support.waiting import PATIENCE_S, wait_until_sync
 
 SETTINGS = {
     "num_workers": 2,
@@ -51,7 +51,7 @@ async def http(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def redis(fleet: Fleet) -> AsyncIterator[Redis]:
-    async with connect(fleet.redis_url) as client:
+    async with connect(fleet.redis_url, socket_connect_timeout=PATIENCE_S) as client:
         yield client
 
 
