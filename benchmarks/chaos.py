@@ -70,7 +70,8 @@ async def run(plan: Plan) -> Outcome:
 
 
 async def play(plan: Plan, fleet: ChaosFleet, proxy: LossyProxy, outcome: Outcome) -> None:
-    num_processes = len(fleet.pids())
+    # not those of now: the fleet answers before the last of them has its name
+    num_processes = 1 + sum(count for kind, count in plan.counts.items() if kind != "engine")
     async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
         cases = make_cases(plan.seed, plan.num_cases, plan.num_tokens)
         crowd = Crowd(reader, cases, plan.seed, outcome.tally)

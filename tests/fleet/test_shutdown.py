@@ -1,10 +1,9 @@
 """A machine shuts down: every process of `tokenfleet serve` gets SIGTERM at once, the broker, too."""
 
 import asyncio
+import contextlib
 import json
-import os
 import random
-import signal
 from collections import Counter
 
 import httpx
@@ -13,10 +12,12 @@ import pytest
 
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import have_ended, is_of_fleet
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS, NUM_TOKENS = 8, 100
 STEP_MS = 20.0
+NUM_PROCESSES = 7
+"""The broker, and two of each other kind; each worker has an engine besides."""
 
 
 async def stream(url: str, number: int, seen: Counter[int]) -> list[int]:
@@ -44,6 +45,7 @@ async def test_sigterm_to_every_process_at_once_finishes_streams(launcher_is: st
     try:
         async with fleet.proxy(random.Random(1)):
             await asyncio.to_thread(fleet.ready)
+            await wait_until(lambda: len(fleet.pids()) == NUM_PROCESSES and fleet.workers_ready() == 2)
             await shut_down(fleet, launcher_is)
     finally:
         fleet.kill()
@@ -56,16 +58,16 @@ async def shut_down(fleet: ChaosFleet, launcher_is: str) -> None:
     # its fork servers stay, which no machine has: a gateway that ends early needs a successor
     everybody = [process for process in fleet.processes() if is_of_fleet(process)]
     assert len(everybody) > 9
-    pids = [process.pid for process in everybody]
     gateways = [psutil.Process(pid) for name, pid in fleet.pids().items() if name in ("g0", "g1")]
-    for pid in pids if launcher_is == "first" else pids[1:]:
-        os.kill(pid, signal.SIGTERM)
+    for process in everybody if launcher_is == "first" else everybody[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another one
+            process.terminate()
     if launcher_is == "late":
         await wait_until(lambda: have_ended(gateways))
     if launcher_is != "first":
-        os.kill(pids[0], signal.SIGTERM)
+        fleet.launcher.terminate()
     assert await asyncio.gather(*streams) == [[*range(1, NUM_TOKENS + 1)]] * NUM_STREAMS
-    assert await asyncio.to_thread(fleet.launcher.wait, 60) == 0, fleet.errors()
+    assert await asyncio.to_thread(fleet.launcher.wait, PATIENCE_S) == 0, fleet.errors()
     await wait_until(lambda: have_ended(everybody))
     assert "Traceback" not in fleet.errors()
     assert launcher_is != "first" or "starts again" not in fleet.errors()

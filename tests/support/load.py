@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.client import Stream, stream
 from tests.support.fleet.fleet import Fleet
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS = 16
 
@@ -34,7 +34,7 @@ class Load:
     def running(self) -> bool:
         return not all(task.done() for task in self.tasks)
 
-    async def progress(self, tokens: int, timeout_s: float = 60) -> None:
+    async def progress(self, tokens: int, timeout_s: float = PATIENCE_S) -> None:
         """Returns when every stream has `tokens` more than now, or has ended."""
         have = [len(one.frames) + tokens for one in self.streams]
         await wait_until(
@@ -54,4 +54,14 @@ class Load:
             )
             assert one.frames[-1]["details"]["finish_reason"] == "length"
             assert one.frames[-1]["generated_text"] == "".join(frame["token"]["text"] for frame in one.frames)
+        return [one.ids for one in self.streams]
+
+    async def cut(self) -> list[list[int]]:
+        """Ids that streams have so far, none of which has ended; they end here."""
+        assert not any(task.done() for task in self.tasks)
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
+        for one in self.streams:
+            assert [frame.get("index") for frame in one.frames] == list(range(1, len(one.frames) + 1))
         return [one.ids for one in self.streams]

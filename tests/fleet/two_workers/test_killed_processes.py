@@ -28,7 +28,7 @@ from tests.support.load import Load
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-NUM_STREAMS, MAX_NEW_TOKENS = 8, 100
+NUM_STREAMS, MAX_NEW_TOKENS, ENDLESS = 8, 100, 2000
 SETTINGS = {
     "num_workers": 2,
     "num_gateways": 1,
@@ -176,16 +176,20 @@ async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[l
 async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
     fleet: Fleet, undisturbed: list[list[int]]
 ) -> None:
-    """The launcher keeps the sockets: streams go on where they are."""
+    """The launcher keeps the sockets: streams go on where they are. One of them outlives both gateways,
+    however long these take and however fast the workers are.
+    """
     await two_ready(fleet)
-    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
+    load, endless = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS), Load(fleet, ENDLESS, 1)
     for name, number in (("g0", signal.SIGKILL), ("g1", signal.SIGTERM)):
-        await load.progress(5)
+        await asyncio.gather(load.progress(5), endless.progress(5))
         old = fleet.pid(name)
         os.kill(old, number)
         await asyncio.to_thread(fleet.restarted, name, old)
-    assert load.running
+    await endless.progress(5)
     assert await load.whole() == undisturbed
+    await wait_until(lambda: len(endless.streams[0].frames) >= MAX_NEW_TOKENS)
+    assert [ids[:MAX_NEW_TOKENS] for ids in await endless.cut()] == undisturbed[:1]
 
 
 @pytest.mark.slow

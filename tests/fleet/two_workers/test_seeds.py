@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from benchmarks.client import Stream, events, stream
 from common.broker.keys import Keys
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, complete, generate, post, sampled_body
+from tests.support.fleet.http_calls import PROMPT, complete, generate, post, sampled_body, timeline
 from tests.support.fleet.live_requests import kill_worker_of, live_requests, worker_of
 from tests.support.waiting import wait_until
 
@@ -28,12 +28,14 @@ SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 ENDLESS = 480
 """Tokens: longer than the test takes, and few enough for the cache to hold all rows to their end."""
+NUM_BEFORE, NUM_BEHIND = 6, 10
+"""Tokens before the death of a worker, and behind it."""
 
 
 async def test_a_seed_gives_the_same_ids_alone_in_full_batches_and_on_each_worker(
     fleet: Fleet, redis: Redis
 ) -> None:
-    """The others are too long to end meanwhile; they are cancelled."""
+    """All but the first are too long to end meanwhile; they are cancelled."""
     url, max_batch = f"{fleet.base_url}/generate_stream", fleet.settings["max_batch_size"]
     await wait_until(lambda: fleet.workers_ready() == 2)
     alone = await stream(url, {"inputs": PROMPT, "parameters": SEEDED})
@@ -41,41 +43,51 @@ async def test_a_seed_gives_the_same_ids_alone_in_full_batches_and_on_each_worke
     others = [asyncio.create_task(stream(url, sampled_body(i, ENDLESS))) for i in range(2 * max_batch - 2)]
     await wait_until(lambda: rows_fill(redis, max_batch - 1))
     both = [Stream(), Stream()]
-    streaming = [
-        asyncio.create_task(stream(url, {"inputs": PROMPT, "parameters": SEEDED}, one)) for one in both
-    ]
-    await wait_until(lambda: all(one.frames for one in both))
+    endless = {"inputs": PROMPT, "parameters": SEEDED | {"max_new_tokens": ENDLESS}}
+    others += [asyncio.create_task(stream(url, endless, one)) for one in both]
+    await wait_until(lambda: all(len(one.ids) >= len(alone.ids) for one in both))
     assert await rows_fill(redis, max_batch)
-    await asyncio.gather(*streaming)
-    assert [one.ids for one in both] == [alone.ids] * 2
+    assert [one.ids[: len(alone.ids)] for one in both] == [alone.ids] * 2
     assert not any(task.done() for task in others)
     for task in others:
         task.cancel()
     await asyncio.wait(others)
-    await wait_until(lambda: rows_fill(redis, 0))
+    await wait_until(lambda: none_lives(redis))
 
 
 async def rows_fill(redis: Redis, count: int) -> bool:
     """Whether each of the two workers has so many rows."""
     workers = [await worker_of(redis, request) for request in await live_requests(redis)]
     placed = Counter(worker for worker in workers if worker)
-    return sorted(placed.values()) == [count] * (2 if count else 0)
+    return sorted(placed.values()) == [count] * 2
+
+
+async def none_lives(redis: Redis) -> bool:
+    return not await live_requests(redis)
 
 
 async def test_a_seed_gives_the_same_ids_after_the_worker_died(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:
-    undisturbed = (await generate(http, **SEEDED))["ids"]
     await wait_until(lambda: fleet.workers_ready() == 2)
-    ids: list[int] = []
-    async for frame in events(f"{fleet.base_url}/generate_stream", {"inputs": PROMPT, "parameters": SEEDED}):
-        ids.append(frame["token"]["id"])
-        if len(ids) == 6:
-            [request] = await live_requests(redis)
-            await kill_worker_of(redis, request)
-    assert ids == undisturbed
-    timelines = (await http.get(f"/fleet/requests/{request.rpartition(':')[2]}")).json()["timelines"]
-    assert "died" in [one["what"] for timeline in timelines.values() for one in timeline]
+    endless = Stream()
+    body = {"inputs": PROMPT, "parameters": SEEDED | {"max_new_tokens": ENDLESS}}
+    streaming = asyncio.create_task(stream(f"{fleet.base_url}/generate_stream", body, endless))
+    await wait_until(lambda: len(endless.ids) >= NUM_BEFORE)
+    [request] = await live_requests(redis)
+    await kill_worker_of(redis, request)
+
+    async def has_died() -> bool:
+        return "died" in await timeline(http, request)
+
+    await wait_until(has_died)
+    num_later = len(endless.ids) + NUM_BEHIND
+    await wait_until(lambda: len(endless.ids) >= num_later)
+    streaming.cancel()
+    await asyncio.wait([streaming])
+    await wait_until(lambda: none_lives(redis))
+    undisturbed = await generate(http, **SEEDED | {"max_new_tokens": len(endless.ids)})
+    assert endless.ids == undisturbed["ids"]
 
 
 async def test_a_seed_gives_the_same_text_on_every_route(http: httpx.AsyncClient, redis: Redis) -> None:

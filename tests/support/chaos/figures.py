@@ -16,7 +16,7 @@ from common.broker.keys import Keys
 from common.metrics.catalogue import RESUMES
 from tests.support.chaos.answers import Choice
 from tests.support.chaos.strikes import Strike
-from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.fleet import Fleet, title
 from tests.support.fleet.leftovers import idle, processes
 
 KEYS = Keys("default")
@@ -117,8 +117,8 @@ class Holdings:
         handles: dict[str, int] = {}
         memory: dict[str, int] = {}
         for process in [fleet.known[fleet.launcher.pid], *processes(fleet)]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
-                kind = " ".join(process.cmdline()).split()[1]
+            with contextlib.suppress(psutil.Error, IndexError):  # it ends meanwhile
+                kind = title(process)[1]
                 handles[kind] = max(handles.get(kind, 0), process.num_fds())
                 memory[kind] = max(memory.get(kind, 0), process.memory_info().rss)
         return cls(handles, memory)

@@ -79,7 +79,8 @@ class Fleet:
         self.launcher.wait()
         _, alive = psutil.wait_procs(list(self.known.values()), timeout=3)
         for process in alive:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                process.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def output(self) -> str:

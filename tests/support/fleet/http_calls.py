@@ -21,6 +21,12 @@ async def generate(http: httpx.AsyncClient, inputs: str = PROMPT, **parameters: 
     return answer | {"ids": [token["id"] for token in details["tokens"]], "reason": details["finish_reason"]}
 
 
+async def timeline(http: httpx.AsyncClient, request: str) -> list[str]:
+    """What has happened to the request of a key, and to its choices; the batcher writes it a moment later."""
+    answer = (await http.get(f"/fleet/requests/{request.rpartition(':')[2]}")).json()
+    return [one["what"] for events in answer.get("timelines", {}).values() for one in events]
+
+
 async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
     """Texts of the choices of a completion."""
     answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **fields})

@@ -52,7 +52,7 @@ async def idle(redis: Redis, ignored: set[bytes]) -> bool:
     busy = [int(state.get(name, b"1")) for name in (b"requests", b"rows", b"blocks")]
     return (
         not any(busy)
-        and all(gateway[b"streams"] == b"0" for gateway in gateways)
+        and all(gateway.get(b"streams", b"0") == b"0" for gateway in gateways)  # or its heartbeat has expired
         and kinds <= STANDING
         and not await redis.xlen(KEYS.requests)
         and not await redis.xlen(KEYS.submit)
@@ -92,7 +92,7 @@ def processes(fleet: Fleet) -> list[psutil.Process]:
     """All but the broker and the launcher; engines, too; none that ends meanwhile."""
     found: list[psutil.Process] = []
     for name, pid in fleet.pids().items():
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             found += [] if name == "broker" else tree(psutil.Process(pid))
     return found
 
@@ -114,7 +114,9 @@ def memory(fleet: Fleet) -> dict[str, int]:
 
 
 def each(fleet: Fleet, read: Callable[[psutil.Process], int]) -> Iterator[tuple[psutil.Process, int]]:
-    """What `read` finds of each of the `processes` that has not ended meanwhile."""
+    """What `read` finds of each of the `processes` that has not ended meanwhile. Of one that is just ending,
+    the kernel may show nothing to its own user.
+    """
     for process in processes(fleet):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             yield process, read(process)

@@ -6,6 +6,7 @@ import signal
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 
@@ -27,8 +28,14 @@ async def worker_of(redis: Redis, request: str) -> str:
 
 
 async def pid_of(redis: Redis, worker: str) -> int:
+    """0 while it has no heartbeat."""
     return int(await redis.hget(KEYS.worker(worker), "pid") or 0)  # type: ignore[misc]
 
 
 async def kill_worker_of(redis: Redis, request: str) -> None:
-    os.kill(await pid_of(redis, await worker_of(redis, request)), signal.SIGKILL)
+    """Kills the worker that runs a request, once one does. (Signals to process 0 go to all of pytest.)"""
+
+    async def pid() -> int:
+        return await pid_of(redis, await worker_of(redis, request))
+
+    os.kill(await wait_until(pid), signal.SIGKILL)
