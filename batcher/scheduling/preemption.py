@@ -12,7 +12,7 @@ from batcher.scheduling.standby import standby_rows
 
 def importance(row: PlacedRow) -> tuple[int, int]:
     """Smaller keeps its blocks longer."""
-    return row.sequence.rank, row.sequence.arrival
+    return row.sequence.class_index, row.sequence.arrival
 
 
 def preempt_for(replica: Replica, row: PlacedRow) -> None:

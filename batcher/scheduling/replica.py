@@ -170,7 +170,7 @@ class Replica:
         self.rows[row.number] = row
         row.added_at = self.step
         self.num_running += 1
-        if row.sequence.rank == LEAST_URGENT:
+        if row.sequence.class_index == LEAST_URGENT:
             self.batch_rows[row] = None
         row.sequence.row = row
         self.reserve(row, self.horizon)

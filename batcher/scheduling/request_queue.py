@@ -33,7 +33,7 @@ class RequestQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Have a request wait. One that is resumed waits before all new ones of its class."""
-        queue = self.classes[sequence.rank]
+        queue = self.classes[sequence.class_index]
         if sequence.resumed:
             queue.add_resumed(sequence)
         else:
@@ -58,7 +58,7 @@ class RequestQueue:
         """Start the first request, which computes `num_prefill` tokens before it generates. Return the number
         of tokens that its tenant is charged with.
         """
-        queue = self.classes[sequence.rank]
+        queue = self.classes[sequence.class_index]
         queue.take(sequence)
         charged = queue.charge(sequence, num_prefill)
         sequence.num_passed = 0
@@ -72,18 +72,18 @@ class RequestQueue:
 
     def look_past(self, sequence: Sequence) -> None:
         """The first request does not fit; others of its class may start before it."""
-        queue = self.classes[sequence.rank]
+        queue = self.classes[sequence.class_index]
         queue.take(sequence)
         queue.looked_past.append(sequence)
         self.stopped = sequence.num_passed >= MAX_PASSED
 
     def leave(self, sequence: Sequence) -> None:
         """The first request waits for something else, and is added again when that has come."""
-        self.classes[sequence.rank].take(sequence)
+        self.classes[sequence.class_index].take(sequence)
 
     def skip(self, sequence: Sequence) -> None:
         """The first request may not start now; nobody waits for it."""
-        queue = self.classes[sequence.rank]
+        queue = self.classes[sequence.class_index]
         queue.take(sequence)
         queue.skipped.append(sequence)
 
@@ -91,13 +91,13 @@ class RequestQueue:
         """A row computes no more, and held `kv_len` tokens. One that was adopted was charged to nobody."""
         if row.charged is not None:
             num_computed = max(0, kv_len - row.num_cached)
-            self.classes[row.sequence.rank].settle(row.sequence, row.charged, num_computed)
+            self.classes[row.sequence.class_index].settle(row.sequence, row.charged, num_computed)
             row.charged = None
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
         """A row has ended after so many tokens; one that never ran says nothing of others."""
         if num_generated > 0:
-            self.classes[sequence.rank].learn(sequence, num_generated)
+            self.classes[sequence.class_index].learn(sequence, num_generated)
 
     def end_turn(self) -> None:
         self.stopped = False

@@ -6,7 +6,7 @@ from common.block_hashes import block_names, extend_hashes
 from common.broker.stream_ids import parse_stream_id
 from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate
-from common.messages.service_class import class_rank
+from common.messages.service_class import class_index
 
 PREEMPT = "preempt"
 """`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""
@@ -24,7 +24,7 @@ class Sequence:
         base: how many tokens were committed when its row began, or when `records` was read.
         crash_count: incarnations that died under it without a token committed beyond its base.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
-        rank: of its service class: 0 is the most urgent.
+        class_index: of its service class: 0 is the most urgent.
         resumed: it has started before, or was to.
         num_passed: requests that started while it did not fit.
         follows: the row that computes what this request needs, too: it starts when that is there.
@@ -46,7 +46,7 @@ class Sequence:
     stop_reason: str = ""
     row: "PlacedRow | None" = None
     waiting: bool = False
-    rank: int = 0
+    class_index: int = 0
     resumed: bool = False
     num_passed: int = 0
     follows: "PlacedRow | None" = None
@@ -57,7 +57,7 @@ class Sequence:
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rank = class_rank(self.request.priority)
+        self.class_index = class_index(self.request.priority)
         self.block_hashes = self.request.block_hashes
 
     @property

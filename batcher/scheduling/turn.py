@@ -63,7 +63,7 @@ class Turn:
         the worker where it takes the place of one at the same step boundary; None where it must wait until
         they have released their blocks, or where none can go.
         """
-        if sequence.rank == LEAST_URGENT or sequence.crash_count:
+        if sequence.class_index == LEAST_URGENT or sequence.crash_count:
             return None
         has_victim = sequence.has_victim
         with_batch = self.placement.with_batch

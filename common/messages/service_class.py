@@ -3,7 +3,7 @@
 SERVICE_CLASSES = ("interactive", "standard", "batch")
 """The most urgent first."""
 LEAST_URGENT = len(SERVICE_CLASSES) - 1
-"""The rank of the class `batch`."""
+"""The index of the class `batch`."""
 DEFAULT_CLASS = "standard"
 
 
@@ -12,6 +12,6 @@ def service_class(priority: str) -> str:
     return priority if priority in SERVICE_CLASSES else DEFAULT_CLASS
 
 
-def class_rank(priority: str) -> int:
-    """The place of a request's class: 0 is the most urgent."""
+def class_index(priority: str) -> int:
+    """The index of a request's class: 0 is the most urgent."""
     return SERVICE_CLASSES.index(service_class(priority))

@@ -10,7 +10,7 @@ from common.messages.codec import WireError, decode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
 from common.messages.records import unpack_records
-from common.messages.service_class import class_rank
+from common.messages.service_class import class_index
 from common.metrics import catalogue
 from common.process.readiness import READY
 from gpu_worker.agent.engine_client import EngineClient
@@ -98,7 +98,7 @@ class PlanHandler:
             top_n_tokens=request.top_n_tokens,
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             num_cached=start.num_cached,
-            priority=class_rank(request.priority),
+            priority=class_index(request.priority),
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

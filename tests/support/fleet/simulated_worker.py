@@ -12,7 +12,7 @@ from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart
-from common.messages.service_class import class_rank
+from common.messages.service_class import class_index
 from gpu_worker.engine.batch.prefill import PATIENCE
 
 
@@ -61,7 +61,7 @@ class SimulatedRow:
         """As in the engine's prefill."""
         if self.num_passed >= PATIENCE:
             return -1, 0
-        return class_rank(self.start.request.priority), self.target - self.kv_len
+        return class_index(self.start.request.priority), self.target - self.kv_len
 
     @property
     def generated_hashes(self) -> bytes:

@@ -11,7 +11,7 @@ Tenant = tuple[int, str]
 
 
 def tenant_of(sequence: Sequence) -> Tenant:
-    return sequence.rank, sequence.request.tenant
+    return sequence.class_index, sequence.request.tenant
 
 
 @dataclass
@@ -29,14 +29,18 @@ class ObviousQueue:
         tenant = tenant_of(sequence)
         has_new = any(tenant_of(one) == tenant and not one.resumed for one in self.waiting)
         if not sequence.resumed and not has_new:
-            self.served[tenant] = max(self.served.get(tenant, 0.0), self.levels[sequence.rank])
+            self.served[tenant] = max(self.served.get(tenant, 0.0), self.levels[sequence.class_index])
         self.waiting.append(sequence)
 
-    def first_of(self, rank: int) -> Sequence | None:
-        if sum(one.rank == rank for one in self.looked_past) >= LOOK_PAST:
+    def first_of(self, class_index: int) -> Sequence | None:
+        if sum(one.class_index == class_index for one in self.looked_past) >= LOOK_PAST:
             return None
         known = {id(one) for one in self.looked_past}
-        mine = [one for one in self.waiting if one.rank == rank and one.waiting and id(one) not in known]
+        mine = [
+            one
+            for one in self.waiting
+            if one.class_index == class_index and one.waiting and id(one) not in known
+        ]
         resumed = [one for one in mine if one.resumed]
         if resumed:
             return min(resumed, key=lambda one: (one.num_known, one.arrival))
@@ -53,27 +57,29 @@ class ObviousQueue:
     def first(self) -> Sequence | None:
         if any(self.num_passed.get(one.request_id, 0) >= MAX_PASSED for one in self.looked_past):
             return None
-        for rank in (2, 1, 0):
-            if self.passed[rank] >= PATIENCE and (one := self.first_of(rank)):
+        for class_index in (2, 1, 0):
+            if self.passed[class_index] >= PATIENCE and (one := self.first_of(class_index)):
                 return one
-        for rank in (0, 1, 2):
-            if (found := self.first_of(rank)) or any(one.rank == rank for one in self.looked_past):
+        for class_index in (0, 1, 2):
+            if (found := self.first_of(class_index)) or any(
+                one.class_index == class_index for one in self.looked_past
+            ):
                 return found
         return None
 
     def start(self, sequence: Sequence, num_prefill: int) -> int:
-        tenant, rank = tenant_of(sequence), sequence.rank
+        tenant, class_index = tenant_of(sequence), sequence.class_index
         self.waiting.remove(sequence)
-        served = self.served.get(tenant, self.levels[rank])
+        served = self.served.get(tenant, self.levels[class_index])
         if not sequence.resumed:
-            self.levels[rank] = served
+            self.levels[class_index] = served
         left = sequence.request.stopping.max_new_tokens - sequence.base
         charged = num_prefill + min(left, round(self.means.get(tenant, FIRST_OUTPUT)))
         self.served[tenant] = served + charged / self.weights.get(tenant[1], 1.0)
         self.num_passed[sequence.request_id] = 0
         for other in range(3):
-            waits = any(one.rank == other and one.waiting for one in self.waiting)
-            self.passed[other] = self.passed[other] + 1 if waits and other != rank else 0
+            waits = any(one.class_index == other and one.waiting for one in self.waiting)
+            self.passed[other] = self.passed[other] + 1 if waits and other != class_index else 0
         for one in self.looked_past:
             self.num_passed[one.request_id] = self.num_passed.get(one.request_id, 0) + 1
         return charged

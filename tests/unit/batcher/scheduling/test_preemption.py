@@ -19,9 +19,9 @@ def full_replica(*rows: tuple[int, int]) -> tuple[Replica, list[PlacedRow]]:
     """Rows (class, arrival) that fill all blocks of a worker and have each filled a block and more."""
     replica = make_replica(num_blocks=3 * len(rows))
     placed = []
-    for rank, arrival in rows:
+    for class_index, arrival in rows:
         sequence = make_sequence(16)
-        sequence.rank, sequence.entry_id = rank, f"1-{arrival}"
+        sequence.class_index, sequence.entry_id = class_index, f"1-{arrival}"
         placed.append(replica.start(sequence))
         replica.prefilled(placed[-1], 16, step=1)
     replica.step = replica.until = 33
@@ -110,9 +110,9 @@ def test_whoever_is_preempted_has_filled_a_block_and_the_most_important_request_
     pool = Pool(1, num_blocks, seed, limits, eos_chance=0.005, shares=shares)
     worker = pool.workers["w0"] = WatchedWorker(BLOCK_SIZE, pool.random, pool.eos_chance, num_speculated)
     replica = pool.scheduler.replicas["w0"]
-    for i, (num_prompt, new, rank) in enumerate(sizes):
+    for i, (num_prompt, new, class_index) in enumerate(sizes):
         sequence = sharing_request(f"r{i}", [*range(num_prompt)], new, i)
-        sequence.rank = rank
+        sequence.class_index = class_index
         pool.add(sequence)
     while pool.scheduler.sequences:
         most_important = min(map(importance, replica.running), default=None)

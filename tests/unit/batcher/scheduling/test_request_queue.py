@@ -90,13 +90,13 @@ def test_no_class_that_waits_is_passed_for_long(trace: list[tuple[int, ...]]) ->
     """`trace`: of each turn, in which one request starts, the classes of those that come."""
     queue, numbers, waiting, passed = RequestQueue({}), count(), Counter[int](), Counter[int]()
     for coming in trace:
-        for rank in coming:
-            queue.add(new(f"{rank}.{next(numbers)}", next(numbers), SERVICE_CLASSES[rank]))
-            waiting[rank] += 1
+        for class_index in coming:
+            queue.add(new(f"{class_index}.{next(numbers)}", next(numbers), SERVICE_CLASSES[class_index]))
+            waiting[class_index] += 1
         for started in start_all(queue, 1):
-            rank = int(started[0])
-            waiting[rank] -= 1
-            passed = Counter({other: passed[other] + 1 for other in +waiting if other != rank})
+            class_index = int(started[0])
+            waiting[class_index] -= 1
+            passed = Counter({other: passed[other] + 1 for other in +waiting if other != class_index})
         assert all(most <= PATIENCE + len(SERVICE_CLASSES) for most in passed.values())
 
 
@@ -195,8 +195,10 @@ def test_an_obvious_queue_starts_the_same_and_each_once(
         del running[:num_ends]
 
     for coming, most, longest, num_ends in trace:
-        for rank, tenant, prompt, most_new, resumed in coming:
-            sequence = new(f"r{num_added}", num_added, SERVICE_CLASSES[rank], f"t{tenant}", prompt, most_new)
+        for class_index, tenant, prompt, most_new, resumed in coming:
+            sequence = new(
+                f"r{num_added}", num_added, SERVICE_CLASSES[class_index], f"t{tenant}", prompt, most_new
+            )
             sequence.resumed = resumed
             num_added += 1
             queue.add(sequence)

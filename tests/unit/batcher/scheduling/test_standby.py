@@ -157,7 +157,7 @@ def test_a_row_that_stands_by_gives_its_blocks_to_one_that_lacks_them() -> None:
     """Else they would wait for each other, where nothing else runs."""
     replica = Replica(make_replica(num_blocks=6).capacity, WorkerLimits(max_batch_size=1))
     runs, waits = make_sequence(16), make_sequence(16)
-    waits.rank = 0  # more urgent, but it has nothing to lose
+    waits.class_index = 0  # more urgent, but it has nothing to lose
     running, standby = replica.start(runs), replica.start(waits)
     replica.prefilled(running, 16, step=1)
     replica.step = replica.until = 33

@@ -14,16 +14,16 @@ PLACES = 16
 LIMITS = WorkerLimits(max_batch_size=PLACES)
 
 
-def ranked(name: str, rank: int, num_prompt: int = 8, new: int = 400, entry: int = 0) -> Sequence:
-    sequence = request(name, num_prompt, new, entry, gateway="" if rank == 2 else "g")
-    sequence.rank = rank
+def of_class(name: str, class_index: int, num_prompt: int = 8, new: int = 400, entry: int = 0) -> Sequence:
+    sequence = request(name, num_prompt, new, entry, gateway="" if class_index == 2 else "g")
+    sequence.class_index = class_index
     return sequence
 
 
-def batch_pool(rank: int = 2, num_blocks: int = 2000, turns: int = 8) -> Pool:
+def batch_pool(class_index: int = 2, num_blocks: int = 2000, turns: int = 8) -> Pool:
     """A full worker whose rows have progressed, and as many requests that wait."""
     pool = Pool(1, num_blocks, seed=1, limits=LIMITS, eos_chance=0, shares=False)
-    pool.add(*(ranked(f"b{i}", rank, entry=i) for i in range(2 * PLACES)))
+    pool.add(*(of_class(f"b{i}", class_index, entry=i) for i in range(2 * PLACES)))
     for _ in range(turns):
         pool.turn()
     return pool
@@ -32,8 +32,8 @@ def batch_pool(rank: int = 2, num_blocks: int = 2000, turns: int = 8) -> Pool:
 def test_an_urgent_request_takes_the_place_of_a_batch_row_at_the_same_step_boundary() -> None:
     pool = batch_pool()
     worker = pool.workers["w0"]
-    for name, rank in (("u", 0), ("s", 1)):
-        pool.add(ranked(name, rank, entry=100))
+    for name, class_index in (("u", 0), ("s", 1)):
+        pool.add(of_class(name, class_index, entry=100))
         before = worker.step
         pool.decide()
         worker.run()
@@ -45,10 +45,12 @@ def test_an_urgent_request_takes_the_place_of_a_batch_row_at_the_same_step_bound
     pool.check_blocks_returned()
 
 
-@pytest.mark.parametrize(("rank", "turns"), [(1, 8), (2, 1)], ids=["other classes", "no block of progress"])
-def test_no_other_row_stops_for_it(rank: int, turns: int) -> None:
-    pool = batch_pool(rank, turns=turns)
-    pool.add(ranked("u", 0, entry=100))
+@pytest.mark.parametrize(
+    ("class_index", "turns"), [(1, 8), (2, 1)], ids=["other classes", "no block of progress"]
+)
+def test_no_other_row_stops_for_it(class_index: int, turns: int) -> None:
+    pool = batch_pool(class_index, turns=turns)
+    pool.add(of_class("u", 0, entry=100))
     pool.decide()
     assert not any(row.stopping for row in pool.scheduler.replicas["w0"].running)
 
@@ -58,13 +60,13 @@ def test_a_batch_row_whose_class_has_waited_stays() -> None:
     pool = batch_pool()
     for row in pool.scheduler.replicas["w0"].running:
         row.sequence.stays = True
-    pool.add(ranked("u", 0, entry=100))
+    pool.add(of_class("u", 0, entry=100))
     pool.decide()
     assert not any(row.stopping for row in pool.scheduler.replicas["w0"].running)
     flooded = Pool(1, 2000, seed=1, limits=LIMITS, eos_chance=0, shares=False)
     flooded.add(
-        *(ranked(f"u{i}", 0, entry=i) for i in range(60)),
-        *(ranked(f"b{i}", 2, entry=100 + i) for i in range(4)),
+        *(of_class(f"u{i}", 0, entry=i) for i in range(60)),
+        *(of_class(f"b{i}", 2, entry=100 + i) for i in range(4)),
     )
     flooded.run()
     assert all(flooded.attempts[f"b{i}"] <= 2 for i in range(4))
@@ -73,10 +75,10 @@ def test_a_batch_row_whose_class_has_waited_stays() -> None:
 def test_an_urgent_request_stays_where_it_takes_a_place_though_another_worker_gets_one() -> None:
     """It runs by then, though the batcher has not heard that the row before it has stopped."""
     pool = Pool(2, 2000, seed=1, limits=LIMITS, eos_chance=0, shares=False)
-    pool.add(*(ranked(f"b{i}", 2, entry=i) for i in range(2 * PLACES)))
+    pool.add(*(of_class(f"b{i}", 2, entry=i) for i in range(2 * PLACES)))
     for _ in range(8):
         pool.turn()
-    urgent = ranked("u", 0, entry=100)
+    urgent = of_class("u", 0, entry=100)
     pool.add(urgent)
     pool.decide()
     assert urgent.row
@@ -96,7 +98,7 @@ def test_the_urgent_take_places_where_their_beginning_is_known(first: int) -> No
     pool.add(*(urgent_sharing(f"c{i}", chat, i) for i, chat in enumerate(chats)))
     for _ in range(50):
         pool.turn()
-    pool.add(*(ranked(f"b{i}", 2, entry=10 + i) for i in range(3 * PLACES)))
+    pool.add(*(of_class(f"b{i}", 2, entry=10 + i) for i in range(3 * PLACES)))
     for _ in range(8):
         pool.turn()
     again = [urgent_sharing(f"again{i}", [*chat, 7], 100 + i) for i, chat in enumerate(chats)]
@@ -109,7 +111,7 @@ def test_the_urgent_take_places_where_their_beginning_is_known(first: int) -> No
 
 def urgent_sharing(name: str, prompt: list[int], entry: int, num_choices: int = 1) -> Sequence:
     sequence = sharing_request(name, prompt, 20, entry, num_choices=num_choices)
-    sequence.rank = 0
+    sequence.class_index = 0
     return sequence
 
 
@@ -119,7 +121,7 @@ def test_a_place_that_is_made_for_a_request_is_not_taken_by_those_behind_it() ->
     choice = urgent_sharing("c", [*range(40)], 100, num_choices=2)
     pool.add(choice)
     for i in range(3):
-        later = ranked(f"u{i}", 0, entry=200 + i)
+        later = of_class(f"u{i}", 0, entry=200 + i)
         pool.add(later)
         pool.turn()
         assert later.row or later.attempt, "whoever may stand by takes another place meanwhile"
@@ -134,7 +136,7 @@ def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     replica = pool.scheduler.replicas["w0"]
     while replica.num_running == PLACES + 1:
         pool.turn()
-    urgent = ranked("u", 0, num_prompt=160, new=8, entry=100)
+    urgent = of_class("u", 0, num_prompt=160, new=8, entry=100)
     pool.add(urgent)
     num_stopped = 0
     while urgent.waiting:
@@ -170,9 +172,9 @@ def test_every_request_ends_once_and_no_urgent_one_waits_beside_batch_rows_that_
 ) -> None:
     pool = Pool(num_workers, num_blocks, seed, LIMITS, shares=shares)
     sequences = []
-    for i, (num_prompt, new, rank) in enumerate(sizes):
+    for i, (num_prompt, new, class_index) in enumerate(sizes):
         sequence = sharing_request(f"r{i}", [i % 3] * num_prompt, new, i)
-        sequence.rank = rank
+        sequence.class_index = class_index
         sequences.append(sequence)
     for action, some in zip(actions, range(0, len(sequences), 6), strict=False):
         pool.add(*sequences[some : some + 6])
