@@ -32,7 +32,7 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import EngineStuck
 from gpu_worker.preload import wait_for_place
 from gpu_worker.protocol import Ready
-from gpu_worker.rank import Place, local_places
+from gpu_worker.rank import RankInfo, local_ranks
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ async def serve(
         weightless=settings.makes_weights,
         dtype=settings.dtype,
     )
-    own = Place.read(os.environ)
-    places = [own] if own.world_size > 1 else local_places(gpu_claims.num_ranks(settings))
+    own = RankInfo.read(os.environ)
+    ranks = [own] if own.world_size > 1 else local_ranks(gpu_claims.num_ranks(settings))
     # torchrun has chosen the GPUs of its ranks
-    gpus = gpu_claims.claim(settings, len(places)) if own.world_size == 1 else {}
+    gpus = gpu_claims.claim(settings, len(ranks)) if own.world_size == 1 else {}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     engine = await EngineClient.start(
         {
@@ -63,7 +63,7 @@ async def serve(
             "WORKER_NAME": name,
             "WORKER_INCARNATION": incarnation,
         },
-        places,
+        ranks,
         preloaded,
     )
     try:
@@ -187,13 +187,13 @@ def main() -> None:
             sys.exit(uvloop.run(serve_preloaded(sys.argv[1:])))
     identity = start_process("worker", "w0")
     with exit_when_unservable():
-        settings, place = Settings.read([]), Place.read(os.environ)
-        if place.world_size not in (1, settings.num_shard or place.world_size):
+        settings, info = Settings.read([]), RankInfo.read(os.environ)
+        if info.world_size not in (1, settings.num_shard or info.world_size):
             raise SettingError(
                 "num_shard",
-                f"{settings.num_shard}, but torchrun started {place.world_size} ranks (WORLD_SIZE)",
+                f"{settings.num_shard}, but torchrun started {info.world_size} ranks (WORLD_SIZE)",
             )
-        if place.rank:
+        if info.rank:
             os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
         configure_process(identity, settings)
         sys.exit(uvloop.run(serve(settings, identity.name, identity.incarnation)))

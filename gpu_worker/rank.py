@@ -1,4 +1,4 @@
-"""Place: a rank among the processes that run one model together, as torchrun's variables give it."""
+"""Rank info: which of the processes that run one model together this one is, as torchrun's variables say."""
 
 import socket
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from common.settings.settings import SettingError
 
 LOOPBACK = "127.0.0.1"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Torchrun's, in the order of the fields of a place."""
+"""Torchrun's, in the order of the fields of RankInfo."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a rank among the processes that run one model together.
+class RankInfo:
+    """One of the processes that run one model together.
 
     Attributes:
         rank, world_size: of all ranks of the worker; rank 0 is connected to the agent.
@@ -29,7 +29,7 @@ class Place:
     port: int = 0
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> "Place":
+    def read(cls, environ: Mapping[str, str]) -> "RankInfo":
         """Read torchrun's variables. Raises SettingError if some of them are missing."""
         if environ.get("WORLD_SIZE", "1") in ("", "1"):
             return cls()
@@ -50,12 +50,12 @@ class Place:
         return dict(zip(VARIABLES, map(str, astuple(self)), strict=True))
 
 
-def local_places(num_ranks: int) -> list[Place]:
-    """Return the places of ranks that all run on this machine."""
+def local_ranks(num_ranks: int) -> list[RankInfo]:
+    """Return the ranks of a model that all run on this machine."""
     if num_ranks == 1:
-        return [Place()]
+        return [RankInfo()]
     port = free_port()
-    return [Place(rank, num_ranks, rank, num_ranks, LOOPBACK, port) for rank in range(num_ranks)]
+    return [RankInfo(rank, num_ranks, rank, num_ranks, LOOPBACK, port) for rank in range(num_ranks)]
 
 
 def free_port() -> int:

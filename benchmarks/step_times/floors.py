@@ -14,7 +14,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.model.config import read_config
 from gpu_worker.engine.model.load import choose_device, choose_dtype
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Bytes of a copy, far more than caches hold."""
@@ -55,7 +55,7 @@ class Weights:
 
 def measure(settings: Settings) -> tuple[Ceilings, Weights]:
     """Measures the device; to be called before an engine takes its memory."""
-    device = choose_device(settings.device, Place())
+    device = choose_device(settings.device, RankInfo())
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     dtype = choose_dtype(settings.dtype, device)
     dtypes = (

@@ -16,7 +16,7 @@ from common.settings.settings import SettingError
 from gpu_worker.agent.engine_link import EngineLink
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import Begin, EngineFailure, Frame, Grant, LoadProgress, Ready, StepResult
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 
 ENGINE_MODULE = "gpu_worker.engine"
 """What an engine process runs."""
@@ -93,13 +93,13 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, environ: dict[str, str], places: Sequence[Place], preloaded: Sequence[RankProcess] = ()
+        cls, environ: dict[str, str], infos: Sequence[RankInfo], preloaded: Sequence[RankProcess] = ()
     ) -> "EngineClient":
-        """Start a process for each place, or use those that were preloaded."""
+        """Start a process for each rank, or use those that were preloaded."""
         if not preloaded:
-            return cls([await RankProcess.start(environ | place.environ()) for place in places])
-        for rank, place in zip(preloaded, places, strict=True):
-            rank.link.send(Begin(environ | place.environ()))
+            return cls([await RankProcess.start(environ | info.environ()) for info in infos])
+        for rank, info in zip(preloaded, infos, strict=True):
+            rank.link.send(Begin(environ | info.environ()))
         return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N [--preload]`.
 
-Settings and the rank's place (torchrun's variables) are in the environment. File N is a socket to the agent,
-through which ranks above 0 send no more than why they failed. A rank that torchrun starts on another machine
+Settings and its rank (torchrun's variables) are in the environment. File N is a socket to the agent, through
+which ranks above 0 send no more than why they failed. A rank that torchrun starts on another machine
 has no agent beside it, and no socket. With --preload it imports everything first, with --load beside it also
 loads the model, and waits for the variables of the worker that it becomes a part of.
 """
@@ -27,7 +27,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import EngineFailure, LoadProgress
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 
 log = logging.getLogger(__name__)
 
@@ -96,16 +96,16 @@ def check_cuda_is_unused() -> None:
 
 def serve(link: AgentLink | None, loaded: Any) -> None:
     """Serve with the model that is `loaded`, or load it."""
-    settings, place = Settings.read([], os.environ), Place.read(os.environ)
-    name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
+    settings, info = Settings.read([], os.environ), RankInfo.read(os.environ)
+    name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {info.rank}' if info.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output, os.environ.get("WORKER_INCARNATION", ""))
     prepare_import()
     from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
 
-    communicator = Communicator(place)
-    leads = link if place.rank == 0 else None
+    communicator = Communicator(info)
+    leads = link if info.rank == 0 else None
     engine = Engine(
         settings,
         (lambda text: leads.send(LoadProgress(text))) if leads else no_progress,

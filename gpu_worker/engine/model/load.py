@@ -39,7 +39,7 @@ from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.parallel.tp_plan import TpPlan
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     """Raises SettingError where these settings cannot be served; what can be known before weights are read is
     checked before.
     """
-    device = choose_device(settings.device, communicator.place)
+    device = choose_device(settings.device, communicator.info)
     dtype = choose_dtype(settings.dtype, device)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
@@ -205,22 +205,22 @@ def probe_forward(model: Any, device: torch.device) -> torch.Tensor:
 
 def threads_of(settings: Settings, communicator: Communicator) -> int:
     """This rank's part of the machine's cores."""
-    return max(1, cpu.num_cores() // max(1, settings.num_workers * communicator.place.local_world_size))
+    return max(1, cpu.num_cores() // max(1, settings.num_workers * communicator.info.local_world_size))
 
 
-def choose_device(name: str, place: Place) -> torch.device:
+def choose_device(name: str, info: RankInfo) -> torch.device:
     """Raises SettingError where torch does not see it."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingError("device", "cuda, but torch sees no CUDA device")
     if not available or name == "cpu":
         return torch.device("cpu")
-    if place.local_rank >= torch.cuda.device_count():
+    if info.local_rank >= torch.cuda.device_count():
         raise SettingError(
-            "num_shard", f"{place.local_world_size}, but torch sees {torch.cuda.device_count()} CUDA devices"
+            "num_shard", f"{info.local_world_size}, but torch sees {torch.cuda.device_count()} CUDA devices"
         )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(info.local_rank)
+    return torch.device("cuda", info.local_rank)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

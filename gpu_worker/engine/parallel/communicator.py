@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import FrameDecoder, Grant, encode
-from gpu_worker.rank import LOOPBACK, Place
+from gpu_worker.rank import LOOPBACK, RankInfo
 
 FOREVER = timedelta(days=365)
 """The agent watches how long a step takes; ranks that have nothing to do wait for rank 0 without an end."""
@@ -29,20 +29,20 @@ class Communicator:
     another there: what rank 0 sampled counts.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, info: RankInfo) -> None:
         """Return when all ranks are there."""
-        self.place = place
-        self.rank = place.rank
-        self.world_size = place.world_size
+        self.info = info
+        self.rank = info.rank
+        self.world_size = info.world_size
         if self.world_size > 1:
-            if place.address == LOOPBACK:
+            if info.address == LOOPBACK:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            ours = place.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
+            ours = info.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
             dist.init_process_group(
                 backend,
-                init_method=None if ours else f"tcp://{place.address}:{place.port}",
-                store=local_store(place) if ours else None,
+                init_method=None if ours else f"tcp://{info.address}:{info.port}",
+                store=local_store(info) if ours else None,
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=FOREVER,
@@ -117,13 +117,13 @@ class Communicator:
             yield frame
 
 
-def local_store(place: Place) -> Any:
+def local_store(info: RankInfo) -> Any:
     """The store at which ranks that we started on this machine find each other. By itself torch would listen
     on all of the machine's addresses.
     """
-    leads = place.rank == 0
-    listener = socket.create_server((LOOPBACK, place.port)).detach() if leads else None
-    return dist.TCPStore(LOOPBACK, place.port, place.world_size, leads, FOREVER, master_listen_fd=listener)  # type: ignore[attr-defined]
+    leads = info.rank == 0
+    listener = socket.create_server((LOOPBACK, info.port)).detach() if leads else None
+    return dist.TCPStore(LOOPBACK, info.port, info.world_size, leads, FOREVER, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
-SINGLE_RANK = Communicator(Place())
+SINGLE_RANK = Communicator(RankInfo())

@@ -19,7 +19,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Grant, StepResult
-from gpu_worker.rank import LOOPBACK, Place, free_port
+from gpu_worker.rank import LOOPBACK, RankInfo, free_port
 from tests.support.forks.client import ForkedProcess
 
 OVER = Grant(-1, 0)
@@ -74,7 +74,7 @@ def running(world_size: int) -> Iterator[Communicator]:
         for rank in range(1, world_size)
     ]
     try:
-        yield Communicator(place(0, world_size, port))
+        yield Communicator(rank_info(0, world_size, port))
     finally:
         for process in others:
             process.kill()
@@ -83,13 +83,13 @@ def running(world_size: int) -> Iterator[Communicator]:
             dist.destroy_process_group()
 
 
-def place(rank: int, world_size: int, port: int) -> Place:
-    return Place(rank, world_size, rank, world_size, LOOPBACK, port)
+def rank_info(rank: int, world_size: int, port: int) -> RankInfo:
+    return RankInfo(rank, world_size, rank, world_size, LOOPBACK, port)
 
 
 def main(rank: int, world_size: int, port: int) -> None:
     die_with_parent()
-    communicator = Follower(place(rank, world_size, port))
+    communicator = Follower(rank_info(rank, world_size, port))
     while True:
         job: list[Any] = [None]
         dist.broadcast_object_list(job, 0)

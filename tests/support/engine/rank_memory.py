@@ -157,7 +157,7 @@ def own_bytes() -> int:
 def be_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
     die_with_parent()
     communicator = (
-        Communicator(multi_rank_engine.place(rank, world_size, port)) if world_size > 1 else SINGLE_RANK
+        Communicator(multi_rank_engine.rank_info(rank, world_size, port)) if world_size > 1 else SINGLE_RANK
     )
     print(json.dumps(asdict(load(folder, communicator))))
 

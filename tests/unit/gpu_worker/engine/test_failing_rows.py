@@ -9,7 +9,7 @@ from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Grant
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, unpacked
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
@@ -110,7 +110,7 @@ def test_ranks_do_not_try_again(engine: Engine) -> None:
     """One that raised may have left the others within a sum."""
     raising = break_for(engine, BAD)
     engine.communicator = Communicator.__new__(Communicator)
-    engine.communicator.place, engine.communicator.rank, engine.communicator.world_size = Place(), 0, 2
+    engine.communicator.info, engine.communicator.rank, engine.communicator.world_size = RankInfo(), 0, 2
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 1000)
     starts = [played.start(row, ids, 4) for row, ids in ((1, [5, 6]), (2, [BAD]))]
     engine.apply(Grant(engine.rows.step + 1, 1000, starts, played.grow(4, 2)))

@@ -14,7 +14,7 @@ from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compi
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
@@ -64,7 +64,7 @@ def test_one_compilation_serves_all_layers(
 def first_of_two() -> Iterator[Communicator]:
     """Rank 0 of two, whose other rank is not there: what is sent to it is lost."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    alone = Communicator(Place())
+    alone = Communicator(RankInfo())
     alone.world_size = 2
     yield alone
     dist.destroy_process_group()

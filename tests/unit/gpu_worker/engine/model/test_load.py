@@ -6,7 +6,7 @@ from common.process import cpu
 from common.settings.settings import Settings
 from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.rank import Place
+from gpu_worker.rank import RankInfo
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ def test_workers_and_their_ranks_divide_the_cores(
     num_workers: int, ranks_of_each: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "num_cores", lambda: 16)
-    communicator = Communicator(Place(local_world_size=ranks_of_each))
+    communicator = Communicator(RankInfo(local_world_size=ranks_of_each))
     assert threads_of(Settings(num_workers=num_workers), communicator) == threads

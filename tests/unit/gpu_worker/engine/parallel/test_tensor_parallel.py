@@ -21,7 +21,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_plan import split_evenly, split_heads
-from gpu_worker.rank import Place, local_places
+from gpu_worker.rank import RankInfo, local_ranks
 from tests.support.engine import multi_rank_engine, rank_memory, tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.multi_rank_engine import Led
@@ -310,11 +310,11 @@ def test_too_many_ranks_for_the_heads() -> None:
 
 
 def test_a_place_is_read_from_torchruns_variables() -> None:
-    places = local_places(3)
-    assert [Place.read(place.environ()) for place in places] == places
-    assert Place.read({"WORLD_SIZE": "1", "RANK": "0"}) == Place() == local_places(1)[0]
+    ranks = local_ranks(3)
+    assert [RankInfo.read(info.environ()) for info in ranks] == ranks
+    assert RankInfo.read({"WORLD_SIZE": "1", "RANK": "0"}) == RankInfo() == local_ranks(1)[0]
     with pytest.raises(
         SettingError,
         match="RANK: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: 'MASTER_PORT'",
     ):
-        Place.read({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here"})
+        RankInfo.read({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here"})
