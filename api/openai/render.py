@@ -14,7 +14,7 @@ NO_FIELDS: Mapping[str, Any] = {}
 NO_ENDING = {"finish_reason": None, "stop_reason": None}
 
 
-class ResponseRenderer(ABC):
+class ChoicesRenderer(ABC):
     """Renders the choices of one answer, as a whole or in chunks: each chunk once, in order."""
 
     prefix: str

@@ -6,12 +6,12 @@ from typing import Any
 from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
 from api.logprobs.render import chat_logprobs
 from api.openai.choice import Choice, TextPiece
-from api.openai.render import ResponseRenderer, join_text
+from api.openai.render import ChoicesRenderer, join_text
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 
-class ChatCompletionRenderer(ResponseRenderer):
+class ChatCompletionRenderer(ChoicesRenderer):
     """Renders chat completions and their chunks.
 
     Attributes:

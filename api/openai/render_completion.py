@@ -6,12 +6,12 @@ from typing import Any
 from api.logprobs.render import LogprobLists, completion_logprobs, join_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
-from api.openai.render import ResponseRenderer, join_text
+from api.openai.render import ChoicesRenderer, join_text
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 
 
-class CompletionRenderer(ResponseRenderer):
+class CompletionRenderer(ChoicesRenderer):
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:

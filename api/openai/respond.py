@@ -11,7 +11,7 @@ from api.http.respond import AnswerRenderer, new_answer, submit_and_respond
 from api.http.sse import sse_frames
 from api.http.whole import Whole
 from api.inference.pool import Pool
-from api.openai.render import ResponseRenderer
+from api.openai.render import ChoicesRenderer
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
 from api.openai.shared_fields import OpenAIRequest
@@ -21,7 +21,7 @@ from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 
-BY_ROUTE: dict[str, type[ResponseRenderer]] = {
+BY_ROUTE: dict[str, type[ChoicesRenderer]] = {
     "/v1/chat/completions": ChatCompletionRenderer,
     "/v1/completions": CompletionRenderer,
 }

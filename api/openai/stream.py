@@ -5,14 +5,14 @@ from functools import partial
 from api.errors import failed, openai
 from api.event_loop.offload import offload
 from api.json import to_json
-from api.openai.render import ResponseRenderer
+from api.openai.render import ChoicesRenderer
 from api.streams.feed import MAX_ITEMS, Change, Feed, MappedFeed
 
 NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""
 
 
-def stream_bodies(renderer: ResponseRenderer) -> Feed[bytes]:
+def stream_bodies(renderer: ChoicesRenderer) -> Feed[bytes]:
     """The bodies of the frames; the last is `[DONE]`."""
     return MappedFeed(ChunkFeed(renderer), lambda chunk: chunk[1], [b"[DONE]"])
 
@@ -23,7 +23,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
     Choices take turns, a piece each, until they end: the order of all chunks follows from the tokens alone.
     """
 
-    def __init__(self, renderer: ResponseRenderer) -> None:
+    def __init__(self, renderer: ChoicesRenderer) -> None:
         super().__init__(Change())
         self.renderer = renderer
         self.turns = list(renderer.choices)

@@ -9,7 +9,7 @@ from api.http.respond import AnswerRenderer
 from api.http.whole import Whole
 from api.json import to_json
 from api.response_object.items import Event
-from api.response_object.response import ResponsesRenderer
+from api.response_object.response import ResponseObjectRenderer
 from api.streams.feed import MAX_ITEMS, Feed
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
@@ -21,7 +21,7 @@ class ResponseFrames(Feed[bytes]):
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         [stream] = streams
         super().__init__(stream.changed)
-        self.renderer = ResponsesRenderer(answer, stream)
+        self.renderer = ResponseObjectRenderer(answer, stream)
         self.first = self.renderer.begin()
         self.num_frames = 0
 
@@ -43,7 +43,7 @@ def frame(sequence_number: int, event: Event) -> bytes:
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
     [stream] = streams
-    body = to_json(ResponsesRenderer(answer, stream).render_so_far())
+    body = to_json(ResponseObjectRenderer(answer, stream).render_so_far())
     return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
 
 

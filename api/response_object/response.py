@@ -23,8 +23,8 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id}"
 
 
-class ResponsesRenderer:
-    """One response: what its stream has is taken piece by piece.
+class ResponseObjectRenderer:
+    """Renders one response: what its stream has is taken piece by piece.
 
     Attributes:
         reader: reads reasoning and calls in the text; None where all of it is the answer's.

@@ -13,7 +13,7 @@ from api.json import to_json
 from api.openai.chat_params import ChatParams
 from api.response_object.frames import RENDERER
 from api.response_object.items import Item
-from api.response_object.response import ResponsesRenderer
+from api.response_object.response import ResponseObjectRenderer
 from api.responses.delete import make_room
 from api.responses.request_schemas import ResponsesRequest
 from common.messages.answer import HttpAnswer, ResponseParts
@@ -30,7 +30,7 @@ async def respond(request: Request, pool: Pool, answer: HttpAnswer) -> Response:
     if answer.streamed or not answer.terms.detached:
         return await submit_and_respond(request, pool, answer, 0, RENDERER)
     [stream] = await pool.admission.submit_all(answer)
-    rendered = ResponsesRenderer(answer, stream).render("queued")
+    rendered = ResponseObjectRenderer(answer, stream).render("queued")
     pool.admission.release(stream, 0, answer.terms.keep_s)
     return Response(to_json(rendered), 200, prompt_headers(pool.settings, 0), "application/json")
 

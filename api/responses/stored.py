@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from api.event_loop.offload import offload
 from api.response_object.items import Item
-from api.response_object.response import ResponsesRenderer
+from api.response_object.response import ResponseObjectRenderer
 from api.resume import attach
 from api.resume.admitted import Admitted, find_own
 from api.streams.stream import Stream
@@ -43,5 +43,5 @@ async def read_response(stored: StoredResponse) -> Stream:
 
 async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, Any]:
     """The response object with what is committed so far."""
-    renderer = ResponsesRenderer(stored.answer, stream)
+    renderer = ResponseObjectRenderer(stored.answer, stream)
     return await offload(stream.num_records, renderer.render_so_far)

@@ -8,7 +8,7 @@ from api.errors import ApiError, invalid
 from api.structured_output.behind import END, Behind, firsts_of
 from api.structured_output.format_fields import as_text, checked, items_of, number_of, text_of
 from api.structured_output.lark import NOTHING, Lark, Mark, one_of, token
-from api.structured_output.sequences import Sequences
+from api.structured_output.sequences import SequenceRules
 from api.structured_output.tagged_values import STYLES, tagged_object
 from api.structured_output.texts import NEVER, matched, merged, part_of, repetition
 from api.structured_output.token_sets import TokenSets
@@ -47,7 +47,7 @@ class FormatRules:
         match form["type"]:
             case "sequence":
                 parts = merged(items_of(form, "elements", field))
-                return Sequences(self.lark, self.tokens, self.rule).rule_of(parts, behind)
+                return SequenceRules(self.lark, self.tokens, self.rule).rule_of(parts, behind)
             case "or":
                 return one_of(self.rule(*item, behind) for item in items_of(form, "elements", field))
             case "tag":

@@ -15,8 +15,8 @@ Cut = tuple[Mark, Part]
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
-    """Sequences in one grammar.
+class SequenceRules:
+    """The rules of sequences in one grammar.
 
     Attributes:
         rule: (format, its field, what stands behind it) → its rule.
