@@ -21,6 +21,7 @@ from common.settings.compat import ALIASES, FLAG_ALIASES, OPTIONS
 from common.settings.settings import Settings
 from common.settings.table import tables
 from tests.support.fleet.fleet import Fleet
+from tests.support.source_tree import FILES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -59,6 +60,18 @@ def test_flags_of_vllm_mean_what_the_table_says() -> None:
     assert len(pairs) >= 8
     for theirs, ours in pairs:
         assert FLAG_ALIASES[theirs.replace("-", "_")] == ours.replace("-", "_")
+
+
+def test_the_glossary_names_what_exists() -> None:
+    """A term has one line, and what stands in backticks before the last column is a file, or in the code."""
+    rows = [
+        row.split(" | ") for row in (ROOT / "docs/glossary.md").read_text().splitlines() if row[:2] == "| "
+    ]
+    terms = [term.strip("| ") for term, *_ in rows if term != "| term"]
+    assert len(terms) > 70 and len({*terms}) == len(terms)
+    named = [name for _, meaning, *_ in rows for name in re.findall(r"`([\w./-]+)", meaning)]
+    code = "\n".join(path.read_text() for path in FILES)
+    assert [name for name in named if not (ROOT / name).is_file() and name not in code] == []
 
 
 def test_every_link_has_a_target() -> None:
