@@ -38,7 +38,8 @@ settings.load_profile("patient")
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 TEST_PORTS = range(10_000, 20_000)
-deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER::WORKERS]
+NUM_PORTS = len(TEST_PORTS) // WORKERS
+deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1) * NUM_PORTS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
-ANSWER_S = 1.0
+ANSWER_S = 5.0
+"""Less than a worker takes to start anew, and more than a busy machine lets one wait for a processor."""
 
 
 @dataclass(slots=True)

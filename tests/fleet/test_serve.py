@@ -16,9 +16,8 @@ from common.settings.settings import Settings
 from deploy.serve import checks
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended, title
 from tests.support.forks.client import ForkedProcess
-from tests.support.waiting import wait_until_sync
+from tests.support.waiting import PATIENCE_S, wait_until_sync
 
-GONE_S = 30.0
 PROMPT = "The sky is blue because"
 QUESTION = "What is the capital of France?"
 
@@ -42,7 +41,9 @@ def test_processes_have_names_restart_and_drain(
     """
     monkeypatch.setattr(Fleet, "start_process", start_process)
     preloads = {"preload_worker": True, "preload_gateway": True}
-    with Fleet(num_workers=1, dtype="bfloat16", kv_cache_bytes="64MiB", threads=1, **preloads) as fleet:
+    settings = {"dtype": "bfloat16", "kv_cache_bytes": "64MiB", "threads": 1, **preloads}
+    # the stream may take longer than a fleet waits by default
+    with Fleet(num_workers=1, graceful_termination_timeout=READY_S, **settings) as fleet:
         titles = {" ".join(title(process)) for process in fleet.processes()}
         assert {
             "tokenfleet serve",
@@ -50,9 +51,9 @@ def test_processes_have_names_restart_and_drain(
             "tokenfleet batcher b0",
             "tokenfleet worker w0",
         } <= titles
-        assert httpx.get(f"{fleet.base_url}/v1/models").json()["data"][0]["id"] == "smollm2"
+        assert get(fleet, "/v1/models").json()["data"][0]["id"] == "smollm2"
         chat = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
-        answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=chat, timeout=60)
+        answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=chat, timeout=PATIENCE_S)
         assert "Paris" in answer.text, "rounding to bfloat16 may change a word, not the meaning"
 
         gateway = wait_until_sync(lambda: fleet.preloaded("preloaded-api"), READY_S)
@@ -60,7 +61,9 @@ def test_processes_have_names_restart_and_drain(
         old_gateway, old_worker = fleet.pid("g0"), fleet.pid("w0")
         assert workers(fleet) == [old_worker]
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 300, "ignore_eos": True, "details": True}}
-        with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as stream:
+        with httpx.stream(
+            "POST", f"{fleet.base_url}/generate_stream", json=body, timeout=PATIENCE_S
+        ) as stream:
             lines = stream.iter_lines()
             next(lines)
             os.kill(old_gateway, signal.SIGKILL)
@@ -69,13 +72,13 @@ def test_processes_have_names_restart_and_drain(
             assert fleet.restarted("w0", old_worker) == worker
             wait_until_sync(lambda: workers(fleet) == [worker])
             fleet.launcher.terminate()
-            wait_until_sync(lambda: "shutting down" in httpx.get(f"{fleet.base_url}/health").text)
-            refused = httpx.post(f"{fleet.base_url}/generate", json=body)
+            wait_until_sync(lambda: "shutting down" in get(fleet, "/health").text)
+            refused = httpx.post(f"{fleet.base_url}/generate", json=body, timeout=PATIENCE_S)
             assert refused.status_code == 503 and "shutting down" in refused.text
             assert last_frame(lines)["details"]["generated_tokens"] == 300
         everybody = fleet.processes()
-        assert fleet.launcher.wait(60) == 0
-        wait_until_sync(lambda: have_ended(everybody), GONE_S)
+        assert fleet.launcher.wait(PATIENCE_S) == 0
+        wait_until_sync(lambda: have_ended(everybody))
         checks.check_port(
             Settings(hostname="127.0.0.1", port=fleet.settings["port"])
         )  # a next fleet may start at once
@@ -88,10 +91,14 @@ def last_frame(lines: Iterator[str]) -> dict[str, Any]:
     return found
 
 
+def get(fleet: Fleet, path: str) -> httpx.Response:
+    return httpx.get(f"{fleet.base_url}{path}", timeout=PATIENCE_S)
+
+
 def workers(fleet: Fleet) -> list[int]:
     """Process ids of those that serve; none while no gateway does."""
     with contextlib.suppress(httpx.TransportError):
-        processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
+        processes = get(fleet, "/fleet").json()["processes"]
         return [process["pid"] for process in processes if process["kind"] == "worker"]
     return []
 
@@ -107,7 +114,7 @@ def test_a_killed_launcher_leaves_no_process() -> None:
             process.suspend()
         fleet.launcher.kill()
         fleet.launcher.wait()
-        wait_until_sync(lambda: have_ended(processes), GONE_S)
+        wait_until_sync(lambda: have_ended(processes))
 
 
 @pytest.mark.usefixtures("by_the_interpreter")

@@ -32,7 +32,7 @@ BODY = {
     "inputs": "One, two, three,",
     "parameters": {"max_new_tokens": 6, "ignore_eos": True, "details": True},
 }
-LONG_TOKENS = 40
+LONG_TOKENS = 60
 LONG = {
     "inputs": "One, two, three,",
     "parameters": {"max_new_tokens": LONG_TOKENS, "ignore_eos": True, "details": True},

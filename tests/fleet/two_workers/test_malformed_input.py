@@ -20,7 +20,7 @@ from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
-from tests.support.waiting import wait_until, wait_until_sync
+from tests.support.waiting import PATIENCE_S, wait_until, wait_until_sync
 
 KEYS = Keys("default")
 TGI = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize"]
@@ -33,7 +33,7 @@ def the_same_processes_serve_afterwards(fleet: Fleet) -> Iterator[None]:
     before = fleet.pids()
     yield
     body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 1}}
-    assert httpx.post(f"{fleet.base_url}/generate", json=body, timeout=60).json() == {
+    assert httpx.post(f"{fleet.base_url}/generate", json=body, timeout=PATIENCE_S).json() == {
         "generated_text": " Paris"
     }
     assert fleet.pids() == before, fleet.errors()[-2000:]
@@ -77,7 +77,7 @@ def error_status(answer: httpx.Response, path: str) -> int:
 
 def test_malformed_bodies_get_an_error_object(fleet: Fleet) -> None:
     json_type = {"content-type": "application/json"}
-    with httpx.Client(base_url=fleet.base_url, timeout=60) as http:
+    with httpx.Client(base_url=fleet.base_url, timeout=PATIENCE_S) as http:
         for path in TGI + OPENAI:
             for name, content in BODIES.items():
                 answer = http.post(path, content=content, headers=json_type)
@@ -86,7 +86,7 @@ def test_malformed_bodies_get_an_error_object(fleet: Fleet) -> None:
 
 def test_numbers_that_are_none_or_out_of_range_get_an_error_object(fleet: Fleet) -> None:
     with httpx.Client(
-        base_url=fleet.base_url, timeout=60, headers={"content-type": "application/json"}
+        base_url=fleet.base_url, timeout=PATIENCE_S, headers={"content-type": "application/json"}
     ) as http:
         for path, template in TEMPLATES.items():
             assert http.post(path, content=template % (b"seed", b"1")).status_code == 200
@@ -122,7 +122,7 @@ RAW = {
 @pytest.mark.parametrize("name", RAW)
 def test_malformed_http_crashes_no_gateway(fleet: Fleet, name: str) -> None:
     """The answer is a 2xx or 4xx, or none: the HTTP library closes connections that it cannot read."""
-    with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=PATIENCE_S) as connection:
         connection.sendall(RAW[name])
         connection.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))

@@ -73,7 +73,7 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path) 
 
 def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
     with redis.Redis.from_url(fleets[0].redis_url) as client:
-        assert [client.zcard(Keys(pool).workers) for pool in ("default", "tiny")] == [2, 1]
+        wait_until_sync(lambda: [client.zcard(Keys(pool).workers) for pool in ("default", "tiny")] == [2, 1])
     assert complete(fleets[1], str(tiny)) == complete(fleets[0], "tiny")
 
 
