@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from deploy.commands.client import (
     print_error,
     printable,
 )
+from deploy.output import print_lines
 
 ANSWER_S = 15.0
 ENDS = {
@@ -68,10 +68,8 @@ def main(argv: Sequence[str]) -> int:
             tables = {name: timeline(events) for name, events in found["timelines"].items()}
     except ServerError as error:
         return print_error(error)
-    console = Console(highlight=False)
     for request_id, table in tables.items():
-        console.print(Text(f"request {printable(request_id)}", style="bold"))
-        console.print(table)
+        print_lines(Text(f"request {printable(request_id)}", style="bold"), table)
     return 0
 
 

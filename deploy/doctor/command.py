@@ -2,23 +2,21 @@
 to fix it. It starts and downloads nothing.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from common.settings.settings import SettingError, Settings
 from deploy.doctor import machine, resources
 from deploy.doctor.finding import Finding
+from deploy.output import print_lines
 from deploy.serve import checks
 
 DESCRIPTION = (
     "Check this machine and the settings, and print what would not work, and the fix. Nothing is started or "
     "downloaded. Give it the settings that `tokenfleet serve` will get."
 )
-WIDE = 240
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -27,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     settings = checks.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
     checks.set_hub_variables(settings)
     findings = dict(examine(settings))
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table(findings))
+    print_lines(table(findings))
     return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
 
 

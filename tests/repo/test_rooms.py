@@ -13,7 +13,7 @@ FLOORS = {
         "bench cli",
         "command_line commands doctor",
         "serve",
-        "lock requirements",
+        "lock output requirements",
     ],
     "api": [
         "__main__",
