@@ -23,7 +23,7 @@ RESUME = "Resuming"
 FLEET = "Fleet"
 HEALTH = "Health"
 TAGS = [
-    {"name": OPENAI, "description": "Chat and text completions, as OpenAI's API and vLLM have them."},
+    {"name": OPENAI, "description": "Chats, completions and responses, as OpenAI's API and vLLM have them."},
     {"name": TGI, "description": "The API of text-generation-inference."},
     {
         "name": RESUME,
