@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis as redis_sync
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 from xdist.remote import Producer
@@ -95,9 +94,7 @@ def shared_broker() -> Iterator[Broker]:
 @pytest.fixture
 def broker(shared_broker: Broker) -> Broker:
     """A running broker (`broker.url`) without any key; the same server for all tests."""
-    with redis_sync.Redis.from_url(shared_broker.url) as client:
-        client.flushall()
-        client.script_flush()
+    brokers.empty(shared_broker)
     return shared_broker
 
 

@@ -49,6 +49,13 @@ def answers(url: str) -> bool:
             return False
 
 
+def empty(broker: Broker) -> None:
+    """Delete all keys and scripts."""
+    with redis.Redis.from_url(broker.url) as client:
+        client.flushall()
+        client.script_flush()
+
+
 @contextlib.contextmanager
 def running(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[Broker]:
     """A broker of one's own, which may be stopped, killed (by its port's process) or reconfigured."""

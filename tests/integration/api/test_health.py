@@ -21,7 +21,7 @@ from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
@@ -50,20 +50,23 @@ async def batchers(client: httpx.AsyncClient) -> dict[str, float]:
     }
 
 
-async def health(client: httpx.AsyncClient) -> dict[str, str]:
+async def health(client: httpx.AsyncClient, *workers: FakeWorker) -> dict[str, str]:
+    """What is said of the fleet, right after a heartbeat of these workers."""
+    for worker in workers:
+        await worker.announce()
     found: dict[str, str] = (await client.get("/fleet")).json()["health"]
     return found
 
 
 async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broker) -> None:
     """Not before two leases are over: until then a standby may take over."""
-    async with answering(broker.url, Answer([11]), heartbeat_s=0.5) as (_, gateway, client):
+    async with answering(broker.url, Answer([11]), heartbeat_s=0.5) as (worker, gateway, client):
         refused = await client.get("/health")
         assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
         with batcher(broker.url, WORKER_TTL_S="60") as process:
             await wait_until(lambda: is_healthy(client))
             assert await batchers(client) == {"active": 1, "standby": 0}
-            assert await health(client) == {"state": "good", "text": "1 worker ready"}
+            assert await health(client, worker) == {"state": "good", "text": "1 worker ready"}
             os.kill(process.pid, signal.SIGSTOP)
             await wait_until(lambda: is_unhealthy(client))
             assert gateway.pool.batcher.gone_s >= SILENT_S
@@ -124,11 +127,11 @@ async def counts(client: httpx.AsyncClient, **expected: int) -> bool:
 
 async def test_a_missing_worker_is_a_warning(broker: Broker) -> None:
     """`serve` tells its gateways how many workers there are."""
-    async with batching(broker.url), answering(broker.url, Answer([11]), num_workers=2) as (_, _, client):
+    async with batching(broker.url), answering(broker.url, Answer([11]), num_workers=2) as (one, _, client):
         await wait_until(lambda: is_healthy(client))
-        assert await health(client) == {"state": "warn", "text": "1 of 2 workers ready"}
-        async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
-            assert await health(client) == {"state": "good", "text": "2 workers ready"}
+        assert await health(client, one) == {"state": "warn", "text": "1 of 2 workers ready"}
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as other:
+            assert await health(client, one, other) == {"state": "good", "text": "2 workers ready"}
 
 
 def worker(state: str = "ready", age_s: float = 0.1) -> dict[str, Any]:

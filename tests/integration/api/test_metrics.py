@@ -61,7 +61,7 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
         await stream(client, body())
         assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
         await figures.until("tgi_request_success", 2)
-        assert await figures.added("tgi_request_count") == 2
+        await figures.until("tgi_request_count", 2)
         for name in (
             "request",
             "request_validation",
@@ -69,14 +69,14 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
             "request_inference",
             "request_mean_time_per_token",
         ):
-            assert await figures.added(f"tgi_{name}_duration_count") == 2, name
-        assert await figures.added("tgi_request_generated_tokens_sum") == len(IDS) + 1 + 3
-        assert await figures.added("tgi_request_input_length_sum") == 2 * len(ids("The sky"))
+            await figures.until(f"tgi_{name}_duration_count", 2)
+        await figures.until("tgi_request_generated_tokens_sum", len(IDS) + 1 + 3)
+        await figures.until("tgi_request_input_length_sum", 2 * len(ids("The sky")))
         assert 0.02 * len(IDS) <= await figures.added("tgi_request_duration_sum") <= 20
         ours = 'class="standard",pool="default"'
-        assert await figures.added(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}") == 2
-        assert await figures.added(f"tokenfleet_inter_token_latency_seconds_count{{{ours}}}") == len(IDS) + 2
-        assert await figures.added(f'tokenfleet_requests_total{{{ours},reason="length"}}') == 1
+        await figures.until(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}", 2)
+        await figures.until(f"tokenfleet_inter_token_latency_seconds_count{{{ours}}}", len(IDS) + 2)
+        await figures.until(f'tokenfleet_requests_total{{{ours},reason="length"}}', 1)
 
 
 async def test_failures_are_counted_by_cause(broker: Broker) -> None:
@@ -90,9 +90,9 @@ async def test_failures_are_counted_by_cause(broker: Broker) -> None:
         await figures.until('tgi_request_failure{err="dropped"}', 1)
         await overload(client, worker)
         await figures.until('tgi_request_failure{err="overloaded"}', 1)
-        assert await figures.added('tgi_request_failure{err="validation"}') == 2
-        assert await figures.added('tgi_request_failure{err="generation"}') == 1
-        assert await figures.added("tgi_request_count") == 6
+        await figures.until('tgi_request_failure{err="validation"}', 2)
+        await figures.until('tgi_request_failure{err="generation"}', 1)
+        await figures.until("tgi_request_count", 6)
 
 
 async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:

@@ -13,6 +13,7 @@ from api.lifecycle import Gateway
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
+from tests.support import brokers
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
@@ -35,6 +36,7 @@ def answer(request: Generate) -> Answer:
 @pytest.fixture(scope="module")
 def base_url(shared_broker: Broker) -> Iterator[str]:
     """A gateway with a fake worker. It serves in another thread, because schemathesis blocks this one."""
+    brokers.empty(shared_broker)  # of what the module before has left
     started, urls, stops = threading.Event(), list[str](), list[Any]()
 
     async def serve() -> None:

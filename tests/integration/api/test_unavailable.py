@@ -71,8 +71,9 @@ async def test_503_after_the_last_worker_died(broker: Broker) -> None:
     """
     async with batching(broker.url), serving(broker.url, worker_grace_s=2.0) as (gateway, client):
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
-            await ready(gateway)
             await worker.pause()
+            await worker.announce()  # a slow start may outlast its heartbeat
+            await ready(gateway)
             waiting = asyncio.create_task(client.post("/generate", json=BODY))
             await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
             await worker.redis.delete(worker.keys.workers)
@@ -175,13 +176,16 @@ async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.Monkey
                 assert response.status_code == 503 and "did not answer in time" in response.text
             os.kill(pid, signal.SIGCONT)
             await wait_until(lambda: not gateway.pool.relay.streams)
-            assert (await client.post("/generate", json=BODY)).status_code == 200
+            await wait_until(lambda: answers(client))
             os.kill(pid, signal.SIGKILL)
             await wait_until(lambda: gateway.pool.relay.last_error)
-            response = await client.post("/generate", json=BODY)
-            assert (
-                tgi_error(response) == (503, "unavailable") and "no connection to the broker" in response.text
-            )
+
+            async def refused() -> bool:
+                response = await client.post("/generate", json=BODY)
+                assert tgi_error(response) == (503, "unavailable")
+                return "no connection to the broker" in response.text
+
+            await wait_until(refused)
             assert tgi_error(await client.get("/health")) == (503, "healthcheck")
 
 
@@ -204,7 +208,7 @@ async def test_a_request_whose_turn_does_not_come_is_429_while_the_broker_answer
         for _ in range(admission.MAX_COMMANDS):
             own.admissions.release()
         await wait_until(lambda: not gateway.pool.relay.streams)
-        assert (await client.post("/generate", json=BODY)).status_code == 200
+        await wait_until(lambda: answers(client))
 
 
 async def answers(client: httpx.AsyncClient) -> bool:

@@ -2,7 +2,8 @@
 DIRECTORY PORT KIND` is one of them.
 
 Fakes note what happens to them in DIRECTORY/notes. A file DIRECTORY/{name}.fails makes that process end at
-its start with the exit code that it holds; DIRECTORY/hold makes gateways drain for as long as it is there.
+its start with the exit code that it holds; DIRECTORY/hold makes gateways drain for as long as it is there;
+with DIRECTORY/patient all signals within PATIENCE_S count as one.
 """
 
 import http.server
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.process.parent_death import die_with_parent
-from tests.support.waiting import wait_until_sync
+from tests.support.waiting import PATIENCE_S, wait_until_sync
 
 
 def launch(directory: Path, port: int) -> int:
@@ -23,6 +24,7 @@ def launch(directory: Path, port: int) -> int:
 
     from common.process import logs
     from common.settings.settings import Settings
+    from deploy.serve import shutdown
     from deploy.serve.embedded_broker import embedded
     from deploy.serve.fleet import LocalFleet, supervised_broker
     from deploy.serve.launcher import run
@@ -31,6 +33,8 @@ def launch(directory: Path, port: int) -> int:
     os.environ.setdefault("PARENT_PID", "0")
     die_with_parent()
     logs.set_up("serve", "info")
+    if (directory / "patient").exists():
+        shutdown.ONE_REQUEST_S = PATIENCE_S
 
     def process(kind: str, name: str) -> SupervisedProcess:
         return SupervisedProcess(
@@ -77,6 +81,7 @@ def play(directory: Path, port: int, kind: str) -> int:
     if fails.exists():
         print(f"NAME: the cause that {name} found", file=sys.stderr, flush=True)
         return int(fails.read_text())
+    note("runs")
     if kind == "gateway" and not (directory / "loading").exists():
         server = http.server.HTTPServer(("127.0.0.1", port), Health)
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -91,10 +92,12 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: R
         worker.step_s = 0.0
         undisturbed = await asyncio.gather(*(run() for run in clients))
         worker.step_s, seen = 0.15, len(worker.seen)
+        worker.most_tokens = 3  # clients take long to start on a busy machine
         running = [asyncio.create_task(run()) for run in clients]
         for process, number in zip(gateways.processes, (signal.SIGKILL, signal.SIGTERM), strict=True):
             await wait_until(lambda: len(gateways.keeper.kept) == len(running))
             await wait_until(lambda: len(worker.seen) - seen == seen)
+            worker.most_tokens = sys.maxsize
             done = [live.done for live in worker.live.values()]
             await wait_until(
                 lambda done=done: all(  # type: ignore[misc]
@@ -189,7 +192,7 @@ async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Bro
         gateways.keeper.left_s = 3600.0
         talks = [Talk(gateways.port, *request) for request in (STREAMED[2], WHOLE[0])]
         undisturbed = [await talk.run() for talk in talks]
-        worker.step_s = 0.05
+        worker.step_s, worker.most_tokens = 0.05, 10  # none ends before its gateway does
         async with http.stream("POST", "/generate_stream", json={"inputs": "Hi", "detached": True}) as left:
             await anext(left.aiter_raw())
         tasks = [asyncio.create_task(talk.run()) for talk in talks]
@@ -203,6 +206,7 @@ async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Bro
             await redis.delete(KEYS.request(request_id), KEYS.tokens(request_id))
             await redis.xdel(KEYS.requests, live.entry_id)
         worker.live.clear()
+        worker.most_tokens = sys.maxsize
         worker.going.set()
         assert [await task for task in tasks] == undisturbed
         detached = await http.get(left.headers["content-location"])

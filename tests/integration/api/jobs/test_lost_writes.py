@@ -1,6 +1,7 @@
 """Jobs at a broker that has lost its last writes, as one restored from its file may have."""
 
 import asyncio
+import sys
 
 from api.arq.client import ArqClient
 from api.jobs.job import read_job
@@ -10,18 +11,17 @@ from common.broker.pool_client import PoolClient
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorker, broker: Broker) -> None:
     """The stream of frames is whole, and the channel hears none twice."""
     received = await service.listen("ext:me")
-    worker.step_s = 0.05
+    worker.step_s, worker.most_tokens = 0.01, 6  # the job does not end before it is disturbed
     async with running_gateway(broker.url):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
-        await wait_until(lambda: len(received) >= 5)
+        await wait_until(lambda: len(received) == 6)
         await worker.pause()
-        await wait_until(lambda: len(received) == worker.live["a#0"].done)
         job, channel = KEYS.job("a"), KEYS.channel("ext:me")
         kept = {"stream:0": 2, f"{channel}:0": 3, "entries": 2}
         async with service.redis.pipeline() as pipe:
@@ -30,6 +30,7 @@ async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorke
             for i, frame in enumerate(received[:2], 1):
                 pipe.xadd(KEYS.reply("a"), {"frame": frame["token"]["text"]}, id=f"{i}-0")
             await pipe.execute()
+        worker.most_tokens = sys.maxsize
         worker.going.set()
         assert await service.result("a") == {"generated_text": TEXT}
         await wait_until(lambda: len(received) == len(IDS) + 1)
@@ -44,7 +45,7 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
 ) -> None:
     """The gateway submits it again, so another one goes on with it, without a missing or repeated frame."""
     received = await service.listen("ext:me")
-    worker.step_s = 0.05
+    worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before its gateway
     async with killed_gateway(broker.url):
         job_id = await service.submit(**CHAT, reply_to="ext:me", reply="stream")
         await wait_until(lambda: len(received) >= 3)
@@ -52,6 +53,7 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
         await service.redis.delete(KEYS.submit)
         await wait_until(lambda: service.redis.xlen(KEYS.submit))
     async with running_gateway(broker.url, "g1", worker_ttl_s=0.3):
+        worker.most_tokens = sys.maxsize
         worker.going.set()
         await service.settled()
         await wait_until(lambda: received[-1]["choices"][0]["finish_reason"])
@@ -100,7 +102,7 @@ async def test_a_job_worker_submits_a_lost_job_again(
     await wait_until(lambda: client.waiting)
     await redis.delete(KEYS.submit)
     async with running_gateway(broker.url):
-        assert await asyncio.wait_for(answer, 30) == {"generated_text": TEXT}
+        assert await asyncio.wait_for(answer, PATIENCE_S) == {"generated_text": TEXT}
         await service.settled()
     assert not client.waiting
     polling.cancel()

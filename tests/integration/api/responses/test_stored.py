@@ -145,9 +145,12 @@ async def test_a_deleted_response_is_gone_also_while_it_is_made(broker: Broker) 
             assert deleted.json() == {"id": response["id"], "object": "response", "deleted": True}
             assert (await client.get(f"{PATH}/{response['id']}")).status_code == 404
         await wait_until(lambda: not worker.live and not one.pool.relay.streams)
-        keys = worker.keys
-        left = [await worker.redis.exists(keys.request(one["id"][5:])) for one in (done, queued)]
-        assert left == [0, 0]
+        left = [worker.keys.request(response["id"][5:]) for response in (done, queued)]
+
+        async def nothing_is_left() -> bool:
+            return not await worker.redis.exists(*left)
+
+        await wait_until(nothing_is_left)
 
 
 async def test_a_response_belongs_to_a_key(broker: Broker) -> None:
