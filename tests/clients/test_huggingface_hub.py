@@ -34,13 +34,13 @@ def test_a_chat_is_the_same_streamed_and_whole(client: InferenceClient) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 
 
-def test_a_json_schema(client: InferenceClient) -> None:
+def test_a_json_schema_is_kept_to(client: InferenceClient) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": Person.model_json_schema()}}
     answer = client.chat_completion(user(ABOUT_BOB), temperature=0, max_tokens=80, response_format=schema)
     assert Person.model_validate_json(answer.choices[0].message.content or "")
 
 
-async def test_an_async_chat(fleet: Fleet) -> None:
+async def test_an_async_chat_has_as_many_tokens_as_asked_for(fleet: Fleet) -> None:
     async with AsyncInferenceClient(fleet.base_url, timeout=300) as client:
         answer = await client.chat_completion(user(QUESTION), max_tokens=4)
         assert answer.usage.completion_tokens == 4
@@ -58,6 +58,6 @@ def test_a_tool_is_called_and_its_result_is_answered(client: InferenceClient) ->
     assert after.choices[0].message.content
 
 
-def test_a_watermark_and_details(client: InferenceClient) -> None:
+def test_a_watermark_and_details_are_answered(client: InferenceClient) -> None:
     marked = client.text_generation(PROMPT, max_new_tokens=8, watermark=True, details=True)
     assert marked.details is not None and marked.details.generated_tokens == 8

@@ -36,7 +36,7 @@ def test_a_tool_gives_an_object(url: str, mode: str) -> None:
     assert last.name is not None
 
 
-def test_responses_with_tools(url: str) -> None:
+def test_responses_with_tools_give_an_object(url: str) -> None:
     own = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     tools = instructor.from_openai(own, mode=instructor.Mode.RESPONSES_TOOLS)
     found = tools.responses.create(

@@ -23,7 +23,7 @@ def chat(url: str) -> Any:
     )
 
 
-def test_invoke_stream_and_batch(chat: Any) -> None:
+def test_invoke_stream_and_batch_give_one_text(chat: Any) -> None:
     whole = chat.invoke(QUESTION)
     assert whole.content == "".join(chunk.content for chunk in chat.stream(QUESTION))
     assert whole.usage_metadata["output_tokens"] > 0
@@ -83,7 +83,7 @@ def test_structured_output_by_calling_a_function(chat: Any) -> None:
     assert isinstance(found["parsed"], Person), found
 
 
-def test_responses_and_an_effort(url: str) -> None:
+def test_responses_and_an_effort_are_answered(url: str) -> None:
     own = {"base_url": url, "api_key": "none", "model": MODEL, "max_tokens": 16, "max_retries": 0}
     by_responses = langchain_openai.ChatOpenAI(**own, use_responses_api=True)
     assert by_responses.invoke(QUESTION).text and "".join(one.text for one in by_responses.stream(QUESTION))

@@ -54,14 +54,14 @@ def test_too_long_a_prompt_is_its_own_exception(provider: str, url: str) -> None
         litellm.completion(**given(provider, url, messages=user(TOO_LONG)))
 
 
-def test_choices_and_logprobs(url: str) -> None:
+def test_choices_differ_and_have_logprobs(url: str) -> None:
     body = given("openai", url, messages=user(QUESTION), n=2, logprobs=True, top_logprobs=2, user="u")
     answer = litellm.completion(**body | {"temperature": 1.5, "seed": 1})
     assert len({choice.message.content for choice in answer.choices}) == 2
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
 
 
-def test_prompts_of_the_older_route(url: str) -> None:
+def test_each_prompt_of_a_completion_has_a_choice(url: str) -> None:
     prompts = [f"{i}, {i + 1}," for i in range(8)]
     body = given("text-completion-openai", url, prompt=prompts, max_tokens=3)
     assert len(litellm.text_completion(**body).choices) == 8
@@ -76,7 +76,7 @@ async def test_an_async_call_and_an_async_stream(url: str) -> None:
     assert "".join(texts) == whole.choices[0].message.content
 
 
-def test_the_provider_of_tgi(fleet: Fleet) -> None:
+def test_its_provider_for_tgi_is_answered(fleet: Fleet) -> None:
     body = given("huggingface", fleet.base_url, messages=user(QUESTION)) | {"model": "huggingface/tgi"}
     assert litellm.completion(**body).choices[0].message.content
 
@@ -117,7 +117,7 @@ def test_an_effort_is_no_obstacle(url: str) -> None:
     assert litellm.completion(**body).choices[0].message.content
 
 
-def test_responses(url: str) -> None:
+def test_its_responses_are_answered(url: str) -> None:
     body = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "none", "input": QUESTION}
     whole = litellm.responses(**body, temperature=0, max_output_tokens=12)
     events = [*litellm.responses(**body, temperature=0, max_output_tokens=12, stream=True)]

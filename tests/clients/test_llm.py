@@ -51,7 +51,7 @@ def test_a_schema_gives_json(home: Path) -> None:
     assert json.loads(ask(home, *words, json.dumps(schema), "Bob is 32")).keys() == {"age"}
 
 
-def test_the_older_route(home: Path) -> None:
+def test_the_completions_route_is_asked(home: Path) -> None:
     assert "Paris" in ask(
         home, "-m", "older", "-o", "max_tokens", "5", "-o", "temperature", "0", "The capital of France is"
     )

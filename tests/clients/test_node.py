@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", sorted(script.name for script in SCRIPTS.glob("*.mjs")))
-def test_a_client_of_node(name: str, fleet: Fleet, tmp_path: Path) -> None:
+def test_a_client_of_node_passes_its_script(name: str, fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "node_modules").symlink_to(MODULES)
     shutil.copy(SCRIPTS / name, tmp_path)
     own = {"FLEET": fleet.base_url, "NODE_NO_WARNINGS": "1"}

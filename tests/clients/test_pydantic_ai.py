@@ -29,7 +29,7 @@ async def test_a_run_is_the_same_streamed_and_whole(model: Any) -> None:
         assert "".join([text async for text in run.stream_text(delta=True)]) == whole.output
 
 
-async def test_a_class_as_output(model: Any) -> None:
+async def test_a_class_as_output_is_filled(model: Any) -> None:
     native = agent(model, output_type=pydantic_ai.NativeOutput(Person))
     assert isinstance((await native.run(ABOUT_BOB)).output, Person)
     async with native.run_stream(ABOUT_BOB) as run:
@@ -65,7 +65,7 @@ async def test_an_agent_with_a_tool_and_an_effort(model: Any) -> None:
     assert (await talker.run(WARM, usage_limits=limits, model_settings=settings)).output is not None
 
 
-async def test_responses(url: str) -> None:
+async def test_its_responses_model_is_answered(url: str) -> None:
     provider = providers.OpenAIProvider(base_url=url, api_key="none")
     found = await agent(models.OpenAIResponsesModel(MODEL, provider=provider)).run(QUESTION)
     assert found.output

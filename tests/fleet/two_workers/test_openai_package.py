@@ -83,7 +83,7 @@ async def test_a_logit_bias_changes_the_token_but_not_the_logprobs(client: Async
     )
 
 
-async def test_prompts_as_texts_and_ids(client: AsyncOpenAI) -> None:
+async def test_prompts_as_texts_and_as_ids_have_one_answer(client: AsyncOpenAI) -> None:
     texts = ["The capital of France is", "1, 1, 2, 3, 5,"]
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
     by_text = await client.completions.create(prompt=texts, logprobs=1, **body)
@@ -195,7 +195,7 @@ async def test_a_streamed_call_is_the_whole_one(client: AsyncOpenAI) -> None:
     assert call.id != same.id, "ids belong to requests"
 
 
-async def test_a_round_trip(client: AsyncOpenAI) -> None:
+async def test_a_call_and_its_result_go_back_as_they_came(client: AsyncOpenAI) -> None:
     """The answer goes back as it came, with the result."""
     body = ASK | {"temperature": 0, "tools": LOOSE, "parallel_tool_calls": False}
     first = (await client.chat.completions.create(**body, tool_choice="required")).choices[0].message

@@ -55,7 +55,7 @@ async def test_parameters_of_the_distribution_change_the_text(http: httpx.AsyncC
     )
 
 
-async def test_logit_bias_and_bad_words(http: httpx.AsyncClient) -> None:
+async def test_logit_bias_and_bad_words_change_the_ids(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     first, word = plain["ids"][0], plain["details"]["tokens"][1]["text"].strip()
     assert (await generate(http, logit_bias={first: -100}))["ids"][0] != first
@@ -68,7 +68,7 @@ async def test_logit_bias_and_bad_words(http: httpx.AsyncClient) -> None:
     assert word not in (await complete(http, temperature=0, bad_words=[word]))[0].split()
 
 
-async def test_stop_conditions(http: httpx.AsyncClient) -> None:
+async def test_each_stop_condition_ends_where_it_should(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     ids, third = plain["ids"], plain["details"]["tokens"][2]["text"]
     eos: dict[str, Any] = {"logit_bias": {EOS: 100}}
@@ -97,7 +97,7 @@ async def test_stop_conditions(http: httpx.AsyncClient) -> None:
     assert (never["ids"], never["reason"]) == ([EOS] * 12, "length")
 
 
-async def test_details_and_logprobs(http: httpx.AsyncClient) -> None:
+async def test_details_have_the_likeliest_tokens(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     detailed = await generate(http, top_n_tokens=3, return_full_text=True)
     assert detailed["generated_text"] == PROMPT + plain["generated_text"]
@@ -117,7 +117,7 @@ async def test_details_and_logprobs(http: httpx.AsyncClient) -> None:
     assert cut["ids"] == (await generate(http, " time there was"))["ids"] != plain["ids"]
 
 
-async def test_best_of_two(http: httpx.AsyncClient) -> None:
+async def test_best_of_two_has_the_likelier_first(http: httpx.AsyncClient) -> None:
     best = await generate(http, best_of=2, do_sample=True)
     [other] = best["details"]["best_of_sequences"]
     assert other["generated_text"] != best["generated_text"]

@@ -114,7 +114,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     assert (stub / "conversions").read_text() == "x"
 
 
-def test_the_bundled_model() -> None:
+def test_the_bundled_model_says_its_context_and_end_of_sequence() -> None:
     path = model_files.resolve("smollm2")
     assert model_config.context_length(path) == 8192
     assert model_config.eos_ids(path) == [2]

@@ -109,7 +109,7 @@ async def test_what_is_not_supported_is_refused_by_name(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("path", ["resp_1", f"resp_{'0' * 32}", "x"])
-async def test_unknown_responses(broker: Broker, path: str) -> None:
+async def test_unknown_responses_are_not_found(broker: Broker, path: str) -> None:
     async with answering(broker.url, ANSWER) as (_, _, client):
         calls = [
             client.get(f"{PATH}/{path}"),

@@ -62,7 +62,7 @@ def test_a_wait_that_was_cut_off_never_makes_a_server_look_faster(
     assert fair is None or fair >= plain
 
 
-def test_quantiles_computed_by_hand() -> None:
+def test_quantiles_count_requests_that_still_wait() -> None:
     assert quantile([1, 2, 3, 4], [], 0.5) == 2
     assert quantile([1, 2, 3, 4], [9, 9, 9, 9], 0.5) == 4
     assert quantile([1, 2, 3, 4], [9, 9, 9, 9, 9], 0.5) is None
@@ -71,7 +71,7 @@ def test_quantiles_computed_by_hand() -> None:
     assert quantile([], [], 0.5) is None
 
 
-def test_figures_of_a_round() -> None:
+def test_figures_of_a_round_count_unfinished_and_failed_answers() -> None:
     whole = TimedAnswer(10.0, [10.5, 10.6, 10.9], 11.0, num_tokens=6)
     short = TimedAnswer(11.0, [11.2, 11.4])
     waiting = TimedAnswer(11.5)
@@ -163,7 +163,7 @@ async def test_every_token_is_counted_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "tgi"])
-def test_a_whole_run(
+def test_a_run_prints_a_table_and_writes_both_files(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "MIN_ROUND_S", 0.3)
@@ -186,7 +186,9 @@ def test_a_whole_run(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
-async def test_bench_of_a_real_gateway(path: str, broker: Broker) -> None:
+async def test_a_real_gateway_is_identified_and_goes_on_behind_the_end_of_sequence(
+    path: str, broker: Broker
+) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
     async with answering(
         broker.url, Answered([*ids(" four")[:1], EOS, *ids(" six seven eight")], ends=False)
@@ -255,7 +257,7 @@ RESULT = report.Comparison(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_fits(width: int) -> None:
+def test_the_table_is_no_wider_than_the_terminal(width: int) -> None:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(report.view(RESULT, width))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]

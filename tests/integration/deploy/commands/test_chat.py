@@ -267,7 +267,7 @@ def test_frames_in_pieces_are_decoded() -> None:
         assert found == [{"a": "\u2028 \u00e9"}, {"b": 2}]
 
 
-def test_the_speed_of_an_answer() -> None:
+def test_an_answers_figures_count_from_its_first_token() -> None:
     answer = ChatAnswer(sent_s=10.0)
     assert answer.figures == "no text"
     for i in range(5):
@@ -275,7 +275,7 @@ def test_the_speed_of_an_answer() -> None:
     assert answer.figures == "4.0 tokens/s · 5 tokens · first token 0.50 s"
 
 
-async def test_chat_with_a_real_gateway(broker: Broker) -> None:
+async def test_a_real_gateway_gets_the_flags_and_its_error_is_shown(broker: Broker) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
     async with answering(broker.url, Answered(ids(" It scatters light."))) as (worker, _, client):
         done = await asyncio.to_thread(
@@ -290,7 +290,7 @@ async def test_chat_with_a_real_gateway(broker: Broker) -> None:
 @pytest.mark.parametrize(
     "text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"]
 )
-def test_forms_of_the_servers_url(text: str) -> None:
+def test_a_servers_url_may_have_v1_and_slashes_at_its_end(text: str) -> None:
     assert base_url(text) == "http://localhost:80"
 
 
@@ -305,7 +305,7 @@ def test_forms_of_the_servers_url(text: str) -> None:
         (b"[]", "[]"),
     ],
 )
-def test_error_messages_of_servers(body: bytes, words: str) -> None:
+def test_an_error_of_any_servers_shape_is_one_line(body: bytes, words: str) -> None:
     assert error_message(body) == words
 
 

@@ -71,7 +71,7 @@ def test_templates_get_parameters_by_openais_name() -> None:
     assert found.callable[0].parameters == schema and found.callable[0].strict
 
 
-def test_the_older_fields() -> None:
+def test_functions_are_tools_of_which_one_is_called_at_a_time() -> None:
     functions = [FunctionSchema(name="a"), FunctionSchema(name="b")]
     found = read_functions(functions, {"name": "b"})
     assert names(found) == ["b"] and found is not None and found.is_named and found.is_older

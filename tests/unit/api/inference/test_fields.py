@@ -41,7 +41,7 @@ def test_no_other_parameter_can_be_set_by_a_body() -> None:
     assert read({"seed": 1, "bad_words": ["a"]}).sampling_params() == SamplingParams(temperature=1.0)
 
 
-def test_stopping_parameters() -> None:
+def test_fields_that_are_given_become_stopping_params() -> None:
     body = read({"stop_token_ids": [3], "ignore_eos": True})
     assert body.stopping_params(2, ["x"]) == StoppingParams(0, 2, ["x"], [3], ignore_eos=True)
     assert read({}).stopping_params(None, None) == StoppingParams()

@@ -106,7 +106,7 @@ def test_the_end_releases_the_text_that_was_held_back() -> None:
     assert [text.step(), text.step(), text.last()] == ["one", "", " t"]
 
 
-def test_the_bytes_of_tokens() -> None:
+def test_bytes_of_tokens_add_up_to_the_text() -> None:
     for text in ("é", " naïve", "🙂", "日本の", "\n\t x", "a<0x41>"):
         assert b"".join(token_bytes(TOKENIZER, token_id) for token_id in ids(text)) == text.encode()
     assert token_bytes(TOKENIZER, IM_END) == b"<|im_end|>"

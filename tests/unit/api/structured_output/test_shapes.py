@@ -100,7 +100,7 @@ def test_a_response_format_of_another_shape_is_refused_by_its_field(
         ({"grammar": "start: A"}, "grammar"),
     ],
 )
-def test_vllms_structured_outputs(value: dict[str, Any], kind: str) -> None:
+def test_vllms_structured_outputs_become_grammars(value: dict[str, Any], kind: str) -> None:
     grammar = from_structured_outputs(value)
     assert grammar is not None and grammar.kind == kind
 

@@ -238,7 +238,7 @@ def without_versions(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
-def test_wire_format(message: Any, wire: dict[str, Any]) -> None:
+def test_each_message_has_its_bytes_and_is_read_back(message: Any, wire: dict[str, Any]) -> None:
     data = encode(message)
     assert msgpack.unpackb(data)["v"] == 1
     assert without_versions(msgpack.unpackb(data)) == without_versions(wire)

@@ -16,12 +16,12 @@ def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
     )
 
 
-def test_a_text_line() -> None:
+def test_a_text_line_has_level_process_and_message() -> None:
     text = TextFormatter("g0").format(record("hello %s", "you"))
     assert text.endswith(" W g0 hello you") and "\n" not in text
 
 
-def test_a_json_line() -> None:
+def test_a_json_line_has_the_fields_of_its_record() -> None:
     line = json.loads(JsonFormatter("g0", "g0-1").format(record('a "word"\nof %d', 2, **for_request("r1"))))
     stamp = datetime.fromisoformat(line.pop("timestamp"))
     assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60

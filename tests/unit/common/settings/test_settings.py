@@ -23,18 +23,18 @@ def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None
     ("text", "number"),
     [("512MiB", 2**29), ("1GiB", 2**30), ("2gb", 2 * 10**9), ("1.5 KiB", 1536), ("1_000", 1000), ("7", 7)],
 )
-def test_sizes(text: str, number: int) -> None:
+def test_sizes_may_have_units(text: str, number: int) -> None:
     assert Settings.read([], {"KV_CACHE_BYTES": text}).kv_cache_bytes == number
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"), [(["--debug-kv"], True), (["--debug-kv", "off"], False), ([], False)]
 )
-def test_booleans(argv: list[str], expected: bool) -> None:
+def test_a_switch_stands_alone_or_has_a_value(argv: list[str], expected: bool) -> None:
     assert Settings.read(argv, {}).debug_kv is expected
 
 
-def test_optional_numbers() -> None:
+def test_a_number_that_is_not_given_may_be_none() -> None:
     assert Settings.read(["--threads=2"], {}).threads == 2
     assert Settings.read([], {}).threads is None
 

@@ -120,7 +120,7 @@ def test_outside_a_terminal_one_table_is_printed(
         assert status.main(["--once"]) == 1 and "no batcher is active" in capsys.readouterr().out
 
 
-async def test_status_of_a_real_gateway(
+async def test_the_table_of_a_real_gateway_has_every_process(
     broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)

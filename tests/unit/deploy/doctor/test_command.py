@@ -65,7 +65,7 @@ def test_invalid_settings_are_refused_as_by_serve() -> None:
     assert "DEMO" in tokenfleet("doctor", "--demo").stderr
 
 
-def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_that_do_not_fit_in_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
     assert found("memory", num_workers=1).level == "ok"
     too_much = found("memory", num_workers=3)
@@ -76,7 +76,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_memory_for_the_weights_of_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_every_worker_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
     with (model(tmp_path) / "model.safetensors").open("wb") as weights:
         weights.truncate(GIB + 1)
@@ -107,7 +107,7 @@ def test_a_model_that_is_not_downloaded() -> None:
         assert found("model", model_id=model_id).fix == f"tokenfleet download-weights {model_id}"
 
 
-def test_missing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_a_warning_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "torch":
             raise PackageNotFoundError(name)
@@ -117,7 +117,7 @@ def test_missing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("torch").level == "warn" and "pip install" in found("torch").fix
 
 
-def test_torch_for_cpu_beside_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_for_cpu_beside_a_gpu_is_a_warning(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")
     assert found("torch").level == "ok"
     checks.NVIDIA.touch()
@@ -130,7 +130,7 @@ def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
 
 
-def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer compiles them, with nvcc and a C++ compiler; Triton needs Python's headers."""
     assert found("kernels").level == "ok"
     checks.NVIDIA.touch()

@@ -55,7 +55,9 @@ def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("indices", INDICES)
-def test_ids_of_rows_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_of_rows_alone_equal_generate(
+    engine: Engine, prompts: list[list[int]], indices: list[int]
+) -> None:
     answers = expected(prompts, indices)
     for index in indices:
         played = player(engine)
@@ -66,7 +68,9 @@ def test_ids_of_rows_alone(engine: Engine, prompts: list[list[int]], indices: li
 
 @AHEAD
 @pytest.mark.parametrize("indices", INDICES)
-def test_ids_of_all_rows_at_once(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_of_all_rows_at_once_equal_generate(
+    engine: Engine, prompts: list[list[int]], indices: list[int]
+) -> None:
     answers, played = expected(prompts, indices), player(engine)
     assert (
         played.run([played.start(index, prompts[index], new_tokens(indices)) for index in indices]) == answers
@@ -77,7 +81,9 @@ def test_ids_of_all_rows_at_once(engine: Engine, prompts: list[list[int]], indic
 
 @AHEAD
 @pytest.mark.parametrize("indices", FEWER)
-def test_ids_with_chunked_prefill(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_with_chunked_prefill_equal_generate(
+    engine: Engine, prompts: list[list[int]], indices: list[int]
+) -> None:
     """A budget of 7 tokens, no divisor of the block size: chunks end anywhere in a block."""
     answers, played = expected(prompts, indices), player(engine, prefill_tokens=7)
     assert (
@@ -88,7 +94,9 @@ def test_ids_with_chunked_prefill(engine: Engine, prompts: list[list[int]], indi
 
 @AHEAD
 @pytest.mark.parametrize("indices", FEWER)
-def test_ids_with_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_with_scarce_blocks_equal_generate(
+    engine: Engine, prompts: list[list[int]], indices: list[int]
+) -> None:
     """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each
     continues in blocks just freed.
     """
@@ -103,7 +111,9 @@ def test_ids_with_scarce_blocks(engine: Engine, prompts: list[list[int]], indice
 
 @AHEAD
 @pytest.mark.parametrize("indices", INDICES)
-def test_ids_of_resumed_rows(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_of_resumed_rows_equal_generate(
+    engine: Engine, prompts: list[list[int]], indices: list[int]
+) -> None:
     """Rows that start with some of their tokens generated elsewhere."""
     answers, played = expected(prompts, indices), player(engine)
     bases = {index: min(5 + 3 * index, len(answers[index]) - 1) for index in indices}

@@ -132,7 +132,9 @@ def test_ids_are_those_of_the_plain_way_in_chunks_and_scarce_blocks(
     assert play(engine, 1000, num_blocks=2 * len(ROWS) + 8, lead=1, served=1) == plain
 
 
-def test_rows_resume_in_the_midst(engine: Engine, plain: Told, proposers: KnowingProposers) -> None:
+def test_rows_that_resume_have_the_ids_of_rows_that_ran_through(
+    engine: Engine, plain: Told, proposers: KnowingProposers
+) -> None:
     shown = {row: ids[: 5 + 4 * row] for row, (ids, _) in plain.items()}
     resumed = play(engine, shown=shown)
     for row, (ids, tops) in plain.items():
@@ -146,7 +148,7 @@ SLOW = ["Llama-dynamic", "Gemma2", "Gemma3-longrope", "Mixtral", "gpt-oss", "MPT
 @pytest.mark.parametrize(
     "family", ["Phi3-longrope", "Bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_ids_of_other_models(family: str, tmp_path: Path) -> None:
+def test_speculation_changes_no_id_of_other_models(family: str, tmp_path: Path) -> None:
     """Attention with windows, soft-caps and ALiBi, and over latents; frequencies that depend on the length,
     for which a row stops.
     """

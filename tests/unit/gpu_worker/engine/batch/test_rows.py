@@ -57,7 +57,7 @@ def test_the_end_of_prefill_is_reported_once() -> None:
     assert [run_step(rows)[1].prefilled for _ in range(4)] == [[], [(0, 6)], [], []]
 
 
-def test_no_step_beyond_the_grant() -> None:
+def test_no_step_runs_beyond_the_grant() -> None:
     rows = rows_with(start(0, 3), until=2)
     assert [bool(run_step(rows)[0]) for _ in range(4)] == [True, True, False, False]
     rows.apply(Grant(3, 1000))

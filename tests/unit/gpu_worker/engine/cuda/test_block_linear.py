@@ -85,7 +85,7 @@ def test_a_checkpoints_own_numbers_are_multiplied(form: str, tmp_path: Path) -> 
             assert torch.equal(torch.cat(columns, plan.shards[f"{name}.weight"].dim), expected), name
 
 
-def test_what_a_card_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cuda_in_16_bits_multiplies_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert multiplies_blocks(CUDA, torch.bfloat16) and not multiplies_blocks(CUDA, torch.float32)
     assert not multiplies_blocks(torch.device("cpu"), torch.bfloat16)
     floats = Blocks(torch.zeros(4, 96).to(torch.float8_e4m3fn), torch.ones(4, 3), None)

@@ -190,7 +190,7 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
     assert seen == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
 
 
-def test_sizes_of_graphs() -> None:
+def test_sizes_of_graphs_double_up_to_the_largest() -> None:
     assert graph_sizes(1, 1) == [1] and graph_sizes(3, 3) == [1, 2, 3]
     assert graph_sizes(20, 256) == [1, 2, 4, 8, 16, 20, 40, 80, 160, 256] and graph_sizes(2, 5) == [
         1,

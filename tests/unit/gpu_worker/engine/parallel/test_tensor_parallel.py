@@ -142,7 +142,7 @@ def test_ids_on_ranks_that_do_not_divide_the_heads(world_size: int, tmp_path: Pa
 @pytest.mark.parametrize(
     "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)]
 )
-def test_ids_on_two_ranks(two: Communicator, family: str, tmp_path: Path) -> None:
+def test_ids_on_two_ranks_equal_generate(two: Communicator, family: str, tmp_path: Path) -> None:
     check(two, family, tmp_path)
 
 

@@ -31,7 +31,9 @@ def two() -> Iterator[Communicator]:
 @pytest.mark.parametrize(
     "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.slow) for form in FORMATS]
 )
-def test_ids_on_two_ranks(two: Communicator, form: str, tmp_path: Path) -> None:
+def test_ids_of_quantised_weights_on_two_ranks_equal_generate(
+    two: Communicator, form: str, tmp_path: Path
+) -> None:
     reference = quantized_models.save(tmp_path, *FORMATS[form])
     expected = {row: tiny_models.generate(reference, prompt, NEW_TOKENS) for row, prompt in ROWS.items()}
     with Led(two, model_id=str(tmp_path), dtype="float32", **SETTINGS) as engine:

@@ -53,7 +53,9 @@ def behind(search: EndingSearch, source: str, ids: list[int]) -> llguidance.LLMa
 
 
 @pytest.mark.parametrize(("schema", "text", "expected"), STATES)
-def test_the_ending_of_a_json(search: EndingSearch, schema: Any, text: str, expected: str) -> None:
+def test_a_json_ends_with_its_shortest_text(
+    search: EndingSearch, schema: Any, text: str, expected: str
+) -> None:
     source = source_of(json_of(schema))
     ids = search.vocabulary.tokenize_str(text)
     ending = search.find(behind(search, source, ids), ids[-1] if ids else None)
@@ -133,7 +135,9 @@ def test_texts_that_only_look_like_special_tokens_or_schemas_are_no_exits(
         (Grammar("grammar", 'start: "a" <[1]> "b"', "f"), "a", "<|im_start|>b"),
     ],
 )
-def test_the_ending_of_other_texts(search: EndingSearch, grammar: Grammar, text: str, expected: str) -> None:
+def test_other_texts_end_with_their_shortest_text(
+    search: EndingSearch, grammar: Grammar, text: str, expected: str
+) -> None:
     ids = search.vocabulary.tokenize_str(text)
     ending = search.find(behind(search, source_of(grammar), ids), ids[-1])
     assert ending is not None
