@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from common.settings.compat import ALIASES, FLAG_ALIASES, OPTIONS
+from common.settings.option import ANY
 from common.settings.settings import Settings
 from common.settings.table import tables
+from common.settings.tgi_options import TGI
 from tests.support.fleet.fleet import Fleet
 from tests.support.source_tree import FILES
 
@@ -32,6 +34,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE_S = 60
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, "help", "help-all", "config", "no-", "schema"}
+EVERY_VALUE = "usage_stats"
+"""An option of which each value that TGI knows is accepted."""
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
@@ -51,6 +55,19 @@ def test_every_flag_mentioned_exists() -> None:
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
     assert named - ours - FLAGS_OF_OTHERS - FLAGS_OF_COMMANDS == set()
+
+
+def test_the_options_of_tgi_that_may_be_refused_are_listed() -> None:
+    page = (ROOT / "docs/from-tgi.md").read_text()
+    listed = re.search(r"Refused, unless they\s+(.*?) `tokenfleet serve --help-all`", page, re.DOTALL)
+    assert listed is not None
+    refused = {
+        option.name
+        for option in TGI
+        if option.flag and option.accepts is not ANY and option.name != EVERY_VALUE
+    }
+    named = re.findall(r"`--([a-z-]+)`", listed[1])
+    assert {name.replace("-", "_") for name in named} == refused
 
 
 def test_flags_of_vllm_mean_what_the_table_says() -> None:
