@@ -41,14 +41,14 @@ def main() -> int:
 
 
 def replace_unprintable() -> None:
-    """Shows a question mark for what the terminal's encoding cannot write."""
+    """Show a question mark for what the terminal's encoding cannot write."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command. Returns the exit code."""
+    """Run one command. Returns the exit code."""
     os.environ.setdefault("PARENT_PID", "0")  # started by a person, who may log out
     match list(argv):
         case ["--version" | "-V"]:
@@ -80,7 +80,7 @@ def serve(argv: list[str]) -> int:
 
 
 def replace_process(word: str, argv: list[str]) -> NoReturn:
-    """Replaces this process by one of the fleet: its parent sees and ends that one."""
+    """Replace this process by one of the fleet: its parent sees and ends that one."""
     kind = KINDS[word]
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--name", default=f"{kind[0]}0")
@@ -106,7 +106,7 @@ def describe_process(word: str) -> str:
 
 
 def run_module(module: str, argv: list[str]) -> int:
-    """Calls `main` of a module of deploy, which is imported now: no command pays for another's libraries."""
+    """Call `main` of a module of deploy, which is imported now: no command pays for another's libraries."""
     code: int = importlib.import_module(f"deploy.{module}").main(argv)
     return code
 

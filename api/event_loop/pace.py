@@ -98,7 +98,7 @@ class Turns:
         self.waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Returns when the task may begin."""
+        """Return when the task may begin."""
         loop = asyncio.get_running_loop()
         if self.num_left == self.num_tasks:
             loop.call_soon(self.renew)

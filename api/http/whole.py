@@ -88,7 +88,7 @@ async def wait_until_finished(streams: Sequence[Stream], request: Request) -> No
 
 
 async def all_finished(streams: Sequence[Stream]) -> None:
-    """Returns when all have finished, or at the first that has failed."""
+    """Return when all have finished, or at the first that has failed."""
     ends = [asyncio.create_task(stream.ended.wait()) for stream in streams]
     try:
         while any(not stream.terminal for stream in streams):

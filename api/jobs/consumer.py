@@ -193,7 +193,7 @@ class JobConsumer:
         return await offload(size, partial(read_job, entry_id, fields, self.settings.payload_limit))
 
     async def serve(self, job: Job) -> None:
-        """Returns when the job is answered."""
+        """Return when the job is answered."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)

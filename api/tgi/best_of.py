@@ -27,7 +27,7 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
 
 
 def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
-    """Gives each request a seed of its own: a random one, or one that follows from `seed`.
+    """Give each request a seed of its own: a random one, or one that follows from `seed`.
 
     The response has the best text's seed; it samples that text again without `best_of`.
     """

@@ -53,7 +53,7 @@ REASONING_FORMATS = {
 
 
 def read_reasoning(reader: Reader, form: ReasoningFormat, is_open: bool) -> Reading:
-    """Reads thinking, if the answer begins with it."""
+    """Read thinking, if the answer begins with it."""
     yield from reader.skip()
     if not (yield from reader.literal(form.open)) and not is_open:
         reader.position = 0

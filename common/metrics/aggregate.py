@@ -69,7 +69,7 @@ class MetricsPublisher:
 
 @contextlib.asynccontextmanager
 async def publishing_metrics(pool: PoolClient) -> AsyncIterator[None]:
-    """Adds this process's counts to the pool's hash while the context is open, and a last time at its end."""
+    """Add this process's counts to the pool's hash while the context is open, and a last time at its end."""
     stopped = asyncio.Event()
     task = asyncio.create_task(MetricsPublisher(pool).run(stopped))
     try:

@@ -55,7 +55,7 @@ class Settings(SettingFields):
         return settings
 
     def check(self) -> None:
-        """Checks what two settings must be to each other. Raises SettingError."""
+        """Check what two settings must be to each other. Raises SettingError."""
         if self.worker_ttl_s < 2 * self.heartbeat_s:
             raise SettingError(
                 "worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})"

@@ -49,7 +49,7 @@ def to_level(text: str) -> str:
 
 
 def spelled(names: Mapping[str, str]) -> BeforeValidator:
-    """Takes a value in any letters, and under other names."""
+    """A validator that takes a value in any letters, and under other names."""
     return BeforeValidator(lambda text: names.get(text.lower(), text.lower()))
 
 
@@ -69,7 +69,7 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 
 @contextlib.contextmanager
 def one_line_errors(names: Mapping[str, str], texts: Mapping[str, str]) -> Iterator[None]:
-    """Makes a SettingError of pydantic's first error; `names` and `texts` are what the person wrote."""
+    """Make a SettingError of pydantic's first error; `names` and `texts` are what the person wrote."""
     try:
         yield
     except ValidationError as errors:

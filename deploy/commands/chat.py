@@ -32,7 +32,7 @@ HELP = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, or 1 when the server cannot be asked. Raises SettingError for an unknown flag."""
+    """Return 0, or 1 when the server cannot be asked. Raises SettingError for an unknown flag."""
     flags = read_flags(argv)
     try:
         with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:

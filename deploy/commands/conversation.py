@@ -113,7 +113,7 @@ class Conversation:
                 answer.num_tokens = num_tokens or answer.num_tokens
 
     def frames(self) -> Generator[dict[str, Any], None, None]:
-        """Yields the frames of an answer. A lost connection is followed by another, behind the last frame, if
+        """Yield the frames of an answer. A lost connection is followed by another, behind the last frame, if
         the server has said where; it may be a new gateway by then.
         """
         decoder, place, until_s = SseDecoder(), "", 0.0

@@ -25,7 +25,7 @@ DESCRIPTION = "Fetch a model from the hub, or convert a GGUF file. What is here 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the model's directory. Raises SettingError."""
+    """Print the model's directory. Raises SettingError."""
     return download(read_settings(argv))
 
 

@@ -42,8 +42,8 @@ class Broker:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def command(self) -> list[str]:
-        """Runs the server in the foreground; it dies with the process that starts it. SIGINT ends it, SIGTERM
-        does not (`deploy/serve/broker_process.py`).
+        """The words that run the server in the foreground; it dies with the process that starts it. SIGINT
+        ends it, SIGTERM does not (`deploy/serve/broker_process.py`).
         """
         options = {
             "--port": str(self.port),

@@ -61,7 +61,7 @@ class LocalFleet:
 
 
 def command(module: str) -> list[str]:
-    """Runs one of our modules; -P because a folder `api` where the user stands is none of ours."""
+    """Words that run one of our modules; -P because a folder `api` where the user stands is none of ours."""
     return [sys.executable, "-P", "-m", module]
 
 
@@ -135,7 +135,7 @@ def supervised_broker(broker: Broker) -> SupervisedProcess:
 def number_ports(
     processes: Sequence[SupervisedProcess], name: str, first: int, taken: dict[int, str]
 ) -> None:
-    """Gives each process a port of its own, from `first` on, where that is not 0. Raises SettingError."""
+    """Give each process a port of its own, from `first` on, where that is not 0. Raises SettingError."""
     if not first:
         return
     if first + len(processes) - 1 > MAX_PORT:

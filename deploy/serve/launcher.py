@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings) -> int:
-    """Runs a fleet until it is told to end. Returns the exit code.
+    """Run a fleet until it is told to end. Returns the exit code.
 
     Raises:
         SettingError: the settings cannot be served; nothing was started.
@@ -43,7 +43,7 @@ def serve(settings: Settings) -> int:
 
 
 async def run(fleet: LocalFleet) -> int:
-    """Starts and supervises the processes until a signal or a fatal end. Returns the exit code; no process is
+    """Start and supervise the processes until a signal or a fatal end. Returns the exit code; no process is
     left.
     """
     over = FleetEnded(0)
@@ -87,7 +87,7 @@ def say_ready(settings: Settings) -> None:
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
-    """Starts a process, and starts it again whenever it ends, as long as `should_run`."""
+    """Start a process, and start it again whenever it ends, as long as `should_run`."""
     while process.should_run:
         returncode, lived_s = await process.run_once()
         if not process.should_run or (fleet.is_ending and returncode == 0):

@@ -29,7 +29,7 @@ class FleetEnded(Exception):
 
 
 async def end_on_signals(fleet: LocalFleet) -> None:
-    """Drains the fleet at the first SIGTERM or SIGINT, until it is drained or a second one comes. Raises
+    """Drain the fleet at the first SIGTERM or SIGINT, until it is drained or a second one comes. Raises
     FleetEnded.
     """
     signalled = asyncio.Event()
@@ -51,7 +51,7 @@ async def end_at_second_signal(signalled: asyncio.Event) -> None:
 
 
 async def drain(fleet: LocalFleet) -> None:
-    """Stops gateways when their requests are finished, then batchers and workers, then the broker.
+    """Stop gateways when their requests are finished, then batchers and workers, then the broker.
 
     They may have been told to end as well, by a machine that shuts down. What gateways have handed over
     before the launcher was told goes to their successors first.

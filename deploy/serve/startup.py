@@ -56,7 +56,7 @@ class StartupLine:
 
 
 async def wait_until_ready(fleet: LocalFleet) -> bool:
-    """Waits until the fleet can serve, and shows meanwhile what it waits for. Returns False where the fleet
+    """Wait until the fleet can serve, and show meanwhile what it waits for. Returns False where the fleet
     is stopped before.
     """
     clock = asyncio.get_running_loop().time

@@ -103,7 +103,7 @@ class SupervisedProcess:
         return self.running.pid if self.running and self.running.returncode is None else None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended,
+        """Send a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended,
         of which asyncio then complains.
         """
         if (pid := self.pid) is not None:
@@ -111,13 +111,13 @@ class SupervisedProcess:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """Ends it now, with whatever it has started."""
+        """End the process now, with whatever it has started."""
         if self.running and self.pid:
             kill_group(self.running)
 
 
 async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
-    """Asks the processes to end, waits, and ends those that did not. None of them starts again."""
+    """Ask the processes to end, wait, and end those that did not. None of them starts again."""
     for process in processes:
         process.should_run = False
         process.send(process.stop_signal)
@@ -126,7 +126,7 @@ async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None
 
 
 async def kill(processes: Sequence[SupervisedProcess]) -> None:
-    """Ends the processes now."""
+    """End the processes now."""
     for process in processes:
         process.should_run = False
         process.kill()

@@ -19,7 +19,7 @@ PARAGRAPH = "\n\n"
 
 
 def read_harmony(reader: Reader) -> Reading:
-    """Reads messages: analysis is reasoning, calls are those to functions, other text is content."""
+    """Read messages: analysis is reasoning, calls are those to functions, other text is content."""
     said: set[str] = set()
     reader.begin_mark()
     while (yield from reader.char()):
@@ -56,7 +56,7 @@ def found_in(header: str, pattern: re.Pattern[str]) -> str:
 
 
 def read_body(reader: Reader, kind: str, said: set[str]) -> Reading:
-    """Reads a message's text; a blank line is between it and the last of its kind."""
+    """Read a message's text; a blank line is between it and the last of its kind."""
     reader.trim()
     if kind in said:
         reader.space = PARAGRAPH

@@ -6,7 +6,7 @@ from api.tool_calls.reading.reader import Reader, Reading, Waiting
 
 
 def read_marked_json(open: str, close: str, reader: Reader) -> Reading:
-    """Reads calls between two marks, of which models forget the second."""
+    """Read calls between two marks, of which models forget the second."""
     while (yield from reader.content_until(open)):
         yield from reader.skip()
         if (yield from read_calls(reader)):
@@ -17,7 +17,7 @@ def read_marked_json(open: str, close: str, reader: Reader) -> Reading:
 
 
 def read_calls(reader: Reader) -> Waiting:
-    """Reads a call, or a list of them."""
+    """Read a call, or a list of them."""
     if (yield from reader.char()) == "[":
         return (yield from read_list(reader, lambda: read_call(reader)))
     return (yield from read_call(reader))

@@ -18,7 +18,7 @@ def read_mistral(reader: Reader) -> Reading:
 
 
 def read_named(reader: Reader) -> Waiting:
-    """Reads a name, perhaps an id, and arguments."""
+    """Read a name, perhaps an id, and arguments."""
     name = yield from reader.name()
     if (yield from reader.literal(CALL_ID)):
         yield from reader.name()

@@ -13,7 +13,7 @@ LINE = "\n["
 
 
 def read_pythonic(open: str, close: str, reader: Reader) -> Reading:
-    """Reads lists of calls; marks around them may be missing."""
+    """Read lists of calls; marks around them may be missing."""
     names = {tool.name for tool in reader.tools}
     reader.begin_mark()
     yield from reader.skip()
@@ -31,7 +31,7 @@ def read_pythonic(open: str, close: str, reader: Reader) -> Reading:
 
 
 def read_call_expression(reader: Reader, names: Container[str]) -> Waiting:
-    """Reads `name(key=value, …)`."""
+    """Read `name(key=value, …)`."""
     name = yield from reader.name()
     if name not in names or not (yield from reader.literal("(")):
         return False

@@ -43,7 +43,7 @@ def read_sections(marks: SectionMarks, reader: Reader) -> Reading:
 
 
 def read_section(marks: SectionMarks, reader: Reader) -> Waiting:
-    """Reads the call that follows the mark of its beginning."""
+    """Read the call that follows the mark of its beginning."""
     head = yield from reader.until(marks.arguments_begin, MAX_NAME)
     if head is None:
         return False

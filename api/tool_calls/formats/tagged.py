@@ -35,7 +35,7 @@ PAIR = ArgumentTags("<arg_key>", ("</arg_key>",), "<arg_value>", "</arg_value>")
 
 
 def read_functions(open: str, close: str, reader: Reader) -> Reading:
-    """Reads Qwen3-Coder's functions between two marks, which are missing at times."""
+    """Read Qwen3-Coder's functions between two marks, which are missing at times."""
     while mark := (yield from reader.content_until(open, FUNCTION)):
         yield from reader.skip()
         has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
@@ -54,7 +54,7 @@ def read_glm(reader: Reader) -> Reading:
 
 
 def read_call(reader: Reader, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
-    """Reads a name, what stands behind it, tagged arguments, and the mark behind these."""
+    """Read a name, what stands behind it, tagged arguments, and the mark behind these."""
     name = yield from reader.name()
     if not name or not (yield from reader.literal(name_end)):
         return False

@@ -21,7 +21,7 @@ def read_tgi(reader: Reader) -> Reading:
 
 
 def read_named_arguments(reader: Reader) -> Waiting:
-    """Reads `{"function": {"_name": …, …}}`."""
+    """Read `{"function": {"_name": …, …}}`."""
     if not (yield from reader.literal("{")) or (yield from read_key(reader)) != FUNCTION:
         return False
     start = reader.position
@@ -39,7 +39,7 @@ def read_named_arguments(reader: Reader) -> Waiting:
 
 
 def read_whole(reader: Reader) -> Waiting:
-    """Reads arguments among which the name is not the first."""
+    """Read arguments among which the name is not the first."""
     pieces: list[str] = []
     if not (yield from read_value(reader, pieces.append)):
         return False
@@ -49,7 +49,7 @@ def read_whole(reader: Reader) -> Waiting:
 
 
 def read_rest(reader: Reader) -> Waiting:
-    """Reads the name, which is the first, and passes on the arguments behind it."""
+    """Read the name, which is the first, and pass on the arguments behind it."""
     name = yield from read_word(reader)
     if not name:
         return False

@@ -6,7 +6,7 @@ from api.tool_calls.reading.reader import Reader, Waiting
 
 
 def read_list(reader: Reader, read_one: Callable[[], Waiting]) -> Waiting:
-    """Reads calls between brackets, with commas between them. False where the text is none."""
+    """Read calls between brackets, with commas between them. False where the text is none."""
     if not (yield from reader.literal("[")):
         return False
     while True:
@@ -21,7 +21,7 @@ def read_list(reader: Reader, read_one: Callable[[], Waiting]) -> Waiting:
 
 
 def next_call(reader: Reader, mark: str, line: str) -> Waiting:
-    """Passes on the content before a mark, which is read over, or before a line that begins as a call does.
+    """Pass on the content before a mark, which is read over, or before a line that begins as a call does.
     False at the end of the text.
     """
     if reader.is_either and not reader.num_calls:

@@ -11,7 +11,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call(reader: Reader, names: Container[str] | None = None) -> Waiting:
-    """Reads a call. False where the text is none, or names a function that is not among `names`.
+    """Read a call. False where the text is none, or names a function that is not among `names`.
 
     Keys come in any order. Other keys are ignored.
     """
@@ -74,7 +74,7 @@ def is_text(word: str) -> bool:
 
 
 def read_arguments(reader: Reader, name: str) -> Waiting:
-    """Begins the call, and passes its arguments on as they come. Arguments that are no object are read whole
+    """Begin the call, and pass its arguments on as they come. Arguments that are no object are read whole
     before the call begins: some models write the object's JSON text as a string, or null.
     """
     if (yield from reader.char()) == "{":
@@ -87,7 +87,7 @@ def read_arguments(reader: Reader, name: str) -> Waiting:
 
 
 def add_whole_call(reader: Reader, name: str, arguments: str) -> bool:
-    """Adds a call whose arguments are a JSON text: an object, its text as a string, or null."""
+    """Add a call whose arguments are a JSON text: an object, its text as a string, or null."""
     value = json.loads(arguments)
     if isinstance(value, str) and is_text(value):
         try:

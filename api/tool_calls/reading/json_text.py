@@ -18,7 +18,7 @@ Write = Callable[[str], None]
 
 
 def read_value(reader: Reader, write: Write, depth: int = 0) -> Waiting:
-    """Reads a value. False where the text is none, with all before that place read."""
+    """Read a value. False where the text is none, with all before that place read."""
     if depth > MAX_DEPTH:
         return False
     match (yield from reader.char()):
@@ -46,7 +46,7 @@ def read_object(reader: Reader, write: Write, depth: int = 0) -> Waiting:
 
 
 def read_members(reader: Reader, write: Write, depth: int = 0) -> Waiting:
-    """Reads the rest of an object, from the first of the keys to come."""
+    """Read the rest of an object, from the first of the keys to come."""
     while (yield from read_pair(reader, write, depth)):
         if (yield from pass_if(reader, write, "}")):
             return True
@@ -128,7 +128,7 @@ def pass_char(reader: Reader, write: Write) -> Reading:
 
 
 def pass_if(reader: Reader, write: Write, char: str) -> Waiting:
-    """Passes on white space, and this character if it follows."""
+    """Pass on white space, and this character if it follows."""
     yield from pass_space(reader, write)
     found = (yield from reader.char()) == char
     if found:

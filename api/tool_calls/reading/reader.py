@@ -70,7 +70,7 @@ class Reader:
             yield
 
     def literal(self, word: str) -> Waiting:
-        """Reads a word, if it follows."""
+        """Read a word, if it follows."""
         found = yield from self.next_is(word)
         if found:
             self.position += len(word)
@@ -87,12 +87,12 @@ class Reader:
         return self.peek(1)
 
     def skip(self, chars: str = SPACE) -> Reading:
-        """Reads over all of these characters that follow."""
+        """Read over all of these characters that follow."""
         while (char := (yield from self.char())) and char in chars:
             self.position += 1
 
     def until(self, mark: str, most: int) -> Generator[None, None, str | None]:
-        """Reads up to a mark, and over it. None, with nothing read, if it does not follow within `most`
+        """Read up to a mark, and over it. None, with nothing read, if it does not follow within `most`
         characters.
         """
         while (found := find_mark(self.text, [mark], self.position, self.ended)) is None:
@@ -107,7 +107,7 @@ class Reader:
         return text
 
     def pass_until(self, write: Callable[[str], None], *marks: str) -> Generator[None, None, str]:
-        """Passes on all text up to one of the marks, as it comes, and forgets it. The mark is read over; ""
+        """Pass on all text up to one of the marks, as it comes, and forget it. The mark is read over; ""
         at the end.
         """
         while (found := find_mark(self.text, marks, self.position, self.ended)) is None:
@@ -124,7 +124,7 @@ class Reader:
         write(text)
 
     def name(self) -> Generator[None, None, str]:
-        """Reads a function's name: characters that are neither space nor brackets, quotes or commas."""
+        """Read a function's name: characters that are neither space nor brackets, quotes or commas."""
         start = self.position
         while (char := (yield from self.char())) and not char.isspace() and char not in NO_NAME:
             self.position += 1
@@ -178,7 +178,7 @@ class Reader:
         return kept
 
     def trim(self) -> None:
-        """Drops white space on both sides of this place."""
+        """Drop white space on both sides of this place."""
         self.space = ""
         self.trims = True
 
@@ -196,7 +196,7 @@ class Reader:
             self.forget(self.position)
 
     def emit(self, delta: Delta) -> None:
-        """Adds a delta to those of this piece of text, joined with the last one where it continues it."""
+        """Add a delta to those of this piece of text, joined with the last one where it continues it."""
         both = joined(self.deltas[-1], delta) if self.deltas else None
         if both is None:
             self.deltas.append(delta)

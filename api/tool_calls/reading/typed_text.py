@@ -21,7 +21,7 @@ MAX_REFERENCES = 8
 
 
 def read_typed(reader: Reader, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
-    """Reads a value up to one of the marks, and adds it to the arguments of a call. A text is passed on as it
+    """Read a value up to one of the marks, and add it to the arguments of a call. A text is passed on as it
     comes, others when they are whole. A mark inside of a JSON string does not end it.
     """
     if types == {"string"}:

@@ -80,7 +80,7 @@ def quantize_linears(model: Any, multiplied: bool) -> None:
 
 
 def rounds(name: str, linear: nn.Linear) -> bool:
-    """Routers may be a layer within a module that is named so."""
+    """Whether a layer is rounded: a router, or a layer within one, is not."""
     return fits(linear.weight) and not {*name.split(".")} & ROUTERS
 
 

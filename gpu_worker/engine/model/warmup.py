@@ -84,7 +84,7 @@ def run_largest_step(
 
 
 def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
-    """Compilers make code for one token, and for any number of them."""
+    """Run a token alone and several, for compilers make code for one, and for any number of them."""
     for tokens in (1, 2, 3, 16):
         forward(prompt_parts(tokens, tokens, vocab_size, block_size))
 
