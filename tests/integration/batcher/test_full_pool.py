@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import KEYS
-from tests.support.fleet.batchers import batcher
+from tests.support.fleet.batchers import active_batcher, batcher
 from tests.support.fleet.full_pool import FullPool
 from tests.support.waiting import wait_until
 
@@ -56,6 +56,7 @@ async def test_every_token_of_a_pool_that_died_with_its_batcher_is_kept_and_each
         await wait_until(lambda: is_removed(redis, pool.names[0]))
         first.send_signal(signal.SIGSTOP)
         with batcher(broker.url, "b1", WORKER_TTL_S="60"):
+            await active_batcher(redis, "b0")
             await wait_until(lambda: all_removed(redis, pool))
             await wait_until(lambda: pool.first_plans.keys() == set(spares))
             first.send_signal(signal.SIGCONT)

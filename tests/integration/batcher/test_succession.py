@@ -16,7 +16,7 @@ from common.messages.events import Events
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
-from tests.support.fleet.batchers import batcher
+from tests.support.fleet.batchers import active_batcher, batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
 from tests.support.waiting import wait_until
 
@@ -70,17 +70,6 @@ async def client(redis: Redis) -> AsyncIterator[Client]:
     async with one.pubsub:
         await one.pubsub.subscribe(CHANNEL)
         yield one
-
-
-async def active_batcher(redis: Redis, *former: str) -> str:
-    """Return the name of the active batcher, once there is one that is none of the former."""
-
-    async def newest() -> str:
-        name = (await redis.get(KEYS.batcher) or b"").decode().split("-")[0]
-        return "" if name in former else name
-
-    name: str = await wait_until(newest)
-    return name
 
 
 async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained(

@@ -56,3 +56,14 @@ async def ended(redis: Redis, name: str) -> Committed:
 
 async def waiting(redis: Redis, count: int) -> bool:
     return int(await redis.hget(KEYS.state, "waiting") or 0) == count  # type: ignore[misc]
+
+
+async def active_batcher(redis: Redis, *former: str) -> str:
+    """Return the name of the active batcher, once there is one that is none of the former."""
+
+    async def newest() -> str:
+        name = (await redis.get(KEYS.batcher) or b"").decode().split("-")[0]
+        return "" if name in former else name
+
+    name: str = await wait_until(newest)
+    return name
