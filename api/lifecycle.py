@@ -38,12 +38,12 @@ class Gateway:
         """
         self.pool.workers.state = "draining"
 
-    def give_up(self) -> None:
+    def fail_streams(self) -> None:
         """End the streams of clients with an error, and their requests. Jobs go on at other gateways."""
         for pool in self.pools.all():
             for stream in list(pool.relay.streams.values()):
                 if stream.request.gateway and not (stream.terminal or stream.left):
-                    stream.give_up("the gateway shut down before the answer was finished", "shutdown")
+                    stream.fail("the gateway shut down before the answer was finished", "shutdown")
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:

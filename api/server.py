@@ -66,7 +66,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
     """Run one gateway. Raises SettingError."""
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
-    draining = Draining(gateway.show_draining, gateway.give_up, WHOLE_FLEET_VARIABLE in os.environ)
+    draining = Draining(gateway.show_draining, gateway.fail_streams, WHOLE_FLEET_VARIABLE in os.environ)
     channel = inherited_channel()
     config = uvicorn.Config(
         build(gateway, draining, channel),

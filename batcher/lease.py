@@ -65,7 +65,8 @@ class Lease:
         self.pool = pool
         self.holder = holder
         self.ttl_s = ttl_s
-        self.epoch = self.server_id = ""
+        self.epoch = ""
+        self.server_id = ""
         self.expires_s = 0.0
         self.clock = PoolClock(0)
         self.stopped_ms = b""

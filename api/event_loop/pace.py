@@ -94,7 +94,8 @@ class Turns:
     """Lets `num_tasks` tasks begin in one turn of the event loop; the others queue up."""
 
     def __init__(self, num_tasks: int) -> None:
-        self.num_tasks = self.num_left = num_tasks
+        self.num_tasks = num_tasks
+        self.num_left = num_tasks
         self.waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:

@@ -40,7 +40,7 @@ class RestOfAnswer:
     def insert_comments(self) -> None:
         while self.comments and self.comments[0] <= self.position:
             if self.comments.pop(0) < self.position:
-                self.give_up("a comment is in the middle of a chunk")
+                self.cut("a comment is in the middle of a chunk")
             self.put(self.comment_chunk)
 
     def put(self, data: bytes) -> None:
@@ -52,10 +52,10 @@ class RestOfAnswer:
     def close(self) -> None:
         """Close the connection: the whole answer is rendered."""
         if self.is_behind:
-            self.give_up(f"{self.num_written} bytes were written, {self.position} are rendered")
+            self.cut(f"{self.num_written} bytes were written, {self.position} are rendered")
         self.transport.close()
 
-    def give_up(self, why: str) -> None:
+    def cut(self, why: str) -> None:
         """Cut the connection: what is rendered here is not what was written, so nothing may follow it."""
         log.error("an inherited answer is cut: %s", why)
         self.transport.abort()

@@ -42,31 +42,31 @@ async def respond_with_whole(
         ApiError: the error of the first choice that failed.
         ClientDisconnect: the client has left.
     """
-    let_go = partial(release_all, request.scope, answer, streams, release, reader)
+    release_streams = partial(release_all, request.scope, answer, streams, release, reader)
     try:
         await keep_socket(request.scope, answer, streams, extra=headers)
         await wait_until_finished(streams, request)
         num_records = sum(stream.num_records for stream in streams)
         body, more_headers = await offload(num_records, partial(render, answer, streams, arrived_s))
     except BaseException:
-        let_go()
+        release_streams()
         raise
-    return WholeAnswer(body, {**headers, **more_headers}, let_go)
+    return WholeAnswer(body, {**headers, **more_headers}, release_streams)
 
 
 class WholeAnswer(Response):
-    """One JSON body; `let_go` is called when the kernel has all of it, or the client has gone."""
+    """One JSON body; `release_streams` is called when the kernel has all of it, or the client has gone."""
 
-    def __init__(self, body: bytes, headers: Mapping[str, str], let_go: Callable[[], None]) -> None:
+    def __init__(self, body: bytes, headers: Mapping[str, str], release_streams: Callable[[], None]) -> None:
         super().__init__(body, 200, headers, "application/json")
-        self.let_go = let_go
+        self.release_streams = release_streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
             await flush_socket(scope)
         finally:
-            self.let_go()
+            self.release_streams()
 
 
 # --- waiting ------------------------------------------------------------------------------------------------

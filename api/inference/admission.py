@@ -175,7 +175,7 @@ class Admission:
         """
         if stream.terminal or not keep_s:
             metrics.count_stream(stream, self.workers.limits)
-        waits = keep_s and not stream.gave_up
+        waits = keep_s and not stream.ended_here
         tasks = self.waits if waits else self.cleanups
         work = self.wait_for_client(stream, reader, keep_s) if waits else self.cleanup(stream, reader)
         task = asyncio.create_task(work)
@@ -191,7 +191,7 @@ class Admission:
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stream.ended.wait(), None if keep_s == math.inf else keep_s)
-            if stream.gave_up or not stream.terminal:
+            if stream.ended_here or not stream.terminal:
                 await self.cancel(stream.request.request_id, reader)
             if not is_counted:
                 metrics.count_stream(stream, self.workers.limits)
@@ -204,7 +204,7 @@ class Admission:
         own_keys = [self.client.keys.request(request_id), self.client.keys.tokens(request_id)]
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                if (stream.gave_up or not stream.terminal) and await self.cancel(request_id, reader):
+                if (stream.ended_here or not stream.terminal) and await self.cancel(request_id, reader):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
                 await self.retry_forever(lambda: self.client.run("readers/forget", own_keys, [reader]))

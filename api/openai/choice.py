@@ -44,7 +44,8 @@ class Choice:
         self.prefix = prefix
         self.rendering = rendering
         self.offsets: list[int] = []
-        self.begun = self.ended = False
+        self.begun = False
+        self.ended = False
 
     @property
     def failed(self) -> bool:

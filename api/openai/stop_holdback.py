@@ -25,7 +25,8 @@ class StopHoldback:
         self.hidden_ids = hidden_ids
         self.include_stop = include_stop
         self.held: list[tuple[str, str]] = []
-        self.num_tokens = self.num_chars = 0
+        self.num_tokens = 0
+        self.num_chars = 0
         self.stop_reason: str | int | None = None
 
     def step(self) -> str:

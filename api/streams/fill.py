@@ -198,7 +198,7 @@ class Filler:
     async def apply_end(self, stream: Stream, state: Committed) -> None:
         width, is_answer = stream.request.width, state.terminal in finish_reasons.FINISHED
         if is_answer and (state.width != width or state.num_tokens != state.num_final):
-            stream.give_up("its result cannot be read")  # somebody wrote to the key
+            stream.fail("its result cannot be read")  # somebody wrote to the key
             return
         shown = state.records[: stream.num_tokens * state.token_bytes]
         if is_answer and unpack_records(shown, width)[0] != stream.ids:

@@ -36,7 +36,7 @@ NUM_STREAMS = 16
 def time_out(stream: Stream) -> None:
     """End a stream in the words of the fleet, which has not done it."""
     error_type, why = finish_reasons.ERRORS["timeout"]
-    stream.give_up(why, error_type)
+    stream.fail(why, error_type)
 
 
 def supersede(stream: Stream) -> None:
@@ -82,7 +82,7 @@ class Offers:
         if time.monotonic() > stream.deadline_s:
             time_out(stream)
         elif stream.released:
-            stream.give_up("the request is not known any more")
+            stream.fail("the request is not known any more")
         else:
             self.request([stream])
 
@@ -157,7 +157,7 @@ class Offers:
             case "superseded":
                 supersede(stream)
             case "foreign":
-                stream.give_up("the request is not known any more")
+                stream.fail("the request is not known any more")
         stream.offered(*placed)
 
     async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> list[Any]:

@@ -31,7 +31,7 @@ class Stream:
         answer: the packed answer that the request begins, if any: Redis keeps it with the request.
         admitted: whether Redis is known to have the request.
         deadline_s: monotonic time by which the fleet must have ended it.
-        gave_up: whether it ended here alone, so that its request must be cancelled.
+        ended_here: whether it ended here alone, so that its request must be cancelled.
         tops: parallel to `ids` if the request asks for the likeliest tokens, else empty.
         source: the process that sent the last event; empty before the first one.
         worker, worker_attempt: the worker that held the request when Redis was last asked, and its attempt.
@@ -55,10 +55,16 @@ class Stream:
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
-        self.admitted = self.left = self.released = self.gave_up = False
-        self.source = self.worker = ""
-        self.attempt = self.worker_attempt = 0
-        self.reader = self.connection = 0
+        self.admitted = False
+        self.left = False
+        self.released = False
+        self.ended_here = False
+        self.source = ""
+        self.worker = ""
+        self.attempt = 0
+        self.worker_attempt = 0
+        self.reader = 0
+        self.connection = 0
         self.lineage = Lineage()
         self.ahead: dict[int, tuple[str, Tokens]] = {}
         self.awaited_end: Terminal | None = None
@@ -68,9 +74,14 @@ class Stream:
         self.tops: list[TopTokens] = []
         self.prompt = ScoredPrompt(request, self.prompt_ids)
         self.terminal: Terminal | None = None
-        self.started_s = self.heard_s = self.last_event_s = time.monotonic()
+        self.started_s = time.monotonic()
+        self.heard_s = self.started_s
+        self.last_event_s = self.started_s
         self.deadline_s = math.inf
-        self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
+        self.placed_s = 0.0
+        self.first_token_s = 0.0
+        self.token_s = 0.0
+        self.ended_s = 0.0
         self.changed = Change()
         self.ended = asyncio.Event()
         self.late_text = LateText(tokenizer.backend, self.prompt_ids)
@@ -173,14 +184,14 @@ class Stream:
         self.prompt.keep(state)
         self.add_ahead()
 
-    def give_up(self, why: str, error_type: str = "") -> None:
+    def fail(self, why: str, error_type: str = "") -> None:
         """End the stream although nobody has said that its request ended."""
-        self.gave_up = True
+        self.ended_here = True
         self.end(Terminal(self.request.request_id, "error", 0, why, error_type))
 
     def fail_prompt(self) -> None:
         """End the stream: its prompt is committed with its first token, so somebody wrote to the key."""
-        self.give_up("the log-probabilities of its prompt cannot be read")
+        self.fail("the log-probabilities of its prompt cannot be read")
 
     def offered(self, attempt: int = 0) -> None:
         """Note that Redis has all tokens of the stream. With an attempt, those of earlier ones are void."""

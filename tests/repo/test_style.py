@@ -89,13 +89,16 @@ def test_init_sets_one_attribute_a_line() -> None:
 
 
 def sets_many(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """`self.a, self.b = …` in `__init__`."""
-    nodes = ast.walk(function)
-    targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    """`self.a, self.b = …` or `self.a = self.b = …` in `__init__`."""
+    assigned = [node.targets for node in ast.walk(function) if isinstance(node, ast.Assign)]
     return function.name == "__init__" and any(
-        isinstance(target, ast.Tuple) and all(isinstance(one, ast.Attribute) for one in target.elts)
-        for target in targets
+        sum(isinstance(one, ast.Attribute) for one in attributes_of(targets)) > 1 for targets in assigned
     )
+
+
+def attributes_of(targets: list[ast.expr]) -> Iterator[ast.expr]:
+    for target in targets:
+        yield from target.elts if isinstance(target, ast.Tuple) else [target]
 
 
 # --- tensors ------------------------------------------------------------------------------------------------

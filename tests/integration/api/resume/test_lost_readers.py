@@ -94,7 +94,7 @@ async def test_a_gateway_that_ends_gives_up_no_request_whose_client_may_come_bac
         await read_frames(client, "/generate_stream", BODY, 3)
         await wait_until(lambda: gateway.pool.admission.waits)
         num_said = await worker.redis.xlen(KEYS.control)
-        gateway.give_up()
+        gateway.fail_streams()
         await gateway.pool.admission.close()
         await wait_until(lambda: not gateway.pool.relay.streams)
         assert await worker.redis.xlen(KEYS.control) == num_said
