@@ -28,6 +28,6 @@ def total_headers(
     answer: HttpAnswer, streams: Sequence[Stream], num_generated: int, arrived_s: float
 ) -> dict[str, str]:
     """Headers of several finished streams: token counts of all, and the times of the one that ended last."""
-    last = max(streams, key=lambda stream: stream.ended_s)
+    last = max(streams, key=lambda stream: stream.times.ended_s)
     totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
     return time_headers(last, arrived_s) | totals

@@ -48,7 +48,7 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     catalogue.INPUT_LENGTH.observe(len(stream.prompt_ids))
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
-    request_id, age_s = stream.request.request_id, time.monotonic() - stream.started_s
+    request_id, age_s = stream.request.request_id, time.monotonic() - stream.times.started_s
     log.info(
         "request %s: %s after %s and %.3f s",
         request_id,
@@ -73,7 +73,7 @@ def fit_buckets(limits: Limits) -> None:
 
 def observe_durations(stream: Stream) -> None:
     catalogue.REQUEST_SUCCESS.add()
-    for name, seconds in durations(stream, ARRIVED_S.get() or stream.started_s).items():
+    for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
         HISTOGRAMS[name].observe(seconds)
     catalogue.GENERATED_TOKENS.observe(stream.num_tokens)
 
@@ -82,11 +82,11 @@ def durations(stream: Stream, arrived_s: float) -> dict[str, float]:
     """What a finished stream took in seconds, by the names of HISTOGRAMS. `arrived_s` is the monotonic time
     of the request's arrival.
     """
-    inference_s = stream.ended_s - stream.placed_s
+    inference_s = stream.times.ended_s - stream.times.placed_s
     return {
-        "total-time": stream.ended_s - arrived_s,
-        "validation-time": stream.started_s - arrived_s,
-        "queue-time": stream.placed_s - stream.started_s,
+        "total-time": stream.times.ended_s - arrived_s,
+        "validation-time": stream.times.started_s - arrived_s,
+        "queue-time": stream.times.placed_s - stream.times.started_s,
         "inference-time": inference_s,
         "time-per-token": inference_s / max(1, stream.num_tokens),
     }

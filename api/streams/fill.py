@@ -124,7 +124,9 @@ class Filler:
     def is_unsure(self, request_id: str, since_s: float) -> bool:
         """Whether no event since then has shown that a stream misses nothing."""
         stream = self.streams.get(request_id)
-        return stream is not None and not stream.terminal and (stream.has_gap or stream.heard_s < since_s)
+        return (
+            stream is not None and not stream.terminal and (stream.has_gap or stream.times.heard_s < since_s)
+        )
 
     def group_by_worker(self, request_ids: list[str], read: Iterable[str]) -> dict[str, list[Stream]]:
         """The streams whose strings were not enough, by the worker whose log has the rest.

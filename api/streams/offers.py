@@ -119,7 +119,7 @@ class Offers:
         """Offer one stream; later again if the broker fails."""
         if not stream.admitted or stream.terminal or stream.released:
             return
-        ttl_ms = stream.request.ttl_ms - round((time.monotonic() - stream.started_s) * 1000)
+        ttl_ms = stream.request.ttl_ms - round((time.monotonic() - stream.times.started_s) * 1000)
         if ttl_ms <= 0:
             time_out(stream)
             return

@@ -190,7 +190,7 @@ class Relay:
             self.filler.request([stream])
         else:
             if not fits:
-                self.filler.request([stream], stream.heard_s)
+                self.filler.request([stream], stream.times.heard_s)
 
     # --- filling --------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Relay:
             stream
             for stream in self.streams.values()
             if not stream.terminal
-            and (stream.source in (events.source, "") or now - stream.heard_s > QUIET_S)
+            and (stream.source in (events.source, "") or now - stream.times.heard_s > QUIET_S)
         )
         self.filler.request(suspects, now)
 
@@ -233,7 +233,7 @@ class Relay:
         for stream in self.streams.values():
             if now - stream.deadline_s > LATE_S and not stream.terminal:
                 time_out(stream)
-            silent_s = now - stream.last_event_s
+            silent_s = now - stream.times.last_event_s
             if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
-                stream.last_event_s = now
+                stream.times.last_event_s = now
                 self.filler.request([stream])

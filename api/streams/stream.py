@@ -9,6 +9,7 @@ from api.streams.feed import Change
 from api.streams.late_text import LateText
 from api.streams.lineage import Lineage
 from api.streams.scored_prompt import ScoredPrompt
+from api.streams.times import StreamTimes
 from api.tokenizer import ModelTokenizer
 from common.broker.committed import Committed
 from common.detokenize import StopMatcher, generated_text
@@ -17,7 +18,6 @@ from common.messages.finish_reasons import FINISHED
 from common.messages.packing import unpack_ids
 from common.messages.records import TopTokens, unpack_tokens
 from common.messages.request import Generate
-from common.metrics import catalogue
 
 MAX_AHEAD = 64
 """Events that a stream keeps until those before them have come; further ones are read from Redis."""
@@ -41,9 +41,6 @@ class Stream:
         reader, connection: numbers of its reader, and of the one on whose connection it is written.
         ahead: index → source and tokens that came before those in front of them.
         awaited_end: the end, if it came before the last tokens.
-        heard_s, last_event_s: monotonic times of the last event, and of the last event or fill.
-        placed_s, first_token_s, token_s, ended_s: monotonic times of the start on a worker (of the first
-            token, if that event was lost), first token, last token and end; 0 before that.
     """
 
     def __init__(self, request: Generate, tokenizer: ModelTokenizer, answer: bytes = b"") -> None:
@@ -74,14 +71,8 @@ class Stream:
         self.tops: list[TopTokens] = []
         self.prompt = ScoredPrompt(request, self.prompt_ids)
         self.terminal: Terminal | None = None
-        self.started_s = time.monotonic()
-        self.heard_s = self.started_s
-        self.last_event_s = self.started_s
+        self.times = StreamTimes(request.service_class)
         self.deadline_s = math.inf
-        self.placed_s = 0.0
-        self.first_token_s = 0.0
-        self.token_s = 0.0
-        self.ended_s = 0.0
         self.changed = Change()
         self.ended = asyncio.Event()
         self.late_text = LateText(tokenizer.backend, self.prompt_ids)
@@ -130,7 +121,7 @@ class Stream:
         """Add the new ones of `tokens`. Returns False if tokens before them are missing: then they are kept
         until those have come. Raises WireError.
         """
-        self.heard_s = self.last_event_s = time.monotonic()
+        self.times.note_event()
         self.source = source
         if self.terminal or tokens.attempt < self.attempt:
             return True
@@ -144,7 +135,7 @@ class Stream:
 
     def add_tokens(self, tokens: Tokens, source: str) -> bool:
         if not tokens.index and not self.ids:
-            self.placed_s = max(self.started_s, time.monotonic() - tokens.since_start_ms / 1000)
+            self.times.note_start(tokens.since_start_ms / 1000)
             self.prompt.num_cached = tokens.num_cached
         ids, logprobs, tops = unpack_tokens(tokens, self.request.top_n_tokens)
         if not self.lineage.check(source, tokens.attempt, tokens.index, self.num_tokens):
@@ -160,7 +151,7 @@ class Stream:
         """End the stream. Returns False if tokens before the end are missing, or the answer has fewer than
         the stream: then Redis has the answer.
         """
-        self.heard_s = self.last_event_s = time.monotonic()
+        self.times.note_event()
         if self.terminal:
             return True
         is_answer = terminal.reason in FINISHED
@@ -170,14 +161,14 @@ class Stream:
         self.terminal = terminal
         self.awaited_end = None
         self.ahead.clear()
-        self.ended_s = self.last_event_s
+        self.times.ended_s = self.times.last_event_s
         self.changed.set()
         self.ended.set()
         return True
 
     def note_state(self, state: Committed) -> None:
         """Note what Redis says of the request."""
-        self.last_event_s = time.monotonic()
+        self.times.last_event_s = time.monotonic()
         self.worker = state.worker
         self.worker_attempt = state.attempt
         self.attempt = max(self.attempt, state.attempt)
@@ -238,7 +229,7 @@ class Stream:
     def add(
         self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[TopTokens]
     ) -> None:
-        self.observe_latency(len(ids))
+        self.times.note_tokens(len(ids))
         self.ids += ids
         self.logprobs += logprobs
         self.texts += texts
@@ -247,15 +238,3 @@ class Stream:
             unmatched = max(0, self.request.stopping.min_new_tokens - self.num_tokens + len(ids))
             self.matcher.step("".join(texts[unmatched:]))
         self.changed.set()
-
-    def observe_latency(self, num_new: int) -> None:
-        """Observe the latency of new tokens; those that come together share their time."""
-        label = self.request.service_class
-        if self.first_token_s:
-            latency_s = (self.last_event_s - self.token_s) / num_new
-            catalogue.TOKEN_LATENCY.observe(latency_s, label, times=num_new)
-        else:
-            self.placed_s = self.placed_s or self.last_event_s
-            self.first_token_s = self.last_event_s
-            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, label)
-        self.token_s = self.last_event_s

@@ -198,7 +198,7 @@ async def test_cut_connections_offer_nothing(
 
 async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 1)
-    stream.started_s -= 10_000
+    stream.times.started_s -= 10_000
     relay.filler.request([stream])
     await wait_until(lambda: stream.terminal)
     assert stream.terminal and stream.terminal.error_type == "timeout"
