@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from api.tool_calls.formats.table import CallFormat
 from api.tool_calls.reading.deltas import ContentDelta, Delta, Tool
-from api.tool_calls.reading.reader import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Reader, Reading, Waiting
 from api.tool_calls.reasoning import ReasoningFormat, read_reasoning
 
 

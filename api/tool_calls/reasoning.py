@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from api.tool_calls.reading.reader import SPACE, Reader, Reading
+from api.tool_calls.reading.scanner import SPACE, Reader, Reading
 
 
 @dataclass(frozen=True, slots=True)

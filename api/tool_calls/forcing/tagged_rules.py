@@ -11,7 +11,7 @@ from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
 from api.tool_calls.forcing.schemas import unsupported
 from api.tool_calls.formats import tagged
 from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.reader import NO_NAME
+from api.tool_calls.reading.scanner import NO_NAME
 
 Arguments = Callable[[Tool, Mapping[str, Any]], str]
 NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")

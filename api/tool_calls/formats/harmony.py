@@ -4,7 +4,7 @@ import re
 from collections.abc import Generator
 
 from api.tool_calls.reading.call_object import add_whole_call, read_arguments
-from api.tool_calls.reading.reader import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Reader, Reading, Waiting
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"

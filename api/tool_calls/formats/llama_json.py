@@ -5,7 +5,7 @@ A JSON object is a call only if it begins a line and names a function that the r
 
 from api.tool_calls.reading.call_list import next_call
 from api.tool_calls.reading.call_object import read_call
-from api.tool_calls.reading.reader import SPACE, Reader, Reading
+from api.tool_calls.reading.scanner import SPACE, Reader, Reading
 
 PYTHON_TAG = "<|python_tag|>"
 LINE = "\n{"

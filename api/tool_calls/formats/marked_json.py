@@ -2,7 +2,7 @@
 
 from api.tool_calls.reading.call_list import read_list
 from api.tool_calls.reading.call_object import read_call
-from api.tool_calls.reading.reader import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Reader, Reading, Waiting
 
 
 def read_marked_json(open: str, close: str, reader: Reader) -> Reading:

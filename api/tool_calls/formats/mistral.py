@@ -2,7 +2,7 @@
 
 from api.tool_calls.formats.marked_json import read_calls
 from api.tool_calls.reading.call_object import read_arguments
-from api.tool_calls.reading.reader import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Reader, Reading, Waiting
 
 CALLS = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"

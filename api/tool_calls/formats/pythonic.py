@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from api.tool_calls.reading.call_list import next_call, read_list
 from api.tool_calls.reading.python_text import read_literal
-from api.tool_calls.reading.reader import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Reader, Reading, Waiting
 
 LINE = "\n["
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from api.tool_calls.reading.call_object import read_arguments
-from api.tool_calls.reading.reader import MAX_NAME, Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import MAX_NAME, Reader, Reading, Waiting
 
 
 class SectionMarks(NamedTuple):

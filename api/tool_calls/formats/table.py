@@ -9,7 +9,7 @@ from api.tool_calls.formats.marked_json import read_marked_json
 from api.tool_calls.formats.pythonic import read_pythonic
 from api.tool_calls.formats.sections import DEEPSEEK, KIMI, read_sections
 from api.tool_calls.formats.tgi import read_tgi
-from api.tool_calls.reading.reader import Reader, Reading
+from api.tool_calls.reading.scanner import Reader, Reading
 
 
 @dataclass(frozen=True, slots=True)

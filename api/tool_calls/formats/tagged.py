@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from api.tool_calls.reading.reader import MAX_NAME, Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import MAX_NAME, Reader, Reading, Waiting
 from api.tool_calls.reading.typed_text import property_types, read_typed
 
 OPEN = "<tool_call>"

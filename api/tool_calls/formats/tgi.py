@@ -6,7 +6,7 @@ import json
 
 from api.tool_calls.reading.call_object import add_whole_call, read_key, read_word
 from api.tool_calls.reading.json_text import read_members, read_value
-from api.tool_calls.reading.reader import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Reader, Reading, Waiting
 
 FUNCTION = "function"
 NAME = "_name"

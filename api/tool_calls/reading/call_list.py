@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.scanner import Reader, Waiting
 
 
 def read_list(reader: Reader, read_one: Callable[[], Waiting]) -> Waiting:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Container, Generator
 
 from api.tool_calls.reading.json_text import read_object, read_string, read_value
-from api.tool_calls.reading.reader import Reader, Waiting
+from api.tool_calls.reading.scanner import Reader, Waiting
 
 NAME = "name"
 ARGUMENTS = ("arguments", "parameters")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from api.tool_calls.reading.reader import SPACE, Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import SPACE, Reader, Reading, Waiting
 
 MAX_DEPTH = 64
 MAX_NUMBER = 400

@@ -4,7 +4,7 @@ import ast
 import json
 from collections.abc import Generator
 
-from api.tool_calls.reading.reader import Reader
+from api.tool_calls.reading.scanner import Reader
 
 OPENING = "([{"
 CLOSING = ")]}"

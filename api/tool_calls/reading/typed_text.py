@@ -6,7 +6,7 @@ from typing import Any
 
 from api.tool_calls.reading.json_text import read_value
 from api.tool_calls.reading.python_text import as_json
-from api.tool_calls.reading.reader import Reader
+from api.tool_calls.reading.scanner import Reader
 
 TYPES: Mapping[type, str] = {
     str: "string",
