@@ -25,8 +25,8 @@ ID_CHARS = 24
 SHORT_ID_CHARS = 9
 
 
-class AnswerReader:
-    """Reads the text of one choice.
+class ChoiceParser:
+    """Parses the text of one choice.
 
     Attributes:
         name: of the choice among all that were ever requested; ids of calls follow from it.
@@ -114,7 +114,7 @@ def marks_of(reading: Reading) -> tuple[str, ...]:
 # --- OpenAI's objects ---------------------------------------------------------------------------------------
 
 
-def render_message(reader: AnswerReader, deltas: Iterable[Delta], prefix: str = "") -> dict[str, Any]:
+def render_message(parser: ChoiceParser, deltas: Iterable[Delta], prefix: str = "") -> dict[str, Any]:
     """The fields of the message that all deltas make, but for its role; its content begins with `prefix`."""
     content, reasoning = prefix, ""
     calls: list[dict[str, Any]] = []
@@ -125,21 +125,21 @@ def render_message(reader: AnswerReader, deltas: Iterable[Delta], prefix: str = 
             case ReasoningDelta(text):
                 reasoning += text
             case CallStart(index, name):
-                calls.append(new_call(reader, index, name))
+                calls.append(new_call(parser, index, name))
             case CallArguments(index, text):
                 calls[index]["function"]["arguments"] += text
     message: dict[str, Any] = {"content": content if content or not calls else None}
     if reasoning:
         message |= render_reasoning(reasoning)
-    if calls and reader.reading.is_older:
+    if calls and parser.reading.is_older:
         message["function_call"] = calls[0]["function"]
     elif calls:
         message["tool_calls"] = calls
     return message
 
 
-def new_call(reader: AnswerReader, index: int, name: str) -> dict[str, Any]:
-    return {"id": reader.call_id(index), "type": "function", "function": {"name": name, "arguments": ""}}
+def new_call(parser: ChoiceParser, index: int, name: str) -> dict[str, Any]:
+    return {"id": parser.call_id(index), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def render_reasoning(text: str) -> dict[str, str]:
@@ -147,7 +147,7 @@ def render_reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def render_deltas(reader: AnswerReader, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+def render_deltas(parser: ChoiceParser, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
     """The fields `delta` of the chunks of one piece: a call's name comes in a chunk before its arguments."""
     chunks: list[dict[str, Any]] = []
     for one in deltas:
@@ -157,14 +157,14 @@ def render_deltas(reader: AnswerReader, deltas: Sequence[Delta]) -> list[dict[st
             case ReasoningDelta(text):
                 chunks.append(render_reasoning(text))
             case CallStart(index, name):
-                chunks.append(render_call_delta(reader, index, new_call(reader, index, name)))
+                chunks.append(render_call_delta(parser, index, new_call(parser, index, name)))
             case CallArguments(index, text):
-                chunks.append(render_call_delta(reader, index, {"function": {"arguments": text}}))
+                chunks.append(render_call_delta(parser, index, {"function": {"arguments": text}}))
     return chunks
 
 
-def render_call_delta(reader: AnswerReader, index: int, call: dict[str, Any]) -> dict[str, Any]:
-    if reader.reading.is_older:
+def render_call_delta(parser: ChoiceParser, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    if parser.reading.is_older:
         return {"function_call": call["function"]}
     return {"tool_calls": [{"index": index, **call}]}
 
@@ -182,12 +182,12 @@ def is_whole_json(text: str) -> bool:
     return text.rstrip().endswith(("}", "]", '"')) and is_json(text)
 
 
-def finish_reason(reader: AnswerReader, reason: str) -> str:
+def finish_reason(parser: ChoiceParser, reason: str) -> str:
     """OpenAI's reason for the end of an answer; `reason` is that of a text. A call of the function that the
     client chose is an answer like any other.
     """
-    if reason == "length" and reader.ends_in_call:
+    if reason == "length" and parser.ends_in_call:
         reason = "stop"
-    if reason != "stop" or not reader.has_calls or reader.reading.is_named:
+    if reason != "stop" or not parser.has_calls or parser.reading.is_named:
         return reason
-    return "function_call" if reader.reading.is_older else "tool_calls"
+    return "function_call" if parser.reading.is_older else "tool_calls"

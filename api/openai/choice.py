@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from api.chat.answer import AnswerReader, is_whole_json, marks_of, render_message
+from api.chat.answer import ChoiceParser, is_whole_json, marks_of, render_message
 from api.openai.stop_holdback import StopHoldback
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
@@ -94,8 +94,8 @@ class Choice:
             return False
         content, reading = self.text.visible_text, self.rendering.reading
         if reading is not None:
-            reader = AnswerReader(reading, "")
-            content = render_message(reader, reader.read(content, 0, ended=True))["content"] or ""
+            parser = ChoiceParser(reading, "")
+            content = render_message(parser, parser.read(content, 0, ended=True))["content"] or ""
         return is_whole_json(content)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
+from api.chat.answer import ChoiceParser, finish_reason, render_deltas, render_message
 from api.logprobs.render import chat_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.render import ChoicesRenderer, join_text
@@ -15,7 +15,7 @@ class ChatCompletionRenderer(ChoicesRenderer):
     """Renders chat completions and their chunks.
 
     Attributes:
-        readers: of each choice; none where all text is content.
+        parsers: of each choice; none where all text is content.
     """
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -24,11 +24,11 @@ class ChatCompletionRenderer(ChoicesRenderer):
         super().__init__(answer, streams)
         reading = answer.rendering.reading
         names = [f"{answer.request_id}.{choice.index}" for choice in self.choices]
-        self.readers = [AnswerReader(reading, name) for name in names] if reading else []
+        self.parsers = [ChoiceParser(reading, name) for name in names] if reading else []
 
     def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": join_text(choice, pieces), "refusal": None}
-        if self.readers:
+        if self.parsers:
             message |= self.read_whole(choice, pieces)
         tokens = range(choice.stream.num_tokens)
         ids = self.token_ids(choice.stream, tokens)
@@ -41,26 +41,26 @@ class ChatCompletionRenderer(ChoicesRenderer):
         return self.prompt_ids(choice)
 
     def read_whole(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        reader = self.readers[choice.index]
+        parser = self.parsers[choice.index]
         last = len(pieces) - 1
         deltas = [
             delta
             for i, piece in enumerate(pieces)
-            for delta in reader.read(piece.text, len(piece.tokens), i == last)
+            for delta in parser.read(piece.text, len(piece.tokens), i == last)
         ]
-        return render_message(reader, deltas, choice.prefix)
+        return render_message(parser, deltas, choice.prefix)
 
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
-        content = choice.prefix or (None if self.readers else "")
+        content = choice.prefix or (None if self.parsers else "")
         return {"delta": {"role": "assistant", "content": content}, "logprobs": None}
 
     def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
         stream = choice.stream
         logprobs, ids = self.logprobs(stream, piece.tokens), self.token_ids(stream, piece.tokens)
-        if not self.readers:
+        if not self.parsers:
             return [{"delta": {"content": piece.text}, "logprobs": logprobs, **ids}]
-        reader = self.readers[choice.index]
-        found = render_deltas(reader, reader.read(piece.text, len(piece.tokens), choice.ended))
+        parser = self.parsers[choice.index]
+        found = render_deltas(parser, parser.read(piece.text, len(piece.tokens), choice.ended))
         if not found and (choice.ended or logprobs is not None or ids):
             found = [{}]
         later = self.token_ids(stream, range(0))
@@ -71,14 +71,14 @@ class ChatCompletionRenderer(ChoicesRenderer):
 
     def render_ending(self, choice: Choice) -> dict[str, Any]:
         ending = super().render_ending(choice)
-        if self.readers and choice.finish_reason:
-            ending["finish_reason"] = finish_reason(self.readers[choice.index], choice.finish_reason)
+        if self.parsers and choice.finish_reason:
+            ending["finish_reason"] = finish_reason(self.parsers[choice.index], choice.finish_reason)
         return ending
 
     def usage(self) -> dict[str, Any]:
         usage = super().usage()
-        if any(reader.reading.reasoning or reader.reasons for reader in self.readers):
-            num_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
+        if any(parser.reading.reasoning or parser.reasons for parser in self.parsers):
+            num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
         return usage
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from api.chat.answer import AnswerReader
+from api.chat.answer import ChoiceParser
 from api.errors import failed
 from api.logprobs.render import chat_logprobs
 from api.openai.choice import TextPiece, new_choices
@@ -27,7 +27,7 @@ class ResponseObjectRenderer:
     """Renders one response: what its stream has is taken piece by piece.
 
     Attributes:
-        reader: reads reasoning and calls in the text; None where all of it is the answer's.
+        parser: finds reasoning and calls in the text; None where all of it is the answer's.
         output: its items, the last of which may be open.
         untold: log-probabilities of tokens that have not shown any text yet.
         ended: whether everything was taken.
@@ -40,7 +40,7 @@ class ResponseObjectRenderer:
         self.fields: dict[str, Any] = orjson.loads(answer.response.fields)
         [self.choice] = new_choices(answer, [stream])
         reading = answer.rendering.reading
-        self.reader = AnswerReader(reading, f"{answer.request_id}.0") if reading else None
+        self.parser = ChoiceParser(reading, f"{answer.request_id}.0") if reading else None
         self.output: list[OutputItem] = []
         self.untold: Logprobs = []
         self.ended = False
@@ -75,8 +75,8 @@ class ResponseObjectRenderer:
 
     def read(self, piece: TextPiece) -> list[Delta]:
         """What a piece says. A token that shows no text of its own says nothing."""
-        if self.reader is not None:
-            return self.reader.read(piece.text, len(piece.tokens), self.choice.ended)
+        if self.parser is not None:
+            return self.parser.read(piece.text, len(piece.tokens), self.choice.ended)
         return [ContentDelta(piece.text)] if piece.text else []
 
     def add(self, delta: Delta) -> list[Event]:
@@ -93,8 +93,8 @@ class ResponseObjectRenderer:
             case CallArguments(_, text):
                 fresh = None
             case CallStart(index, name):
-                assert self.reader is not None
-                return self.begin_item(CallItem(*self.next_place, self.reader.call_id(index), name))
+                assert self.parser is not None
+                return self.begin_item(CallItem(*self.next_place, self.parser.call_id(index), name))
         begun = self.begin_item(fresh) if fresh else []
         return begun + self.output[-1].add(text, logprobs)
 
@@ -143,7 +143,7 @@ class ResponseObjectRenderer:
         """Whether `max_output_tokens` took nothing from it: it ends with a call, or is a whole JSON."""
         if not self.ended:
             return False
-        return self.choice.is_whole_json or (self.reader is not None and self.reader.ends_in_call)
+        return self.choice.is_whole_json or (self.parser is not None and self.parser.ends_in_call)
 
     def render(self, status: str) -> dict[str, Any]:
         """The response as it is now."""
@@ -178,9 +178,9 @@ class ResponseObjectRenderer:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        if self.reader is None or not self.reader.reading.reasoning:
+        if self.parser is None or not self.parser.reading.reasoning:
             return 0
-        return self.reader.num_reasoning_tokens
+        return self.parser.num_reasoning_tokens
 
     def logprobs(self, tokens: Iterable[int]) -> Logprobs:
         if not self.answer.rendering.logprobs:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from api.tool_calls.formats.table import CallFormat
 from api.tool_calls.reading.deltas import ContentDelta, Delta, Tool
-from api.tool_calls.reading.scanner import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 from api.tool_calls.reasoning import ReasoningFormat, read_reasoning
 
 
@@ -30,46 +30,46 @@ class AnswerParser:
         prompt: str = "",
         is_either: bool = False,
     ) -> None:
-        self.reader = Reader(tools, is_either)
-        self.reading = read_answer(self.reader, calls, reasoning, prompt)
+        self.scanner = Scanner(tools, is_either)
+        self.reading = read_answer(self.scanner, calls, reasoning, prompt)
         next(self.reading, None)
 
     def feed(self, text: str) -> list[Delta]:
         """What the next piece of text says. Marks of the formats are part of it, special tokens or not."""
-        self.reader.text += text
+        self.scanner.text += text
         next(self.reading, None)
-        deltas, self.reader.deltas = self.reader.deltas, []
+        deltas, self.scanner.deltas = self.scanner.deltas, []
         return deltas
 
     def finish(self) -> list[Delta]:
         """What the rest of the text says, when none follows."""
-        self.reader.ended = True
+        self.scanner.ended = True
         return self.feed("")
 
     @property
     def num_calls(self) -> int:
         """Number of calls that have begun: an answer with one ends with the reason `tool_calls`."""
-        return self.reader.num_calls
+        return self.scanner.num_calls
 
 
 def read_answer(
-    reader: Reader, calls: CallFormat | None, reasoning: ReasoningFormat | None, prompt: str
-) -> Reading:
+    scanner: Scanner, calls: CallFormat | None, reasoning: ReasoningFormat | None, prompt: str
+) -> Scan:
     yield
     if reasoning is not None:
-        yield from read_reasoning(reader, reasoning, reasoning.is_open(prompt))
-    if calls is not None and (not reader.is_either or (yield from begins_call(reader, calls))):
-        yield from calls.read(reader)
+        yield from read_reasoning(scanner, reasoning, reasoning.is_open(prompt))
+    if calls is not None and (not scanner.is_either or (yield from begins_call(scanner, calls))):
+        yield from calls.read(scanner)
     else:
-        yield from reader.content_until()
-    if reader.space:  # white space at the end is content
-        reader.emit(ContentDelta(reader.space))
+        yield from scanner.content_until()
+    if scanner.space:  # white space at the end is content
+        scanner.emit(ContentDelta(scanner.space))
 
 
-def begins_call(reader: Reader, calls: CallFormat) -> Waiting:
+def begins_call(scanner: Scanner, calls: CallFormat) -> Waiting:
     """Whether a call may follow at once; nothing is read."""
-    start = reader.position
-    yield from reader.skip()
-    found = yield from reader.next_is(*calls.marks, *calls.unmarked)
-    reader.position = start
+    start = scanner.position
+    yield from scanner.skip()
+    found = yield from scanner.next_is(*calls.marks, *calls.unmarked)
+    scanner.position = start
     return found

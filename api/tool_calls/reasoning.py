@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from api.tool_calls.reading.scanner import SPACE, Reader, Reading
+from api.tool_calls.reading.scanner import SPACE, Scan, Scanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ REASONING_FORMATS = {
 }
 
 
-def read_reasoning(reader: Reader, form: ReasoningFormat, is_open: bool) -> Reading:
+def read_reasoning(scanner: Scanner, form: ReasoningFormat, is_open: bool) -> Scan:
     """Read thinking, if the answer begins with it."""
-    yield from reader.skip()
-    if not (yield from reader.literal(form.open)) and not is_open:
-        reader.position = 0
+    yield from scanner.skip()
+    if not (yield from scanner.literal(form.open)) and not is_open:
+        scanner.position = 0
         return
-    reader.forget(reader.position)
-    reader.trim()
-    yield from reader.pass_until(reader.add_reasoning, form.close)
-    reader.trim()
+    scanner.forget(scanner.position)
+    scanner.trim()
+    yield from scanner.pass_until(scanner.add_reasoning, form.close)
+    scanner.trim()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Generator
 
 from api.tool_calls.reading.call_object import add_whole_call, read_arguments
-from api.tool_calls.reading.scanner import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -18,35 +18,35 @@ FUNCTIONS = "functions."
 PARAGRAPH = "\n\n"
 
 
-def read_harmony(reader: Reader) -> Reading:
+def read_harmony(scanner: Scanner) -> Scan:
     """Read messages: analysis is reasoning, calls are those to functions, other text is content."""
     said: set[str] = set()
-    reader.begin_mark()
-    while (yield from reader.char()):
-        header = yield from read_header(reader)
+    scanner.begin_mark()
+    while (yield from scanner.char()):
+        header = yield from read_header(scanner)
         if header is None:
-            reader.reject()
-            yield from reader.content_until(START, CHANNEL)
-            reader.position = 0
+            scanner.reject()
+            yield from scanner.content_until(START, CHANNEL)
+            scanner.position = 0
             continue
         recipient, channel = found_in(header, RECIPIENT), found_in(header, NAME_OF_CHANNEL)
         if recipient.startswith(FUNCTIONS):
-            if not (yield from read_body_of_call(reader, recipient.removeprefix(FUNCTIONS))):
-                reader.reject()
-                yield from read_body(reader, "content", set())
+            if not (yield from read_body_of_call(scanner, recipient.removeprefix(FUNCTIONS))):
+                scanner.reject()
+                yield from read_body(scanner, "content", set())
         elif recipient or channel == "analysis":
-            yield from read_body(reader, "reasoning", said)
+            yield from read_body(scanner, "reasoning", said)
         else:
-            yield from read_body(reader, "content", said)
-        reader.begin_mark()
+            yield from read_body(scanner, "content", said)
+        scanner.begin_mark()
 
 
-def read_header(reader: Reader) -> Generator[None, None, str | None]:
+def read_header(scanner: Scanner) -> Generator[None, None, str | None]:
     """What stands before a message's text."""
-    yield from reader.skip()
-    if not (yield from reader.next_is(START, CHANNEL, "to=", "assistant")):
+    yield from scanner.skip()
+    if not (yield from scanner.next_is(START, CHANNEL, "to=", "assistant")):
         return None
-    return (yield from reader.until(MESSAGE, MAX_HEADER))
+    return (yield from scanner.until(MESSAGE, MAX_HEADER))
 
 
 def found_in(header: str, pattern: re.Pattern[str]) -> str:
@@ -55,27 +55,27 @@ def found_in(header: str, pattern: re.Pattern[str]) -> str:
     return found[1] if found else ""
 
 
-def read_body(reader: Reader, kind: str, said: set[str]) -> Reading:
+def read_body(scanner: Scanner, kind: str, said: set[str]) -> Scan:
     """Read a message's text; a blank line is between it and the last of its kind."""
-    reader.trim()
+    scanner.trim()
     if kind in said:
-        reader.space = PARAGRAPH
-        reader.trims = False
-    write = reader.add_reasoning if kind == "reasoning" else reader.add_content
-    mark = yield from reader.pass_until(write, *ENDS, START, CHANNEL)
-    if not reader.trims:
+        scanner.space = PARAGRAPH
+        scanner.trims = False
+    write = scanner.add_reasoning if kind == "reasoning" else scanner.add_content
+    mark = yield from scanner.pass_until(write, *ENDS, START, CHANNEL)
+    if not scanner.trims:
         said.add(kind)
-    reader.trim()
+    scanner.trim()
     if mark not in ENDS:
-        reader.position -= len(mark)
+        scanner.position -= len(mark)
 
 
-def read_body_of_call(reader: Reader, name: str) -> Waiting:
-    yield from reader.skip()
-    found = yield from reader.next_is(*ENDS)
-    if not (add_whole_call(reader, name, "{}") if found else (yield from read_arguments(reader, name))):
+def read_body_of_call(scanner: Scanner, name: str) -> Waiting:
+    yield from scanner.skip()
+    found = yield from scanner.next_is(*ENDS)
+    if not (add_whole_call(scanner, name, "{}") if found else (yield from read_arguments(scanner, name))):
         return False
-    yield from reader.skip()
+    yield from scanner.skip()
     for end in ENDS:
-        yield from reader.literal(end)
+        yield from scanner.literal(end)
     return True

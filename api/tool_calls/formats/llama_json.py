@@ -5,22 +5,22 @@ A JSON object is a call only if it begins a line and names a function that the r
 
 from api.tool_calls.reading.call_list import next_call
 from api.tool_calls.reading.call_object import read_call
-from api.tool_calls.reading.scanner import SPACE, Reader, Reading
+from api.tool_calls.reading.scanner import SPACE, Scan, Scanner
 
 PYTHON_TAG = "<|python_tag|>"
 LINE = "\n{"
 
 
-def read_llama_json(reader: Reader) -> Reading:
-    names = {tool.name for tool in reader.tools}
-    reader.begin_mark()
-    yield from reader.skip()
-    yield from reader.literal(PYTHON_TAG)
+def read_llama_json(scanner: Scanner) -> Scan:
+    names = {tool.name for tool in scanner.tools}
+    scanner.begin_mark()
+    yield from scanner.skip()
+    yield from scanner.literal(PYTHON_TAG)
     while True:
-        yield from reader.skip(SPACE + ";")
-        if (yield from read_call(reader, names)):
-            reader.begin_mark()
+        yield from scanner.skip(SPACE + ";")
+        if (yield from read_call(scanner, names)):
+            scanner.begin_mark()
             continue
-        reader.reject()
-        if not (yield from next_call(reader, PYTHON_TAG, LINE)):
+        scanner.reject()
+        if not (yield from next_call(scanner, PYTHON_TAG, LINE)):
             return

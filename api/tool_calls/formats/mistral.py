@@ -2,28 +2,28 @@
 
 from api.tool_calls.formats.marked_json import read_calls
 from api.tool_calls.reading.call_object import read_arguments
-from api.tool_calls.reading.scanner import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
 CALLS = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
 
 
-def read_mistral(reader: Reader) -> Reading:
-    while (yield from reader.content_until(CALLS)):
-        yield from reader.skip()
-        is_json = yield from reader.next_is("[{", "[ ", "[\n", "{")
-        if not (yield from (read_calls(reader) if is_json else read_named(reader))):
-            reader.reject()
+def read_mistral(scanner: Scanner) -> Scan:
+    while (yield from scanner.content_until(CALLS)):
+        yield from scanner.skip()
+        is_json = yield from scanner.next_is("[{", "[ ", "[\n", "{")
+        if not (yield from (read_calls(scanner) if is_json else read_named(scanner))):
+            scanner.reject()
 
 
-def read_named(reader: Reader) -> Waiting:
+def read_named(scanner: Scanner) -> Waiting:
     """Read a name, perhaps an id, and arguments."""
-    name = yield from reader.name()
-    if (yield from reader.literal(CALL_ID)):
-        yield from reader.name()
-    yield from reader.literal(ARGS)
-    yield from reader.skip()
-    if not name or not (yield from reader.next_is("{")):
+    name = yield from scanner.name()
+    if (yield from scanner.literal(CALL_ID)):
+        yield from scanner.name()
+    yield from scanner.literal(ARGS)
+    yield from scanner.skip()
+    if not name or not (yield from scanner.next_is("{")):
         return False
-    return (yield from read_arguments(reader, name))
+    return (yield from read_arguments(scanner, name))

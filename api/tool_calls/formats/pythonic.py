@@ -7,55 +7,55 @@ from collections.abc import Container
 
 from api.tool_calls.reading.call_list import next_call, read_list
 from api.tool_calls.reading.python_text import read_literal
-from api.tool_calls.reading.scanner import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
 LINE = "\n["
 
 
-def read_pythonic(open: str, close: str, reader: Reader) -> Reading:
+def read_pythonic(open: str, close: str, scanner: Scanner) -> Scan:
     """Read lists of calls; marks around them may be missing."""
-    names = {tool.name for tool in reader.tools}
-    reader.begin_mark()
-    yield from reader.skip()
-    yield from reader.literal(open)
+    names = {tool.name for tool in scanner.tools}
+    scanner.begin_mark()
+    yield from scanner.skip()
+    yield from scanner.literal(open)
     while True:
-        yield from reader.skip()
-        if (yield from read_list(reader, lambda: read_call_expression(reader, names))):
-            yield from reader.skip()
-            yield from reader.literal(close)
-            reader.begin_mark()
+        yield from scanner.skip()
+        if (yield from read_list(scanner, lambda: read_call_expression(scanner, names))):
+            yield from scanner.skip()
+            yield from scanner.literal(close)
+            scanner.begin_mark()
         else:
-            reader.reject()
-        if not (yield from next_call(reader, open, LINE)):
+            scanner.reject()
+        if not (yield from next_call(scanner, open, LINE)):
             return
 
 
-def read_call_expression(reader: Reader, names: Container[str]) -> Waiting:
+def read_call_expression(scanner: Scanner, names: Container[str]) -> Waiting:
     """Read `name(key=value, …)`."""
-    name = yield from reader.name()
-    if name not in names or not (yield from reader.literal("(")):
+    name = yield from scanner.name()
+    if name not in names or not (yield from scanner.literal("(")):
         return False
-    yield from reader.skip()
-    if (yield from reader.literal(")")):
-        reader.start_call(name)
-        reader.add_arguments("{}")
+    yield from scanner.skip()
+    if (yield from scanner.literal(")")):
+        scanner.start_call(name)
+        scanner.add_arguments("{}")
         return True
     before = "{"
     while True:
-        key = yield from reader.name()
-        yield from reader.skip()
-        if not key or not (yield from reader.literal("=")):
+        key = yield from scanner.name()
+        yield from scanner.skip()
+        if not key or not (yield from scanner.literal("=")):
             return False
-        yield from reader.skip()
+        yield from scanner.skip()
         if before == "{":
-            reader.start_call(name)
-        value = yield from read_literal(reader)
+            scanner.start_call(name)
+        value = yield from read_literal(scanner)
         if value is None:
             return False
-        reader.add_arguments(f'{before}"{key}": {value}')
+        scanner.add_arguments(f'{before}"{key}": {value}')
         before = ", "
-        if (yield from reader.literal(",")):
-            yield from reader.skip()
-        if (yield from reader.literal(")")):
-            reader.add_arguments("}")
+        if (yield from scanner.literal(",")):
+            yield from scanner.skip()
+        if (yield from scanner.literal(")")):
+            scanner.add_arguments("}")
             return True

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from api.tool_calls.reading.call_object import read_arguments
-from api.tool_calls.reading.scanner import MAX_NAME, Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import MAX_NAME, Scan, Scanner, Waiting
 
 
 class SectionMarks(NamedTuple):
@@ -34,35 +34,35 @@ FENCE = "```"
 """DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence behind it."""
 
 
-def read_sections(marks: SectionMarks, reader: Reader) -> Reading:
-    while mark := (yield from reader.content_until(marks.calls_begin, marks.call_begin)):
-        yield from reader.skip()
-        has_begun = mark == marks.call_begin or (yield from reader.literal(marks.call_begin))
-        if not has_begun or not (yield from read_section(marks, reader)):
-            reader.reject()
+def read_sections(marks: SectionMarks, scanner: Scanner) -> Scan:
+    while mark := (yield from scanner.content_until(marks.calls_begin, marks.call_begin)):
+        yield from scanner.skip()
+        has_begun = mark == marks.call_begin or (yield from scanner.literal(marks.call_begin))
+        if not has_begun or not (yield from read_section(marks, scanner)):
+            scanner.reject()
 
 
-def read_section(marks: SectionMarks, reader: Reader) -> Waiting:
+def read_section(marks: SectionMarks, scanner: Scanner) -> Waiting:
     """Read the call that follows the mark of its beginning."""
-    head = yield from reader.until(marks.arguments_begin, MAX_NAME)
+    head = yield from scanner.until(marks.arguments_begin, MAX_NAME)
     if head is None:
         return False
     name = head.strip()
     if name == "function":
-        yield from reader.skip()
-        name = yield from reader.name()
-    yield from reader.skip()
-    if (yield from reader.literal(FENCE)):
-        yield from reader.literal("json")
-        yield from reader.skip()
-    if not name or not (yield from read_arguments(reader, bare(name))):
+        yield from scanner.skip()
+        name = yield from scanner.name()
+    yield from scanner.skip()
+    if (yield from scanner.literal(FENCE)):
+        yield from scanner.literal("json")
+        yield from scanner.skip()
+    if not name or not (yield from read_arguments(scanner, bare(name))):
         return False
-    yield from reader.skip()
-    if (yield from reader.literal(FENCE)):
-        yield from reader.skip()
-    yield from reader.literal(marks.call_end)
-    yield from reader.skip()
-    yield from reader.literal(marks.calls_end)
+    yield from scanner.skip()
+    if (yield from scanner.literal(FENCE)):
+        yield from scanner.skip()
+    yield from scanner.literal(marks.call_end)
+    yield from scanner.skip()
+    yield from scanner.literal(marks.calls_end)
     return True
 
 

@@ -9,7 +9,7 @@ from api.tool_calls.formats.marked_json import read_marked_json
 from api.tool_calls.formats.pythonic import read_pythonic
 from api.tool_calls.formats.sections import DEEPSEEK, KIMI, read_sections
 from api.tool_calls.formats.tgi import read_tgi
-from api.tool_calls.reading.scanner import Reader, Reading
+from api.tool_calls.reading.scanner import Scan, Scanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CallFormat:
 
     name: str
     marks: tuple[str, ...]
-    read: Callable[[Reader], Reading]
+    read: Callable[[Scanner], Scan]
     short_ids: bool = False
     unmarked: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()

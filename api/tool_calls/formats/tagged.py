@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from api.tool_calls.reading.scanner import MAX_NAME, Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import MAX_NAME, Scan, Scanner, Waiting
 from api.tool_calls.reading.typed_text import property_types, read_typed
 
 OPEN = "<tool_call>"
@@ -34,51 +34,51 @@ PARAMETER = ArgumentTags("<parameter=", (">",), "", "</parameter>", "\n", frozen
 PAIR = ArgumentTags("<arg_key>", ("</arg_key>",), "<arg_value>", "</arg_value>")
 
 
-def read_functions(open: str, close: str, reader: Reader) -> Reading:
+def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
     """Read Qwen3-Coder's functions between two marks, which are missing at times."""
-    while mark := (yield from reader.content_until(open, FUNCTION)):
-        yield from reader.skip()
-        has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
-        if not has_begun or not (yield from read_call(reader, ">", PARAMETER, END_FUNCTION)):
-            reader.reject()
+    while mark := (yield from scanner.content_until(open, FUNCTION)):
+        yield from scanner.skip()
+        has_begun = mark == FUNCTION or (yield from scanner.literal(FUNCTION))
+        if not has_begun or not (yield from read_call(scanner, ">", PARAMETER, END_FUNCTION)):
+            scanner.reject()
         else:
-            yield from reader.skip()
-            yield from reader.literal(close)
+            yield from scanner.skip()
+            yield from scanner.literal(close)
 
 
-def read_glm(reader: Reader) -> Reading:
-    while (yield from reader.content_until(OPEN)):
-        yield from reader.skip()
-        if not (yield from read_call(reader, "", PAIR, CLOSE)):
-            reader.reject()
+def read_glm(scanner: Scanner) -> Scan:
+    while (yield from scanner.content_until(OPEN)):
+        yield from scanner.skip()
+        if not (yield from read_call(scanner, "", PAIR, CLOSE)):
+            scanner.reject()
 
 
-def read_call(reader: Reader, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
+def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
     """Read a name, what stands behind it, tagged arguments, and the mark behind these."""
-    name = yield from reader.name()
-    if not name or not (yield from reader.literal(name_end)):
+    name = yield from scanner.name()
+    if not name or not (yield from scanner.literal(name_end)):
         return False
-    yield from reader.skip()
-    if not (yield from reader.next_is(tags.name, end)):
+    yield from scanner.skip()
+    if not (yield from scanner.next_is(tags.name, end)):
         return False
-    reader.start_call(name)
-    parameters = next((tool.parameters for tool in reader.tools if tool.name == name), {})
+    scanner.start_call(name)
+    parameters = next((tool.parameters for tool in scanner.tools if tool.name == name), {})
     [key_end] = tags.name_ends
     before = "{"
-    while (yield from reader.literal(tags.name)):
-        key = yield from reader.until(key_end, MAX_NAME)
+    while (yield from scanner.literal(tags.name)):
+        key = yield from scanner.until(key_end, MAX_NAME)
         if tags.value:
-            yield from reader.skip()
-        if key is None or not (yield from reader.literal(tags.value)):
+            yield from scanner.skip()
+        if key is None or not (yield from scanner.literal(tags.value)):
             break
-        yield from reader.literal(tags.line)
-        reader.add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        yield from scanner.literal(tags.line)
+        scanner.add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
         before = ", "
         types = property_types(parameters, key) or tags.untyped
-        if not (yield from read_typed(reader, types, tags.line + tags.end, tags.end)):
+        if not (yield from read_typed(scanner, types, tags.line + tags.end, tags.end)):
             return False
-        yield from reader.skip()
-    found = yield from reader.literal(end)
-    if found or not reader.ended or (yield from reader.char()):  # else the text ends before the mark
-        reader.add_arguments("{}" if before == "{" else "}")
+        yield from scanner.skip()
+    found = yield from scanner.literal(end)
+    if found or not scanner.ended or (yield from scanner.char()):  # else the text ends before the mark
+        scanner.add_arguments("{}" if before == "{" else "}")
     return found

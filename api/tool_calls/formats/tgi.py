@@ -6,61 +6,61 @@ import json
 
 from api.tool_calls.reading.call_object import add_whole_call, read_key, read_word
 from api.tool_calls.reading.json_text import read_members, read_value
-from api.tool_calls.reading.scanner import Reader, Reading, Waiting
+from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
 FUNCTION = "function"
 NAME = "_name"
 
 
-def read_tgi(reader: Reader) -> Reading:
-    reader.begin_mark()
-    yield from reader.skip()
-    if not (yield from read_named_arguments(reader)):
-        reader.reject()
-    yield from reader.content_until()
+def read_tgi(scanner: Scanner) -> Scan:
+    scanner.begin_mark()
+    yield from scanner.skip()
+    if not (yield from read_named_arguments(scanner)):
+        scanner.reject()
+    yield from scanner.content_until()
 
 
-def read_named_arguments(reader: Reader) -> Waiting:
+def read_named_arguments(scanner: Scanner) -> Waiting:
     """Read `{"function": {"_name": …, …}}`."""
-    if not (yield from reader.literal("{")) or (yield from read_key(reader)) != FUNCTION:
+    if not (yield from scanner.literal("{")) or (yield from read_key(scanner)) != FUNCTION:
         return False
-    start = reader.position
-    if not (yield from reader.literal("{")):
+    start = scanner.position
+    if not (yield from scanner.literal("{")):
         return False
-    if (yield from read_key(reader)) != NAME:
-        reader.position = start
-        found = yield from read_whole(reader)
+    if (yield from read_key(scanner)) != NAME:
+        scanner.position = start
+        found = yield from read_whole(scanner)
     else:
-        found = yield from read_rest(reader)
+        found = yield from read_rest(scanner)
     if not found:
         return False
-    yield from reader.skip()
-    return (yield from reader.literal("}"))
+    yield from scanner.skip()
+    return (yield from scanner.literal("}"))
 
 
-def read_whole(reader: Reader) -> Waiting:
+def read_whole(scanner: Scanner) -> Waiting:
     """Read arguments among which the name is not the first."""
     pieces: list[str] = []
-    if not (yield from read_value(reader, pieces.append)):
+    if not (yield from read_value(scanner, pieces.append)):
         return False
     arguments = json.loads("".join(pieces))
     name = arguments.pop(NAME, None)
-    return isinstance(name, str) and add_whole_call(reader, name, json.dumps(arguments))
+    return isinstance(name, str) and add_whole_call(scanner, name, json.dumps(arguments))
 
 
-def read_rest(reader: Reader) -> Waiting:
+def read_rest(scanner: Scanner) -> Waiting:
     """Read the name, which is the first, and pass on the arguments behind it."""
-    name = yield from read_word(reader)
+    name = yield from read_word(scanner)
     if not name:
         return False
-    yield from reader.skip()
-    if (yield from reader.literal("}")):
-        return add_whole_call(reader, name, "{}")
-    if not (yield from reader.literal(",")):
+    yield from scanner.skip()
+    if (yield from scanner.literal("}")):
+        return add_whole_call(scanner, name, "{}")
+    if not (yield from scanner.literal(",")):
         return False
-    yield from reader.skip()
-    if (yield from reader.char()) != '"':
+    yield from scanner.skip()
+    if (yield from scanner.char()) != '"':
         return False
-    reader.start_call(name)
-    reader.add_arguments("{")
-    return (yield from read_members(reader, reader.add_arguments))
+    scanner.start_call(name)
+    scanner.add_arguments("{")
+    return (yield from read_members(scanner, scanner.add_arguments))

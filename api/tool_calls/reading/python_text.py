@@ -4,23 +4,23 @@ import ast
 import json
 from collections.abc import Generator
 
-from api.tool_calls.reading.scanner import Reader
+from api.tool_calls.reading.scanner import Scanner
 
 OPENING = "([{"
 CLOSING = ")]}"
 
 
-def read_literal(reader: Reader) -> Generator[None, None, str | None]:
+def read_literal(scanner: Scanner) -> Generator[None, None, str | None]:
     """A value up to the comma or bracket behind it, as JSON. None where it is no literal."""
-    start, depth, quote = reader.position, 0, ""
+    start, depth, quote = scanner.position, 0, ""
     while True:
-        char = yield from reader.char()
+        char = yield from scanner.char()
         if not char:
             return None
         if quote:
             if char == "\\":
-                reader.position += 1
-                if not (yield from reader.char()):
+                scanner.position += 1
+                if not (yield from scanner.char()):
                     return None
             elif char == quote:
                 quote = ""
@@ -29,10 +29,10 @@ def read_literal(reader: Reader) -> Generator[None, None, str | None]:
         elif char in OPENING:
             depth += 1
         elif depth == 0 and char in ",)]}":
-            return as_json(reader.text[start : reader.position])
+            return as_json(scanner.text[start : scanner.position])
         elif char in CLOSING:
             depth -= 1
-        reader.position += 1
+        scanner.position += 1
 
 
 def as_json(text: str) -> str | None:

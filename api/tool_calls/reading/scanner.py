@@ -1,4 +1,4 @@
-"""Reader: an answer's text as it comes, read by generators that wait for more of it.
+"""Scanner: an answer's text as it comes, read by generators that wait for more of it.
 
 A generator yields where the text so far does not decide what follows. It decides the same for every cut of
 the text, since it never looks at where the text so far ends.
@@ -16,7 +16,7 @@ from api.tool_calls.reading.deltas import (
     joined,
 )
 
-Reading = Generator[None, None, None]
+Scan = Generator[None, None, None]
 Waiting = Generator[None, None, bool]
 SPACE = " \t\r\n"
 MAX_NAME = 256
@@ -25,7 +25,7 @@ MAX_KEPT = 4096
 NO_NAME = "<>[]{}()\"'`,;="
 
 
-class Reader:
+class Scanner:
     """The text that is not read for certain, and the deltas of what is.
 
     White space before and after calls and reasoning is dropped.
@@ -86,7 +86,7 @@ class Reader:
         """The next character, which is not read; "" at the end."""
         return self.peek(1)
 
-    def skip(self, chars: str = SPACE) -> Reading:
+    def skip(self, chars: str = SPACE) -> Scan:
         """Read over all of these characters that follow."""
         while (char := (yield from self.char())) and char in chars:
             self.position += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from api.tool_calls.reading.json_text import read_value
 from api.tool_calls.reading.python_text import as_json
-from api.tool_calls.reading.scanner import Reader
+from api.tool_calls.reading.scanner import Scanner
 
 TYPES: Mapping[type, str] = {
     str: "string",
@@ -20,27 +20,27 @@ TYPES: Mapping[type, str] = {
 MAX_REFERENCES = 8
 
 
-def read_typed(reader: Reader, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
+def read_typed(scanner: Scanner, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
     """Read a value up to one of the marks, and add it to the arguments of a call. A text is passed on as it
     comes, others when they are whole. A mark inside of a JSON string does not end it.
     """
     if types == {"string"}:
-        reader.add_arguments('"')
-        mark = yield from reader.pass_until(escaping(reader.add_arguments), *marks)
+        scanner.add_arguments('"')
+        mark = yield from scanner.pass_until(escaping(scanner.add_arguments), *marks)
         if mark:
-            reader.add_arguments('"')
+            scanner.add_arguments('"')
         return mark
-    start = reader.position
+    start = scanner.position
     pieces: list[str] = []
-    yield from reader.skip()
-    is_json = yield from read_value(reader, pieces.append)
-    yield from reader.skip()
-    if not is_json or not (yield from reader.next_is(*marks)):
-        reader.position = start
+    yield from scanner.skip()
+    is_json = yield from read_value(scanner, pieces.append)
+    yield from scanner.skip()
+    if not is_json or not (yield from scanner.next_is(*marks)):
+        scanner.position = start
         pieces.clear()
-    mark = yield from reader.pass_until(pieces.append, *marks)
+    mark = yield from scanner.pass_until(pieces.append, *marks)
     if mark:
-        reader.add_arguments(typed("".join(pieces), types))
+        scanner.add_arguments(typed("".join(pieces), types))
     return mark
 
 

@@ -1,6 +1,6 @@
 """Answers as content, reasoning and calls."""
 
-from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
+from api.chat.answer import ChoiceParser, finish_reason, render_deltas, render_message
 from common.messages.answer import Reading
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'
@@ -9,18 +9,18 @@ TEXT = "<think>\nHm.\n</think>\n\nSo:\n" + CALL % "f" + CALL % "g"
 
 
 def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
-    first, again = AnswerReader(READING, "r.0"), AnswerReader(READING, "r.0")
-    ids = [first.call_id(0), first.call_id(1), AnswerReader(READING, "r.1").call_id(0)]
+    first, again = ChoiceParser(READING, "r.0"), ChoiceParser(READING, "r.0")
+    ids = [first.call_id(0), first.call_id(1), ChoiceParser(READING, "r.1").call_id(0)]
     assert len(set(ids)) == 3 and first.call_id(0) == again.call_id(0) and len(ids[0]) == len("call_") + 24
-    short = AnswerReader(Reading(calls="mistral"), "r.0").call_id(0)
+    short = ChoiceParser(Reading(calls="mistral"), "r.0").call_id(0)
     assert len(short) == 9 and short.isalnum(), "the templates of Mistral's models take no others"
 
 
 def test_chunks_add_up_to_the_message() -> None:
-    reader = AnswerReader(READING, "r.0")
-    deltas = [reader.read(char, 1, False) for char in TEXT] + [reader.read("", 0, True)]
-    chunks = [chunk for one in deltas for chunk in render_deltas(reader, one)]
-    whole = AnswerReader(READING, "r.0")
+    parser = ChoiceParser(READING, "r.0")
+    deltas = [parser.read(char, 1, False) for char in TEXT] + [parser.read("", 0, True)]
+    chunks = [chunk for one in deltas for chunk in render_deltas(parser, one)]
+    whole = ChoiceParser(READING, "r.0")
     message = render_message(whole, whole.read(TEXT, len(TEXT), True))
     assert message["content"] == "".join(chunk.get("content", "") for chunk in chunks) == "So:"
     assert message["reasoning"] == "".join(chunk.get("reasoning", "") for chunk in chunks) == "Hm."
@@ -30,7 +30,7 @@ def test_chunks_add_up_to_the_message() -> None:
         assert first | {"index": index} == {"index": index, **expected} | {"function": first["function"]}
         assert first["function"] == {"name": "fg"[index], "arguments": ""}
         assert "".join(call["function"]["arguments"] for call in rest) == '{"x": 1}'
-    assert reader.num_reasoning_tokens == TEXT.index("So:")
+    assert parser.num_reasoning_tokens == TEXT.index("So:")
 
 
 def test_the_reason_of_the_end() -> None:
@@ -39,10 +39,10 @@ def test_the_reason_of_the_end() -> None:
         ({"is_older": True}, "function_call"),
         ({"is_named": True}, "stop"),
     ):
-        reader = AnswerReader(Reading(calls="hermes", **fields), "r.0")  # type: ignore[arg-type]
-        assert finish_reason(reader, "stop") == "stop"
-        reader.read(CALL % "f", 9, True)
-        assert {finish_reason(reader, reason) for reason in ("stop", "length")} == {expected}
+        parser = ChoiceParser(Reading(calls="hermes", **fields), "r.0")  # type: ignore[arg-type]
+        assert finish_reason(parser, "stop") == "stop"
+        parser.read(CALL % "f", 9, True)
+        assert {finish_reason(parser, reason) for reason in ("stop", "length")} == {expected}
 
 
 def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
@@ -55,13 +55,13 @@ def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
         (whole + '<tool_call>\n{"name": "g"', "length"),
         (whole + '<tool_call>\n{"name": "g", "arguments": {', "length"),
     ):
-        reader = AnswerReader(Reading(calls="hermes", tools=[("f", "{}"), ("g", "{}")]), "r.0")
-        reader.read(text, 9, True)
-        assert finish_reason(reader, "length") == expected, text
+        parser = ChoiceParser(Reading(calls="hermes", tools=[("f", "{}"), ("g", "{}")]), "r.0")
+        parser.read(text, 9, True)
+        assert finish_reason(parser, "length") == expected, text
 
 
 def test_what_the_client_did_not_ask_for_is_left_out() -> None:
-    reader = AnswerReader(Reading("hermes", "qwen3", parallel=False, shows_reasoning=False), "r.0")
-    message = render_message(reader, reader.read(TEXT, 9, True))
+    parser = ChoiceParser(Reading("hermes", "qwen3", parallel=False, shows_reasoning=False), "r.0")
+    message = render_message(parser, parser.read(TEXT, 9, True))
     assert "reasoning" not in message and message["content"] == "So:"
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
