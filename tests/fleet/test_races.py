@@ -35,6 +35,8 @@ SETTINGS = {
 NUM_BLOCKS = 22
 """As many as these bytes hold of the real model."""
 AT_ONCE = 32
+LONG = 200
+"""Tokens of the request that is cancelled before its end."""
 
 
 class Races:
@@ -53,7 +55,9 @@ class Races:
             await pubsub.subscribe(CHANNEL)
             listening = asyncio.create_task(self.listen(pubsub))
             turns = asyncio.Semaphore(AT_ONCE)
-            await asyncio.gather(*(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_workers())
+            await self.cancel_before_its_end("r0")
+            races = (self.race(f"r{i}", turns) for i in range(1, self.count))
+            await asyncio.gather(*races, self.kill_workers())
             await wait_until(self.settled)
             listening.cancel()
 
@@ -64,21 +68,27 @@ class Races:
                     self.terminals[terminal.request_id] += 1
                     self.reasons[terminal.reason] += 1
 
+    async def cancel_before_its_end(self, name: str) -> None:
+        """All other cancels may be too late where this process is slow."""
+        await self.submit(name, LONG)
+        await cancel_request(PoolClient(self.redis, KEYS), name)
+        await wait_until(lambda: self.terminals[name])
+
     async def race(self, name: str, turns: asyncio.Semaphore) -> None:
         async with turns:
-            await self.submit(name)
+            await self.submit(name, self.draw.randint(1, 16))
             if self.draw.random() < 0.6:
                 await wait_until(lambda: True if self.draw.random() < 0.02 else self.terminals[name])
                 await cancel_request(PoolClient(self.redis, KEYS), name)
             await wait_until(lambda: self.terminals[name])
 
-    async def submit(self, name: str) -> None:
+    async def submit(self, name: str, num_tokens: int) -> None:
         ids = [self.draw.randrange(1000, 40_000) for _ in range(self.draw.randint(1, 40))]
         request = Generate(
             name,
             "d",
             pack_ids(ids),
-            StoppingParams(self.draw.randint(1, 16), ignore_eos=True),
+            StoppingParams(num_tokens, ignore_eos=True),
             channel=CHANNEL,
             gateway="test",
         )
