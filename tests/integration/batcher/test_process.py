@@ -16,6 +16,7 @@ from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
+from tests.support.listening import listening
 from tests.support.waiting import PATIENCE_S, wait_until
 
 KEYS = Keys("default")
@@ -32,16 +33,12 @@ async def settled(redis: Redis) -> bool:
 
 
 async def test_a_deadline_ends_a_waiting_request_with_one_terminal(broker: Broker, redis: Redis) -> None:
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
+    async with listening(redis, CHANNEL) as published:
         with batcher(broker.url):
             await admit(redis, "r1", ttl_ms=300)
             assert (await ended(redis, "r1")).error_type == "timeout"
             await wait_until(lambda: settled(redis))
-        terminals = []
-        while (message := await pubsub.get_message(timeout=0.05)) is not None:
-            if message["type"] == "message":
-                terminals += decode(Events, message["data"]).terminals
+        terminals = [end for message in await published() for end in decode(Events, message).terminals]
         assert [(end.request_id, end.reason, end.error_type) for end in terminals] == [
             ("r1", "error", "timeout")
         ]

@@ -16,6 +16,7 @@ from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import RECORD
 from tests.support.broker_state import KEYS, admit, error_of, make_request
+from tests.support.listening import listening
 
 CHANNEL = KEYS.events("g")
 
@@ -39,15 +40,10 @@ async def queue(redis: Redis, terminals: Terminals, request_id: str) -> Sequence
 
 async def published(redis: Redis, *actions: object) -> list[Events]:
     """Events published on CHANNEL while the coroutines `actions` run."""
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
+    async with listening(redis, CHANNEL) as messages:
         for action in actions:
             await action  # type: ignore[misc]
-        messages = []
-        while (message := await pubsub.get_message(timeout=0.05)) is not None:
-            if message["type"] == "message":
-                messages.append(decode(Events, message["data"]))
-    return messages
+        return [decode(Events, message) for message in await messages()]
 
 
 async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Terminals) -> None:

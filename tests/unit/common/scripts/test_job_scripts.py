@@ -7,15 +7,18 @@ from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.broker.keys import Keys
+from tests.support.listening import listening
 
 KEYS = Keys("default")
 JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")
 CHANNEL = KEYS.channel("ext:me")
+RESULT_MS, REQUEST_MS, LIVE_MS = 1_000_000, 500_000, 2_000_000
+"""How long an answer, its request, and a job that runs are kept."""
 
 
 async def register_job(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
     answer: bytes = await script(redis, "jobs/register_job")(
-        keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000]
+        keys=[JOB, STREAM], args=[digest, LIVE_MS, channel, in_stream, RESULT_MS]
     )
     return answer.decode()
 
@@ -31,9 +34,9 @@ async def reply(
     args: list[Any] = [
         channel,
         max_entries,
-        1000,
-        500,
-        2000,
+        RESULT_MS,
+        REQUEST_MS,
+        LIVE_MS,
         answer,
         num_heard,
         *(part for frame in frames for part in frame),
@@ -54,15 +57,13 @@ async def test_register_job_recognises_a_repeated_job(redis: Redis) -> None:
         "live",
         "conflict",
     ]
-    assert 0 < await redis.pttl(JOB) <= 5000
+    assert RESULT_MS < await redis.pttl(JOB) <= LIVE_MS
     await reply(redis, (0, 0, "last"), answer="whole")
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
+    async with listening(redis, CHANNEL) as published:
         await redis.delete(STREAM)
         assert await register_job(redis, channel=CHANNEL, in_stream=1) == "ended"
         assert await register_job(redis, "other", CHANNEL, 1) == "conflict"
-        messages = [await pubsub.get_message(timeout=0.05) for _ in range(3)]
-    assert [message["data"] for message in messages if message] == [1, b"last"]
+        assert await published() == [b"last"]
     assert await stream_entries(redis) == [(b"1-0", b"last")]
     await redis.delete(JOB)
     await redis.set(JOB, "mine")
@@ -75,20 +76,18 @@ async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
     assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
     assert await stream_entries(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
     assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), max_entries=0) == 1
-    assert 1000 < await redis.pttl(JOB) <= 2000
+    assert RESULT_MS < await redis.pttl(JOB) <= LIVE_MS
 
 
 async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: Redis) -> None:
     frames = [(0, 0, "a"), (1, 0, "A"), (0, 1, "b"), (1, 1, "B")]
     await reply(redis, *frames[:2])
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
+    async with listening(redis, CHANNEL) as published:
         assert await reply(redis, frames[3], (1, 2, "C"), answer="whole") == 2
         assert await reply(redis, (0, 2, "c"), answer="whole") == -2
         assert await reply(redis, (0, 5, "f"), channel="") == -2
         assert await reply(redis, *frames, (1, 2, "C"), (0, 2, "c"), num_heard=5) == 2
-        messages = [await pubsub.get_message(timeout=0.05) for _ in range(5)]
-    assert [message["data"] for message in messages if message] == [1, b"B", b"C", b"c"]
+        assert await published() == [b"B", b"C", b"c"]
     assert [frame for _, frame in await stream_entries(redis)] == [b"a", b"A", b"B", b"C", b"b", b"c"]
 
 
@@ -99,8 +98,8 @@ async def test_reply_stores_one_answer(redis: Redis) -> None:
     await reply(redis, (0, 1, "b"), answer="second")
     assert await redis.get(RESULT) == b"first"
     assert await redis.hget(JOB, "last") == b"a"  # type: ignore[misc]
-    assert 0 < await redis.pttl(KEYS.request("a#0")) <= 500 < await redis.pttl(RESULT) <= 1000
-    assert await redis.pttl(JOB) <= 1000
+    assert 0 < await redis.pttl(KEYS.request("a#0")) <= REQUEST_MS < await redis.pttl(RESULT) <= RESULT_MS
+    assert await redis.pttl(JOB) <= RESULT_MS
 
 
 async def test_reply_stores_the_answer_though_the_stream_key_has_another_type(redis: Redis) -> None:
@@ -116,14 +115,19 @@ async def test_the_reply_stream_is_trimmed(redis: Redis) -> None:
 
 @pytest.mark.parametrize(
     ("known", "answer", "ttl_ms"),
-    [({}, 0, 500), ({"digest": "d"}, 0, -1), ({"digest": "d", "choices": 2}, 2, -1), ({"last": "x"}, -1, -1)],
+    [
+        ({}, 0, REQUEST_MS),
+        ({"digest": "d"}, 0, -1),
+        ({"digest": "d", "choices": 2}, 2, -1),
+        ({"last": "x"}, -1, -1),
+    ],
 )
 async def test_cancel_job_marks_jobs_that_have_not_ended(
     redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int
 ) -> None:
     if known:
         await redis.hset(JOB, mapping=known)  # type: ignore[misc]
-    assert await script(redis, "jobs/cancel_job")(keys=[JOB], args=[500]) == answer
+    assert await script(redis, "jobs/cancel_job")(keys=[JOB], args=[REQUEST_MS]) == answer
     assert await redis.hexists(JOB, "cancel") == (answer >= 0)  # type: ignore[misc]
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 
 from common.broker.committed import read
 from common.broker.keys import SEALED
@@ -13,18 +12,11 @@ from common.messages.codec import encode
 from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import RECORD, pack_tokens, unpack_records
+from tests.support.listening import Published, listening
 from tests.support.scripts import KEYS, admit, call, create_logs, entry, flush, publish_plan, seal
 
 LENGTH = ("length", 1, "", "", RECORD.pack(7, -1.0))
 """What is kept of an answer of one token."""
-
-
-async def published(pubsub: PubSub) -> list[bytes]:
-    """Everything published so far, in order."""
-    messages = []
-    while (message := await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.05)) is not None:
-        messages.append(message["data"])
-    return messages
 
 
 async def taken(redis: Redis) -> tuple[int, int]:
@@ -34,11 +26,9 @@ async def taken(redis: Redis) -> tuple[int, int]:
 
 
 @pytest.fixture
-async def pubsub(redis: Redis) -> AsyncIterator[PubSub]:
-    async with redis.pubsub() as subscription:
-        await subscription.subscribe("ch")
-        assert (await subscription.get_message(timeout=1))["type"] == "subscribe"
-        yield subscription
+async def published(redis: Redis) -> AsyncIterator[Published]:
+    async with listening(redis, "ch", "other") as heard:
+        yield heard
 
 
 async def test_admission_counts_bytes_and_entries(redis: Redis) -> None:
@@ -70,21 +60,19 @@ async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
 
-async def test_a_flush_appends_then_publishes(redis: Redis, pubsub: PubSub) -> None:
+async def test_a_flush_appends_then_publishes(redis: Redis, published: Published) -> None:
     await create_logs(redis)
     messages = [("ch", b"one"), ("other", b"two")]
-    await pubsub.subscribe("other")
-    await pubsub.get_message(timeout=1)
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages) == [b"OK"]
-    assert await published(pubsub) == [b"one", b"two"]
+    assert await published() == [b"one", b"two"]
     assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages) == [b"OK"], "a repeated flush"
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages[:1]) == [b"SEALED"], "another one"
-    assert await published(pubsub) == []
+    assert await published() == []
     assert await redis.xlen(KEYS.log("w1")) == 2
 
 
-async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, pubsub: PubSub) -> None:
+async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, published: Published) -> None:
     await admit(redis, "r1")
     assert await flush(redis, 1, messages=[("ch", b"x")]) == [b"MISSING"]
     await create_logs(redis)
@@ -94,26 +82,28 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, pubsub: 
     assert await flush(
         redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")]
     ) == [b"SEALED"]
-    assert await published(pubsub) == []
+    assert await published() == []
     assert await redis.exists(KEYS.tokens("r1")) == 0
     assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
     assert await seal(redis) == 1
     assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
 
 
-async def test_a_flush_behind_a_lost_one_is_refused_unless_it_is_whole(redis: Redis, pubsub: PubSub) -> None:
+async def test_a_flush_behind_a_lost_one_is_refused_unless_it_is_whole(
+    redis: Redis, published: Published
+) -> None:
     await create_logs(redis)
     assert await flush(redis, 2, messages=[("ch", b"x")]) == [b"GAP"]
     assert await flush(redis, 1) == [b"OK"]
     assert await flush(redis, 5, messages=[("ch", b"x")], mode="trim") == [b"GAP"]
-    assert (await published(pubsub), await redis.xlen(KEYS.log("w1"))) == ([], 2)
+    assert (await published(), await redis.xlen(KEYS.log("w1"))) == ([], 2)
     assert await flush(redis, 5, messages=[("ch", b"x")], mode="whole") == [b"OK"]
-    assert await published(pubsub) == [b"x"]
+    assert await published() == [b"x"]
     assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"0-1", b"1-0", b"5-0"]
     assert await flush(redis, 6) == [b"OK"]
 
 
-async def test_only_the_first_terminal_is_published(redis: Redis, pubsub: PubSub) -> None:
+async def test_only_the_first_terminal_is_published(redis: Redis, published: Published) -> None:
     await admit(redis, "r1")
     await create_logs(redis)
     keys = [KEYS.request("r1"), KEYS.tokens("r1")]
@@ -121,7 +111,7 @@ async def test_only_the_first_terminal_is_published(redis: Redis, pubsub: PubSub
     assert await call(redis, "finish", keys, [*cancelled, 60_000, "ch", b"cancelled"]) == 1
     await flush(redis, 1, terminals=[("r1", *LENGTH, 60_000, "ch", b"length")])
     assert await call(redis, "finish", keys, ["error", 1, "gone", "generation", b"", 60_000, "ch", b"e"]) == 0
-    assert await published(pubsub) == [b"cancelled"]
+    assert await published() == [b"cancelled"]
     end = await redis.hmget(KEYS.request("r1"), ["terminal", "num_tokens", "error", "error_type"])  # type: ignore[misc]
     assert end == [b"cancelled", b"1", b"cancelled: client", b"cancelled"]
     assert await redis.exists(KEYS.tokens("r1")) == 0
@@ -214,12 +204,14 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> 
 
 
 @pytest.mark.parametrize("stream", ["log", "reports"])
-async def test_a_flush_behind_foreign_entries_is_refused(redis: Redis, pubsub: PubSub, stream: str) -> None:
+async def test_a_flush_behind_foreign_entries_is_refused(
+    redis: Redis, published: Published, stream: str
+) -> None:
     """Such a flush is not taken for a repeated one."""
     await create_logs(redis)
     await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "foreign"})
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == [b"SEALED"]
-    assert await published(pubsub) == []
+    assert await published() == []
 
 
 async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) -> None:

@@ -18,22 +18,18 @@ from gpu_worker.agent.publish import Flush, Sealed
 from gpu_worker.agent.row_text import RowText
 from tests.support.agents import CHANNEL, KEYS, reports, start, step
 from tests.support.broker_state import seal
+from tests.support.listening import listening
 from tests.support.tokenizer import ids as ids_of
 
 
 async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent, redis: Redis) -> None:
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
-        await pubsub.get_message(timeout=1)
+    async with listening(redis, CHANNEL) as published:
         await start(agent, max_new_tokens=2)
         first, second = ids_of(" the sea")
         step(agent, {1: (0, first)}, prefilled=[(1, 2)])
         step(agent, {1: (1, second)}, ended=[(1, "length", 2)], released=[(1, 3)])
         await agent.flusher.flush()
-        events = [
-            decode(Events, message["data"])
-            for message in [await pubsub.get_message(timeout=1) for _ in range(2)]
-        ]
+        events = [decode(Events, message) for message in await published()]
     assert [event.sequence for event in events] == [1, 2]
     (tokens,) = events[0].tokens
     assert (tokens.index, unpack_ids(tokens.ids), tokens.texts) == (0, [first, second], [" the", " sea"])

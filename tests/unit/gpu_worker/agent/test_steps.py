@@ -23,6 +23,7 @@ from tests.support.agents import (
     start,
     step,
 )
+from tests.support.listening import listening
 from tests.support.tokenizer import ids as ids_of
 
 
@@ -65,16 +66,14 @@ async def test_a_row_that_starts_behind_its_stop_string_ends(agent: Agent, redis
 
 async def test_top_logprobs_follow_the_order_of_the_tokens(agent: Agent, redis: Redis) -> None:
     """Also where a flush has several steps."""
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(CHANNEL)
-        await pubsub.get_message(timeout=1)
+    async with listening(redis, CHANNEL) as published:
         await start(agent, row=1, top_n_tokens=2)
         await start(agent, row=2)
         for index in range(2):
             top = pack_ids([7 + index, 3]), pack_floats([-0.25, float("-inf")])
             step(agent, {2: (index, 4), 1: (index, 5 + index)}, top_logprobs=[(1, *top)])
         await agent.flusher.flush()
-        events = decode(Events, (await pubsub.get_message(timeout=1))["data"])
+        [events] = [decode(Events, message) for message in await published()]
     second, first = events.tokens
     assert (unpack_ids(first.ids), unpack_ids(first.top_ids)) == ([5, 6], [7, 3, 8, 3])
     assert (
