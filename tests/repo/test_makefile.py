@@ -89,7 +89,7 @@ def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[
     os.killpg(make.pid, signal.SIGTERM)
     wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
     (tmp_path / "hold").unlink()
-    wait_until_sync(lambda: have_ended(processes), 10)
+    wait_until_sync(lambda: have_ended(processes), GONE_S)
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 
 

@@ -38,7 +38,7 @@ async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis
 async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis) -> None:
     """Redis says so; that gateway's own death gives it its grace anew."""
     tracker = OrphanTracker(PoolClient(redis, KEYS))
-    sequences = [sequence("r1", "g0", 1000), sequence("r2", "g0", 1000)]
+    sequences = [sequence("r1", "g0", 30_000), sequence("r2", "g0", 30_000)]
     await redis.hset(KEYS.request("r1"), "gateway", "g1")  # type: ignore[misc]
     await redis.hset(KEYS.request("r2"), "gateway", "g0")  # type: ignore[misc]
     await redis.set(KEYS.gateway("g1"), 1)
@@ -53,12 +53,12 @@ async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis
 
 async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) -> None:
     tracker = OrphanTracker(PoolClient(redis, KEYS))
-    sequences = [sequence("r1", "g0", 60_000)]
+    sequences = [sequence("r1", "g0", 600_000)]
     await find(tracker, sequences)
-    tracker.absent_since_s["g0"] -= 59
+    tracker.absent_since_s["g0"] -= 400
     await redis.set(KEYS.gateway("g0"), 1)
     assert await find(tracker, sequences) == []
     await redis.delete(KEYS.gateway("g0"))
     await find(tracker, sequences)
-    tracker.absent_since_s["g0"] -= 59
+    tracker.absent_since_s["g0"] -= 400
     assert await find(tracker, sequences) == []

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from api.admin.timeline import read_timelines
+from batcher import timeline
 from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
@@ -83,8 +85,12 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis:
     ]
 
 
-async def test_events_are_written_at_an_interval_in_bounded_entries(redis: Redis) -> None:
+async def test_events_are_written_at_an_interval_in_bounded_entries(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "WRITE_INTERVAL_S", 3600.0)
     writer = make_writer(redis)
+    writer.written_s -= 3600.0
     for i in range(REQUESTS_PER_ENTRY + 1):
         writer.record_queued(sequence(f"r{i}"))
     await writer.write()
@@ -92,7 +98,7 @@ async def test_events_are_written_at_an_interval_in_bounded_entries(redis: Redis
     writer.record_queued(sequence("late"))
     await writer.write()
     assert writer.unwritten and not await read_timelines(PoolClient(redis, KEYS), "late")
-    writer.written_s -= WRITE_INTERVAL_S
+    writer.written_s -= 3600.0
     await writer.write()
     assert await read_timelines(PoolClient(redis, KEYS), "late") and not writer.unwritten
 

@@ -6,6 +6,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 
+from batcher import failure_detector
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.replica import WorkerLimits
@@ -21,7 +22,10 @@ ANSWER = Report(1, EPOCH, 1, 3, takeover=True)
 
 
 @pytest.fixture
-def workers(redis: Redis) -> WorkerRegistry:
+def workers(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> WorkerRegistry:
+    """They are checked by a process that the machine may stop for a while."""
+    monkeypatch.setattr(failure_detector, "STALL_S", 60.0)
+    monkeypatch.setattr(failure_detector, "CLOCK_JUMP_MS", 60_000)
     scheduler = Scheduler(WorkerLimits(), EPOCH)
     detector = FailureDetector(5.0)
     detector.check_clock_jump(round(time.time() * 1000))

@@ -106,8 +106,9 @@ async def test_a_client_that_comes_under_the_name_of_one_that_has_left_is_kept()
     keeper.left_s = 0.5
     one, other = FakeGateway(keeper), FakeGateway(keeper)
     first, second = await keep_some(one, keeper, ANSWERS[:2])
+    left = keeper.kept["r0/0"]
     one.send(KeeperMessage(left="r0/0"))
-    await wait_until(lambda: keeper.kept["r0/0"].has_left)
+    await wait_until(lambda: left.has_left)
     returned = other.keep(ANSWERS[0])
     assert await asyncio.to_thread(first.recv, 1) == b""
     one.send(KeeperMessage(left="r1/0"))  # after which the time of the first is over, too

@@ -25,7 +25,6 @@ async def flushing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     token.
     """
     monkeypatch.setattr("gpu_worker.agent.flush.MAX_WAIT_S", 3600.0)
-    monkeypatch.setattr("gpu_worker.agent.flush.REPORT_INTERVAL_S", 3600.0)
     task = asyncio.create_task(agent.flusher.run())
     await start(agent)
     complete(agent, 0, prefilled=[(1, 2)])
