@@ -13,10 +13,10 @@ from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
+from tests.support.broker.listening import listening
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.listening import listening
 from tests.support.waiting import PATIENCE_S, wait_until
 
 KEYS = Keys("default")

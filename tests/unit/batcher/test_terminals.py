@@ -15,8 +15,8 @@ from common.broker.sequences import ChannelSequences
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import RECORD
+from tests.support.broker.listening import listening
 from tests.support.broker_state import KEYS, admit, error_of, make_request
-from tests.support.listening import listening
 
 CHANNEL = KEYS.events("g")
 

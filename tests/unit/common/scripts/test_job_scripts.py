@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.broker.keys import Keys
-from tests.support.listening import listening
+from tests.support.broker.listening import listening
 
 KEYS = Keys("default")
 JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")

@@ -12,7 +12,7 @@ from common.messages.codec import encode
 from common.messages.events import Events, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import RECORD, pack_tokens, unpack_records
-from tests.support.listening import Published, listening
+from tests.support.broker.listening import Published, listening
 from tests.support.scripts import KEYS, admit, call, create_logs, entry, flush, publish_plan, seal
 
 LENGTH = ("length", 1, "", "", RECORD.pack(7, -1.0))

@@ -17,8 +17,8 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Flush, Sealed
 from gpu_worker.agent.row_text import RowText
 from tests.support.agents import CHANNEL, KEYS, reports, start, step
+from tests.support.broker.listening import listening
 from tests.support.broker_state import seal
-from tests.support.listening import listening
 from tests.support.tokenizer import ids as ids_of
 
 

@@ -23,7 +23,7 @@ from tests.support.agents import (
     start,
     step,
 )
-from tests.support.listening import listening
+from tests.support.broker.listening import listening
 from tests.support.tokenizer import ids as ids_of
 
 
