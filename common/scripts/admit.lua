@@ -15,8 +15,7 @@ if digest then return {digest == ARGV[4] and 'attached' or 'conflict'} end
 local places, class, tenant = KEYS[2], ARGV[9], ARGV[10]
 local tokens, max_requests = tonumber(ARGV[12]), tonumber(ARGV[2])
 local WINDOW_MS = 30000
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local asked_ms = now_ms()
 local weights_field = 'weights:' .. class
 
 local function weight_of(members)
@@ -34,9 +33,9 @@ local function add_weights(sum)
 end
 
 -- A broker without memory refuses a script at its first write only, and only one that may take memory.
-add_weights(redis.call('ZADD', KEYS[5], now_ms, ARGV[11] .. ' ' .. tenant) * tonumber(ARGV[11]))
-add_weights(-weight_of(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)))
-redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)
+add_weights(redis.call('ZADD', KEYS[5], asked_ms, ARGV[11] .. ' ' .. tenant) * tonumber(ARGV[11]))
+add_weights(-weight_of(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', asked_ms - WINDOW_MS)))
+redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', asked_ms - WINDOW_MS)
 redis.call('PEXPIRE', KEYS[5], WINDOW_MS)
 local num_tenants = redis.call('ZCARD', KEYS[5])
 -- Tenants may have expired with their key, and the places not.
@@ -47,9 +46,9 @@ end
 
 local function held(what)
   local sum, above = 0, 0
-  for rank = 1, RANKS[class] do
+  for index = 1, CLASS_INDEX[class] do
     above = sum
-    sum = sum + tonumber(redis.call('HGET', places, what .. ':' .. CLASSES[rank]) or '0')
+    sum = sum + tonumber(redis.call('HGET', places, what .. ':' .. CLASSES[index]) or '0')
   end
   return sum, above
 end

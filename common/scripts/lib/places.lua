@@ -1,10 +1,11 @@
+-- needs: lib/now
 -- Places of live requests: how many of each class and tenant the stream `requests` has, and what they weigh.
 -- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant. So
 -- what an entry took comes back when it is deleted, whoever does it; and a sum that does not fit the stream,
 -- as after entries of an older version, is counted anew.
 local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
-local RANKS = {}
-for rank, class in ipairs(CLASSES) do RANKS[class] = rank end
+local CLASS_INDEX = {}
+for index, class in ipairs(CLASSES) do CLASS_INDEX[class] = index end
 
 local function read_place(entry)
   local payload, place = '', ''
@@ -13,7 +14,7 @@ local function read_place(entry)
     if entry[2][i] == 'generate' then payload = entry[2][i + 1] end
   end
   local class, tokens, tenant = string.match(place, '^(%a+) (%d+) (.*)$')
-  if not RANKS[class] then return 'standard', 0, '', #payload end
+  if not CLASS_INDEX[class] then return 'standard', 0, '', #payload end
   return class, tonumber(tokens), tenant, #payload
 end
 
@@ -51,13 +52,12 @@ local function return_place(requests, places, id)
     return
   end
   add_place(places, -1, read_place(entry))
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local freed_ms = now_ms()
   local last, mean = unpack(redis.call('HMGET', places, 'freed_ms', 'interval_ms'))
   if last then
-    local since = math.max(0, math.min(now_ms - tonumber(last), 60000))
+    local since = math.max(0, math.min(freed_ms - tonumber(last), 60000))
     mean = mean and 0.9 * tonumber(mean) + 0.1 * since or since
     redis.call('HSET', places, 'interval_ms', string.format('%.1f', mean))
   end
-  redis.call('HSET', places, 'freed_ms', now_ms)
+  redis.call('HSET', places, 'freed_ms', freed_ms)
 end
