@@ -1,5 +1,6 @@
 """Batchers succeed each other while rows run: rows stay in place, and every token comes once."""
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from tests.support.waiting import wait_until
 
 CHANNEL = KEYS.events("g")
 NUM_REQUESTS, NUM_TOKENS = 12, 150
+NUM_BATCHERS = 5
+"""One more than the test needs: one that a busy machine keeps off its core for two seconds loses its lease.
+"""
 SHORT_GRANTS = {"HORIZON": "32"}
 """However slow a machine is, forty tokens more need a batcher."""
 
@@ -77,12 +81,11 @@ async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained
 ) -> None:
     expected = [generate(make_prompt(n), NUM_TOKENS) for n in range(NUM_REQUESTS)]
     async with modeless_worker(broker.url, "w0") as one, modeless_worker(broker.url, "w1") as other:
-        with (
-            batcher(broker.url, "b0", **SHORT_GRANTS) as b0,
-            batcher(broker.url, "b1", **SHORT_GRANTS) as b1,
-            batcher(broker.url, "b2", **SHORT_GRANTS) as b2,
-        ):
-            processes = {"b0": b0, "b1": b1, "b2": b2}
+        with contextlib.ExitStack() as stack:
+            names = [f"b{i}" for i in range(NUM_BATCHERS)]
+            processes = {
+                name: stack.enter_context(batcher(broker.url, name, **SHORT_GRANTS)) for name in names
+            }
             for number in range(NUM_REQUESTS):
                 await send(redis, number)
             await client.progress(10)
@@ -97,13 +100,12 @@ async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained
             await wait_until(lambda: processes[suspended].poll() is not None)
             assert processes[suspended].returncode == 1, "its lease is lost"
             await terminate(processes[last])
-            with batcher(broker.url, "b3"):
-                assert [await result_ids(redis, f"r{n}") for n in range(NUM_REQUESTS)] == expected
-                assert await attempts(redis) == {b"1"}, "no request went elsewhere"
-                await client.progress(NUM_TOKENS)
-                assert [client.shown[f"r{n}"] for n in range(NUM_REQUESTS)] == expected
-                await wait_until(lambda: not one.owners and not other.owners)
-                await wait_until(lambda: no_blocks_in_use(redis))
+            assert [await result_ids(redis, f"r{n}") for n in range(NUM_REQUESTS)] == expected
+            assert await attempts(redis) == {b"1"}, "no request went elsewhere"
+            await client.progress(NUM_TOKENS)
+            assert [client.shown[f"r{n}"] for n in range(NUM_REQUESTS)] == expected
+            await wait_until(lambda: not one.owners and not other.owners)
+            await wait_until(lambda: no_blocks_in_use(redis))
     assert one.num_starts + other.num_starts == NUM_REQUESTS
 
 
