@@ -24,6 +24,7 @@ from common.settings.table import tables
 from common.settings.tgi_options import TGI
 from tests.support.fleet.fleet import Fleet
 from tests.support.source_tree import FILES
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -31,7 +32,6 @@ TOOLS = (ROOT / "docs/tools.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-EXAMPLE_S = 60
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, "help", "help-all", "config", "no-", "schema"}
 EVERY_VALUE = "usage_stats"
@@ -167,7 +167,7 @@ def run(fleet: Fleet, language: str, program: str) -> str:
     command = ["bash", "-euo", "pipefail", "-c", here] if language == "sh" else [sys.executable, "-c", here]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{stand_in(fleet)}"
     environ = os.environ | {"PATH": path, "PORT": str(fleet.settings["port"])}
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=EXAMPLE_S)
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, f"{program}\n{done.stderr}"
     return done.stdout
 
