@@ -78,7 +78,7 @@ async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
     assert load.running
     os.kill([pid, *(rank.pid for rank in ranks)][number], sent)
     await asyncio.to_thread(fleet.restarted, "w0", pid)
-    await wait_until(lambda: not any(process.is_running() for process in ranks))
+    await wait_until(lambda: have_ended(ranks))
     return await load.whole()
 
 

@@ -192,7 +192,7 @@ def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched], numb
         ONE_REQUEST_S + GONE_S,
     )
     assert fleet.process.returncode != 0
-    assert not [child for child in children if child.is_running()]
+    wait_until_sync(lambda: have_ended(children))
     assert "no request runs: the fleet ends" in fleet.error()
     assert "a second signal: the fleet ends without waiting for requests" in fleet.error()
     assert "Unknown child process" not in fleet.error()

@@ -1,5 +1,6 @@
 """Parent death: descendants of a killed process end within three seconds, in whatever state they are."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def parent() -> Iterator[subprocess.Popen[bytes]]:
         for leftover in (
             [psutil.Process(process.pid), *descendants] if process.poll() is None else descendants
         ):
-            if leftover.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 leftover.kill()
         process.wait()
         process.stdout.close()
