@@ -21,10 +21,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from api.errors import invalid
-from api.inference.ranges import BIASES, RANGES
 from api.service.terms import TIERS
 from common.messages.request import SamplingParams, StoppingParams
 from common.messages.service_class import SERVICE_CLASSES
+from common.ranges import BIASES, RANGES
 
 Item = TypeVar("Item")
 

@@ -14,12 +14,12 @@ from api.inference.worker_monitor import WorkerMonitor
 from api.streams.relay import Relay
 from api.tokenizer import ModelTokenizer
 from api.tool_calls import detect
-from api.tool_calls.formats.table import ALIASES, CALL_FORMATS, CallFormat, call_format
+from api.tool_calls.formats.table import CALL_FORMATS, CallFormat
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from common import model_files
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -91,32 +91,22 @@ def load_tokenizer(settings: Settings) -> ModelTokenizer:
 
 
 def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
-    """The call format that TOOL_CALL_PARSER names; by default, the one that the model's template shows.
-    Raises SettingError.
-    """
+    """The call format that TOOL_CALL_PARSER names; by default, the one that the model's template shows."""
     name = settings.tool_call_parser
     template = tokenizer.chat_template
     if name is None:
         source = template.for_tools.source if template else ""
         found = detect.find_call_format(source, tokenizer.backend.token_to_id) or CALL_FORMATS[PLAIN_FORMAT]
-    elif (named := call_format(name)) is not None:
-        found = named
     else:
-        names = ", ".join((*CALL_FORMATS, *ALIASES))
-        raise SettingError("tool_call_parser", f"must be one of {names}. Given: {name}")
+        found = CALL_FORMATS[name]
     log.info("call format of the model: %s", found.name)
     return found
 
 
 def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
-    """The reasoning format that REASONING_PARSER names; by default, the one that the model's template shows.
-    Raises SettingError.
-    """
+    """The reasoning format that REASONING_PARSER names; by default, the one of the model's template."""
     name = settings.reasoning_parser
     if name is None:
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""
         return detect.find_reasoning_format(source)
-    if name not in (*REASONING_FORMATS, NO_REASONING):
-        names = ", ".join((*REASONING_FORMATS, NO_REASONING))
-        raise SettingError("reasoning_parser", f"must be one of {names}. Given: {name}")
-    return REASONING_FORMATS.get(name)
+    return None if name == NO_REASONING else REASONING_FORMATS[name]

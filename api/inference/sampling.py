@@ -1,17 +1,14 @@
 """Sampling parameters of a validated request: whether tokens are drawn at all, and what then counts."""
 
-import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from api.inference.params import GenerationParams
-from api.inference.ranges import RANGES
 from api.tokenizer import ModelTokenizer
 from common.messages.request import SamplingParams
 from common.model_config import read_json
+from common.settings.sampling_defaults import DEFAULTED, checked_defaults
 from common.settings.settings import SettingError, Settings
 
 GREEDY_BELOW = 1e-5
@@ -49,13 +46,6 @@ def sampling_params(params: GenerationParams, tokenizer: ModelTokenizer) -> Samp
     return None if replace(greedy, raw_logprobs=False) == GREEDY else greedy
 
 
-# --- defaults -----------------------------------------------------------------------------------------------
-
-DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-"""Values of a generation_config.json that vLLM takes where a request says nothing."""
-WHOLE = ("top_k", "max_new_tokens")
-
-
 def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
     """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG and
     OVERRIDE_GENERATION_CONFIG say. Raises SettingError.
@@ -67,28 +57,4 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
         raise SettingError("generation_config", f"{file} does not exist")
     found = {} if given == "vllm" else read_json(file)
     defaults = checked_defaults({name: found.get(name) for name in DEFAULTED}, "generation_config", str(file))
-    overrides = read_overrides(settings.override_generation_config or "{}")
-    return defaults | checked_defaults(overrides, "override_generation_config", "the object")
-
-
-def read_overrides(text: str) -> dict[str, Any]:
-    try:
-        overrides = json.loads(text)
-    except ValueError as error:
-        raise SettingError("override_generation_config", f"{text!r} is not JSON: {error}") from error
-    if not isinstance(overrides, dict) or not overrides.keys() <= set(DEFAULTED):
-        raise SettingError(
-            "override_generation_config", f"{text} must be an object with some of {', '.join(DEFAULTED)}"
-        )
-    return overrides
-
-
-def checked_defaults(values: Mapping[str, Any], setting: str, where: str) -> dict[str, float]:
-    """The values that are not null. Raises SettingError for one that is not in its range."""
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
-        number = isinstance(value, int if name in WHOLE else (int, float)) and not isinstance(value, bool)
-        if not number or not RANGES[name].holds(value):
-            kind = "a whole number" if name in WHOLE else "a number"
-            raise SettingError(setting, f"{name} in {where} must be {kind}, {RANGES[name]}. Given: {value!r}")
-    return given
+    return defaults | settings.sampling_overrides

@@ -7,12 +7,12 @@ from typing import Any
 from api.errors import ApiError, invalid, too_long
 from api.event_loop.offload import offload
 from api.inference.params import GenerationParams
-from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.sampling import sampling_params
 from api.structured_output.grammar import CompiledGrammar, compile_grammar
 from api.tokenizer import ModelTokenizer
 from common.messages.packing import pack_ids
 from common.messages.request import Generate
+from common.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from common.settings.settings import Settings
 
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")

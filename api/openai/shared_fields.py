@@ -23,7 +23,6 @@ from api.inference.fields import (
     ranged,
     with_one_error,
 )
-from api.inference.ranges import MAX_STOP_CHARS
 from api.structured_output.grammar import Grammar
 from api.structured_output.shapes import (
     GUIDED,
@@ -34,6 +33,7 @@ from api.structured_output.shapes import (
     with_whitespace,
 )
 from common.messages.answer import Rendering
+from common.ranges import MAX_STOP_CHARS
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 SAMPLED = SamplingFields.model_fields

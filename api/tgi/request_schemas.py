@@ -12,10 +12,10 @@ from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, SamplingFields, Strict, ranged
 from api.inference.params import GenerationParams
-from api.inference.ranges import MAX_STOP_CHARS
 from api.inference.sampling import SWITCH_NAMES
 from api.openai.request_schemas import OPENAI_FIELDS
 from api.structured_output.shapes import GRAMMAR_SCHEMA, from_tgi
+from common.ranges import MAX_STOP_CHARS
 
 NAMES = {
     "text": "inputs",

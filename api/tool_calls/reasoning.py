@@ -1,4 +1,4 @@
-"""Reasoning: the part of an answer in which the model thinks, by the names of vLLM's `--reasoning-parser`."""
+"""Reasoning: the part of an answer in which the model thinks, by the names that REASONING_PARSER takes."""
 
 from dataclasses import dataclass
 

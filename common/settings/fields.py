@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.settings.format_names import Quantize, ReasoningParser, ToolCallParser
 from common.settings.types import (
     Count,
     Device,
@@ -37,7 +38,7 @@ class SettingFields(BaseModel):
     """requests that name a model which no pool serves are answered by this one (default: 404)"""
     load_format: LoadFormat = "auto"
     """auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed"""
-    quantize: str | None = None
+    quantize: Quantize | None = None
     """how the checkpoint is quantised (awq, gptq …), refused if it is not; fp8 also rounds plain weights"""
     trust_remote_code: bool = False
     """run the Python code that a checkpoint brings along"""
@@ -51,9 +52,9 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
-    tool_call_parser: str | None = None
+    tool_call_parser: ToolCallParser | None = None
     """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
-    reasoning_parser: str | None = None
+    reasoning_parser: ReasoningParser | None = None
     """how the model writes reasoning, by vLLM's names; none: as content (default: as its template shows)"""
     rope_scaling: RopeScaling | None = None
     """linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)"""

@@ -15,6 +15,7 @@ from common.settings import flags
 from common.settings.compat import OPTIONS
 from common.settings.fields import SettingFields
 from common.settings.option import check_option
+from common.settings.sampling_defaults import read_overrides
 from common.settings.types import SettingError, one_line_errors
 
 __all__ = ["SettingError", "Settings"]
@@ -55,7 +56,7 @@ class Settings(SettingFields):
         return settings
 
     def check(self) -> None:
-        """Check what two settings must be to each other. Raises SettingError."""
+        """Check what the type of a field does not say. Raises SettingError."""
         if self.worker_ttl_s < 2 * self.heartbeat_s:
             raise SettingError(
                 "worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})"
@@ -65,12 +66,7 @@ class Settings(SettingFields):
                 "sharded",
                 f"{str(self.sharded).lower()} and {self.num_shard} ranks (NUM_SHARD) contradict each other",
             )
-        if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
-            raise SettingError(
-                "max_input_tokens",
-                f"{self.max_input_tokens} is not less than MAX_TOTAL_TOKENS ({self.max_total_tokens}), which "
-                "counts new tokens, too",
-            )
+        self.check_tokens()
         if self.rope_scaling and self.rope_factor is None:
             raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
         if self.compute_type and not (self.compute_type.isascii() and self.compute_type.isprintable()):
@@ -80,15 +76,34 @@ class Settings(SettingFields):
             )
         for word in self.tenant_weights:
             read_weight(word)
+        read_overrides(self.override_generation_config or "{}")
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError(
                 "demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
+            )
+
+    def check_tokens(self) -> None:
+        """Check that a request has room for a new token, and a worker for a request."""
+        for name in ("max_total_tokens", "max_batch_total_tokens"):
+            tokens, limit = self.max_input_tokens, getattr(self, name)
+            if tokens and limit and tokens >= limit:
+                cause = f"{tokens} is not less than {name.upper()} ({limit}), which counts new tokens, too"
+                raise SettingError("max_input_tokens", cause)
+        tokens, limit = self.max_total_tokens, self.max_batch_total_tokens
+        if tokens and limit and tokens > limit:
+            raise SettingError(
+                "max_total_tokens", f"{tokens} is more than MAX_BATCH_TOTAL_TOKENS ({limit}) allows"
             )
 
     @property
     def weights(self) -> dict[str, float]:
         """The weights of tenants; a tenant that is not there has 1."""
         return dict(map(read_weight, self.tenant_weights))
+
+    @property
+    def sampling_overrides(self) -> dict[str, float]:
+        """Sampling values of /v1 that replace the model's."""
+        return read_overrides(self.override_generation_config or "{}")
 
     @property
     def makes_weights(self) -> bool:

@@ -74,6 +74,7 @@ FLOORS = {
         "metrics model_files",
         "broker model_config",
         "beats block_hashes detokenize messages plural settings",
+        "ranges",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module beside folders. One imports only what is

@@ -1,4 +1,6 @@
-"""Call formats: the ways in which models write calls, by the names of vLLM's `--tool-call-parser`."""
+"""Call formats: the ways in which models write calls, by the names that TOOL_CALL_PARSER takes
+(`common/settings/format_names.py`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,15 +93,3 @@ CALL_FORMATS = {
     )
 }
 """Those that vLLM does not have: `lfm2`; `tgi`, for models that have none of their own."""
-ALIASES = {
-    "qwen3_xml": "qwen3_coder",
-    "llama4_json": "llama3_json",
-    "glm47": "glm45",
-    "llama4": "llama4_pythonic",
-}
-"""Other names of formats, in vLLM and SGLang."""
-
-
-def call_format(name: str) -> CallFormat | None:
-    """The format of this name, one of CALL_FORMATS or ALIASES."""
-    return CALL_FORMATS.get(ALIASES.get(name, name))

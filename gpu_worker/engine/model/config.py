@@ -64,13 +64,12 @@ def quantizes(config: Any, settings: Settings) -> bool:
 
 def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> None:
     """Raises SettingError where QUANTIZE names another method than the checkpoint; plain weights can become
-    FP8 only. Names of kernels (`awq_marlin`) are those of their method.
+    FP8 only.
     """
-    wanted = (settings.quantize or "").removesuffix("_marlin").replace("_", "-")
     own = str(quantization.get("quant_method") if quantization else "not quantised").replace("_", "-")
     if quantization is None and settings.quantize == ON_THE_FLY:
         return  # see `quantizes`
-    if wanted and wanted != own:
+    if settings.quantize not in (None, own):
         raise SettingError(
             "quantize",
             f"{settings.quantize} is not served: weights are loaded as the checkpoint has them ({own})",

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from api.errors import ApiError
-from api.inference.ranges import RANGES
 from api.inference.validate import Limits, validate
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
+from common.ranges import RANGES
 from common.settings.settings import Settings
 from tests.support.generation_params import generation_params
 from tests.support.tokenizer import model_tokenizer

@@ -3,7 +3,6 @@
 import pytest
 
 from api.tool_calls.detect import find_call_format, find_reasoning_format
-from api.tool_calls.formats.table import call_format
 
 THINK = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>{% endif %}"
 DEEPSEEK = "{{ '<｜tool▁call▁begin｜>' + call.%s + '<｜tool▁sep｜>' + call.%s }}"
@@ -63,8 +62,3 @@ def test_a_template_that_thinks_otherwise_or_not_at_all() -> None:
     assert find_reasoning_format("{{ messages }}") is None
     assert find_reasoning_format("<think></think> <response></response>") is None
     assert find_reasoning_format(CALLS["openai"] + "<think>") is None
-
-
-def test_formats_have_other_names() -> None:
-    assert call_format("qwen3_xml") is call_format("qwen3_coder")
-    assert call_format("xyz") is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.tool_calls.formats.table import ALIASES, CALL_FORMATS, CallFormat
+from api.tool_calls.formats.table import CALL_FORMATS, CallFormat
 from api.tool_calls.parser import AnswerParser
 from api.tool_calls.reading.deltas import ContentDelta
 from api.tool_calls.reasoning import REASONING_FORMATS
@@ -64,11 +64,6 @@ def test_without_formats_all_is_content_at_once() -> None:
     assert parser.feed("<think> a") == [ContentDelta("<think> a")]
     assert parser.feed(" ") == []
     assert parser.finish() == [ContentDelta(" ")]
-
-
-def test_aliases_are_other_names_of_formats() -> None:
-    assert set(ALIASES.values()) <= set(CALL_FORMATS)
-    assert not set(ALIASES) & set(CALL_FORMATS)
 
 
 @EVERY_FORMAT

@@ -1,8 +1,11 @@
 """Reasoning is apart from content, whether the prompt or the answer begins it."""
 
+from typing import get_args
+
 import pytest
 
 from api.tool_calls.reasoning import REASONING_FORMATS
+from common.settings.format_names import ReasoningParser
 from tests.support.tool_calls.answers import Answer, Reading
 from tests.support.tool_calls.golden import check
 
@@ -47,3 +50,8 @@ def test_some_models_begin_it_without_a_mark() -> None:
 
 def test_mistral_has_marks_of_its_own() -> None:
     check(Reading(reasoning=REASONING_FORMATS["mistral"]), {"[THINK]So[/THINK]It": Answer("It", "So")})
+
+
+def test_the_formats_are_the_values_of_reasoning_parser() -> None:
+    names, *_ = get_args(ReasoningParser)
+    assert set(get_args(names)) == {*REASONING_FORMATS, "none"}

@@ -40,6 +40,7 @@ SERVED = """
 --kv-offloading-backend native --prefix-caching-hash-algo sha256 --shutdown-timeout 30
 --h11-max-header-count 256 --disable-access-log-for-endpoints /health --enable-offline-docs
 --quantization awq_marlin --dtype half --hf-overrides {}
+--quantization compressed_tensors --tool-call-parser qwen3_xml --reasoning-parser none
 --enable-flashinfer-autotune --scheduler-reserve-full-isl --disable-async-output-proc
 -cc.pass_config.fuse_rope_kvcache true -O.mode 3 -ac.backend=TRITON_ATTN -ep -asc 2 -dph -dcp 1
 --linear-backend flashinfer_cutlass --mamba-backend flashinfer --load-format fastsafetensors
@@ -67,6 +68,11 @@ REFUSED = {
     "-O9": "OPTIMIZATION_LEVEL: 9 is not one of 0, 1, 2, 3",
     "--flash-attn-version 9": "FLASH_ATTN_VERSION: 9 is not one of 2, 3, 4",
     "--mamba-block-size x": "MAMBA_BLOCK_SIZE: ",
+    "--quantization modelopt": "--quantization: 'modelopt' is not one of aqlm, auto-round, awq,",
+    "-q bitsandbytes-nf4": "QUANTIZE: 'bitsandbytes-nf4' is not one of aqlm, auto-round, awq,",
+    "--tool-call-parser xlam": "TOOL_CALL_PARSER: 'xlam' is not one of hermes, qwen3_coder,",
+    "--reasoning-parser step3": "REASONING_PARSER: 'step3' is not one of deepseek_r1, deepseek_v3,",
+    '--override-generation-config {"n":2}': 'OVERRIDE_GENERATION_CONFIG: {"n":2} must be an object with',
     "--load-format mistral": "LOAD_FORMAT: 'mistral' is not one of auto, dummy",
     "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
     "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: no other model proposes",

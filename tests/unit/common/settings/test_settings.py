@@ -58,6 +58,16 @@ WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
             {},
             "MAX_INPUT_TOKENS: 100 is not less than MAX_TOTAL_TOKENS (100), which counts new tokens, too",
         ),
+        (
+            ["--max-input-tokens", "9", "--max-batch-total-tokens", "9"],
+            {},
+            "MAX_INPUT_TOKENS: 9 is not less than MAX_BATCH_TOTAL_TOKENS (9), which counts new tokens, too",
+        ),
+        (
+            ["--max-total-tokens", "101", "--max-batch-total-tokens", "100"],
+            {},
+            "MAX_TOTAL_TOKENS: 101 is more than MAX_BATCH_TOTAL_TOKENS (100) allows",
+        ),
         ([], {"DEBUG_KV": "perhaps"}, "DEBUG_KV: 'perhaps' is not true or false"),
         ([], {"HEARTBEAT_S": "soon"}, "HEARTBEAT_S: 'soon' is not a number"),
         ([], {"MAX_BATCH_SIZE": "9" * 400 + ".5"}, f"MAX_BATCH_SIZE: '{'9' * 400}.5' is not a whole number"),

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.utils.quantization_config import QuantizationMethod
 
 from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.config import read_config
+from gpu_worker.engine.quantization.methods import METHODS
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 
@@ -114,16 +116,21 @@ def test_a_quantisation_method_that_is_not_read_is_refused(
 def test_quantize_is_what_the_checkpoint_says(tmp_path: Path) -> None:
     """Names of vLLM's kernels are those of their method; plain weights become 8-bit floats only."""
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    plain = Settings(model_id=str(tmp_path), quantize="awq")
-    for name in ("awq", "fp8_marlin"):
+    given = {name: Settings.read(["--quantize", name], {}) for name in ("awq", "awq_marlin", "gptq", "fp8")}
+    for name in ("awq", "gptq"):
         with pytest.raises(SettingError, match=rf"^QUANTIZE: {name} is not served: .* \(not quantised\)"):
-            read_config(tmp_path, plain.model_copy(update={"quantize": name}))
-    read_config(tmp_path, plain.model_copy(update={"quantize": "fp8"}))
+            read_config(tmp_path, given[name])
+    read_config(tmp_path, given["fp8"])
     configure(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
     for name in ("awq", "awq_marlin"):
-        read_config(tmp_path, plain.model_copy(update={"quantize": name}))
+        read_config(tmp_path, given[name])
     with pytest.raises(SettingError, match=r"^QUANTIZE: gptq is not served: .* \(awq\)"):
-        read_config(tmp_path, plain.model_copy(update={"quantize": "gptq"}))
+        read_config(tmp_path, given["gptq"])
+
+
+def test_every_method_that_can_be_read_is_a_value_of_quantize() -> None:
+    for method in (*METHODS, *(method.value for method in QuantizationMethod)):
+        assert Settings.read(["--quantize", method], {}).quantize == method.replace("_", "-")
 
 
 def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path) -> None:
