@@ -44,9 +44,7 @@ async def repeat_forever(step: Callable[[], Awaitable[None]], name: str) -> None
     """Run `step` again and again, whatever the broker does; its failures are logged as those of `name`."""
     failures = FailureLog(log, name)
     while True:
-        try:
+        with failures.caught():
             await step()
-            failures.succeeded()
-        except ERRORS as error:
-            failures.failed(describe_error(error))
-            await asyncio.sleep(PAUSE_S)
+            continue
+        await asyncio.sleep(PAUSE_S)

@@ -94,9 +94,8 @@ class Lease:
         standing_by = False
         failures = FailureLog(log, "asking for the lease")
         while True:
-            try:
+            with failures.caught():
                 epoch, server_id = await self.request(self.ttl_s, await self.watch_clock())
-                failures.succeeded()
                 READY.set()
                 if epoch:
                     held_ms = self.clock.now_ms() if self.server_id else 0
@@ -109,8 +108,7 @@ class Lease:
                 if not standing_by:
                     log.info("another batcher is active: standing by")
                 standing_by = True
-            except ERRORS as error:
-                failures.failed(describe_error(error))
+            if failures.count:
                 self.stopped_since_s = time.monotonic()  # the holder could not renew either
             await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
 
@@ -138,13 +136,10 @@ class Lease:
         """Renew it while it is held, whatever else the batcher does. Raises LeaseLost, WritesLost."""
         failures = FailureLog(log, "renewing the lease")
         while True:
-            try:
+            with failures.caught():
                 await self.renew()
-                failures.succeeded()
-                await asyncio.sleep(until_beat(self.ttl_s / 4))
-            except ERRORS as error:
-                failures.failed(describe_error(error))
-                await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
+            pause_s = self.ttl_s / 4
+            await asyncio.sleep(min(RETRY_S, pause_s) if failures.count else until_beat(pause_s))
 
     async def confirm(self) -> None:
         """Return once it is held; at once if it has not expired. Raises LeaseLost, WritesLost."""

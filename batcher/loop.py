@@ -19,7 +19,6 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
-from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
@@ -74,14 +73,11 @@ class Batcher:
     async def retry(self, action: Action) -> None:
         """Repeat `action` until the broker does not fail."""
         while True:
-            try:
+            with self.failures.caught():
                 await action()
-                self.failures.succeeded()
                 return
-            except ERRORS as error:
-                self.failures.failed(describe_error(error))
-                self.detector.pause()
-                await asyncio.sleep(RETRY_S)
+            self.detector.pause()
+            await asyncio.sleep(RETRY_S)
 
     async def start_epoch(self) -> None:
         """Take all workers over, and read the requests from before this epoch."""

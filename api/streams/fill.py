@@ -16,7 +16,6 @@ from api.event_loop.pace import Pace
 from api.streams.offers import Offers
 from api.streams.sources import Sources
 from api.streams.stream import Stream
-from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed, read_tails
 from common.broker.failures import FailureLog
 from common.broker.pool_client import PoolClient
@@ -87,13 +86,11 @@ class Filler:
             self.requested.clear()
             lost, self.lost = self.lost, {}
             doubtful = self.take_admitted()
-            try:
+            with self.failures.caught():
                 await self.fill(lost, doubtful)
-                self.failures.succeeded()
-            except ERRORS as error:
-                self.failures.failed(describe_error(error))
-                self.request_again(lost, doubtful)
-                await asyncio.sleep(RETRY_S)
+                continue
+            self.request_again(lost, doubtful)
+            await asyncio.sleep(RETRY_S)
 
     def take_admitted(self) -> dict[str, float]:
         """Remove and return the doubtful streams that Redis knows."""

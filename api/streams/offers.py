@@ -15,7 +15,7 @@ from typing import Any
 from api.retry import PAUSE_S, attempt, repeat_forever, retry_forever
 from api.streams.stream import Stream
 from common.broker.cancel import cancel_request
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, read_server_id
 from common.broker.failures import FailureLog
 from common.broker.keys import TOKENS_TTL_MS
 from common.broker.pool_client import PoolClient
@@ -123,18 +123,19 @@ class Offers:
         if ttl_ms <= 0:
             time_out(stream)
             return
-        try:
+        with self.failures.caught():
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 answer, *placed = await self.send(stream, ttl_ms, reopen)
-        except ERRORS as error:
-            self.failures.failed(describe_error(error))
-            await asyncio.sleep(PAUSE_S)
-            self.request([stream], reopen)
+            await self.take(stream, answer.decode(), placed)
             return
-        self.failures.succeeded()
+        await asyncio.sleep(PAUSE_S)
+        self.request([stream], reopen)
+
+    async def take(self, stream: Stream, answer: str, placed: list[int]) -> None:
+        """Apply the answer to an offer."""
         self.num_offers += 1
-        self.apply(stream, answer.decode(), placed)
-        if answer == b"queued" and (stream.terminal or stream.released):
+        self.apply(stream, answer, placed)
+        if answer == "queued" and (stream.terminal or stream.released):
             await self.cancel(stream)
 
     async def cancel(self, stream: Stream) -> None:

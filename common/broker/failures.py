@@ -1,8 +1,11 @@
 """FailureLog: what is said of a step that fails again and again while the broker is away."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
+from common.broker.client import ERRORS, describe_error
 from common.plural import plural
 
 FIRST_PAUSE_S = 1.0
@@ -31,8 +34,22 @@ class FailureLog:
         self.last_s = 0.0
         self.due_s = 0.0
 
-    def failed(self, cause: str) -> None:
-        """Count a failure; `cause` is one line."""
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """The context of one attempt: an error of the broker is logged and goes no further, and the first
+        success after one is logged. Where an attempt ends with `return` or `continue`, what stands behind the
+        context is for failures only.
+        """
+        try:
+            yield
+        except ERRORS as error:
+            self.failed(error)
+        else:
+            self.succeeded()
+
+    def failed(self, error: Exception) -> None:
+        """Count a failure."""
+        cause = describe_error(error)
         now_s = time.monotonic()
         if self.count and now_s - self.last_s > MAX_PAUSE_S:
             self.forget()

@@ -9,7 +9,6 @@ import secrets
 from dataclasses import replace
 
 from common.beats import until_beat
-from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
 from common.broker.keys import STREAMS_TTL_MS
 from common.broker.pool_client import PoolClient
@@ -107,14 +106,11 @@ class Agent:
         keys = [self.pool.keys.log(self.worker.incarnation), self.pool.keys.reports(self.worker.incarnation)]
         failures = FailureLog(log, "creating streams")
         while True:
-            try:
+            with failures.caught():
                 if not await self.pool.run("create_logs", keys, [self.owner, STREAMS_TTL_MS]):
                     raise Sealed(f"another process has the incarnation {self.worker.incarnation}")
-                failures.succeeded()
                 return
-            except ERRORS as error:
-                failures.failed(describe_error(error))
-                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     def is_busy(self) -> bool:
         """Whether the engine has rows and may run a step."""
@@ -135,13 +131,10 @@ class Agent:
         while True:
             self.flusher.poll()  # where no step comes to do so
             self.engine.metrics.count_steps()
-            try:
+            with failures.caught():
                 await self.send_heartbeat()
                 for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):
                     await self.pool.redis.publish(channel, payload)
-                failures.succeeded()
-            except ERRORS as error:
-                failures.failed(describe_error(error))
             pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.heartbeat_now.wait(), pause_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from common.broker.client import ERRORS, describe_error
+from common.broker.client import ERRORS
 from common.broker.failures import FailureLog
 from common.messages.plan import Report
 from gpu_worker.agent.flush_pace import MAX_WAIT_S, may_wait
@@ -159,7 +159,7 @@ class Flusher:
             log.warning("the broker has lost what was before %s: all rows are offered anew", error)
             self.offer(flush)
         elif isinstance(error, ERRORS):
-            self.failures.failed(describe_error(error))
+            self.failures.failed(error)
             await asyncio.sleep(RETRY_S)
         else:
             raise error

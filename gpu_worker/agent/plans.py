@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
 from common.messages.codec import WireError, decode
 from common.messages.packing import pack_ids
@@ -50,14 +49,10 @@ class PlanHandler:
             self.stream.close()
 
     async def next_entries(self) -> list[Entry]:
-        try:
-            entries = await self.stream.next()
-            self.failures.succeeded()
-            return entries
-        except ERRORS as error:
-            self.failures.failed(describe_error(error))
-            await asyncio.sleep(RETRY_S)
-            return []
+        with self.failures.caught():
+            return await self.stream.next()
+        await asyncio.sleep(RETRY_S)
+        return []
 
     def apply(self, plan: Plan) -> None:
         """Send the engine the plan's grant."""

@@ -3,11 +3,13 @@
 import logging
 
 import pytest
+from redis.exceptions import BusyLoadingError
 
 from common.broker import failures
 from common.broker.failures import FailureLog
 
 AWAY, LOADING = "no connection to the broker (refused)", "the broker is loading its data (LOADING)"
+ERRORS = {AWAY: OSError("refused"), LOADING: BusyLoadingError()}
 
 
 class Clock:
@@ -30,18 +32,25 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def fail(failing: FailureLog, clock: Clock, seconds: float, cause: str = AWAY) -> None:
     """Sixteen failures a second."""
     for _ in range(round(seconds * 16)):
-        failing.failed(cause)
+        with failing.caught():
+            raise ERRORS[cause]
         clock.now_s += 1 / 16
+
+
+def succeed(failing: FailureLog) -> None:
+    """Leave the context by `return`, as most steps do."""
+    with failing.caught():
+        return
 
 
 def test_a_repeated_cause_is_said_at_growing_intervals_and_its_end_is_said(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = FailureLog(logging.getLogger(), "a flush")
-    failing.succeeded()
+    succeed(failing)
     fail(failing, clock, 9.0)
-    failing.succeeded()
-    failing.succeeded()
+    succeed(failing)
+    succeed(failing)
     assert caplog.messages == [
         f"a flush failed, trying again: {AWAY}",
         f"a flush has failed 17 times in 1 s: {AWAY}",
@@ -72,7 +81,7 @@ def test_the_next_outage_is_one_of_its_own(clock: Clock, caplog: pytest.LogCaptu
     failing = FailureLog(logging.getLogger(), "a flush")
     for _ in range(2):
         fail(failing, clock, 1 / 16)
-        failing.succeeded()
+        succeed(failing)
     said = f"a flush failed, trying again: {AWAY}", "a flush has succeeded again, after 1 failure in 0.1 s"
     assert caplog.messages == [*said, *said]
 
@@ -86,3 +95,10 @@ def test_a_failure_after_a_minute_without_one_begins_anew(
     clock.now_s += 3600
     fail(failing, clock, 1 / 16)
     assert caplog.messages == [f"reading jobs failed, trying again: {AWAY}"] * 2
+
+
+def test_only_errors_of_the_broker_are_caught(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    with pytest.raises(LookupError), failing.caught():
+        raise LookupError
+    assert caplog.messages == []
