@@ -15,14 +15,14 @@ from tests.support.sse import frames_of
 from tests.support.waiting import wait_until
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 64, "ignore_eos": True}}),
-    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True, "logprobs": 2}),
+    ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 40, "ignore_eos": True}}),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}),
     (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 64, "ignore_eos": True, "n": 2},
+        {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True, "n": 2},
     ),
 ]
-NUM_FRAMES = (64, 65, 2 * 65 + 1)
+NUM_FRAMES = (40, 41, 2 * 41 + 1)
 """A frame a token; on /v1 `[DONE]`, in chats the first chunk of each choice."""
 
 

@@ -19,7 +19,7 @@ SETTINGS = {
     "kv_cache_bytes": "128MiB",
     "worker_ttl_s": 3,
 }
-MAX_NEW_TOKENS = 60
+MAX_NEW_TOKENS = 40
 NUM_STREAMS = 6
 
 

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_until
 SYSTEM = "You are a patient teacher who explains how machines of all kinds work, in short and simple words. "
 QUESTIONS = ["How does a lever lift a stone?", "Why does a wheel turn?"]
 NEXT = "\nNow say it in one sentence:"
-NEW_TOKENS = 30
+NEW_TOKENS = 20
 
 
 async def ask(http: httpx.AsyncClient, text: str) -> tuple[str, list[int]]:

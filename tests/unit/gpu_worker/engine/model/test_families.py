@@ -201,13 +201,17 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "longrope, anew": ("Phi3-longrope", [(model_rope, "recompute_length", lambda model: None)]),
 }
 NATIVE = (KernelArguments, fused_layer.FusedLayers, fused_layer)
+TRIED = [
+    pytest.param(feature, marks=[] if family in QUICK else pytest.mark.slow)
+    for feature, (family, _) in FEATURES.items()
+]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", TRIED)
 def test_ids_differ_without_the_feature(
     feature: str, saved: Callable[..., Saved], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the tests above would fail without it."""
+    """So the test above would fail without it."""
     family, off = FEATURES[feature]
     if "torch" in feature:
         monkeypatch.setattr(native, "library", lambda: None)
