@@ -23,6 +23,7 @@ from common.broker.committed import Committed, in_slices
 from common.broker.keys import TOKENS_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.messages.plan import Report
+from common.plural import plural
 
 log = logging.getLogger(__name__)
 SAVED_IN_ONE_CALL = 64
@@ -147,7 +148,7 @@ class Recovery:
         await self.workers.remove_worker_keys(incarnation)
         self.timeline.record_death(incarnation, live)
         level = logging.INFO if why == "drained" else logging.WARNING
-        log.log(level, "worker %s is removed; of its requests %d resume", incarnation, len(live))
+        log.log(level, "worker %s is removed; %s resumed", incarnation, plural(len(live), "request"))
 
     async def save(self, states: dict[str, Committed], worker: str = "", is_crash: bool = False) -> None:
         """Append to each request's own string what only logs have of it, and record that `worker` holds it no

@@ -20,6 +20,7 @@ from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report
 from common.messages.timeline import Timeline, TimelineEvent
 from common.metrics import catalogue
+from common.plural import plural
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class TimelineWriter:
                 pipe.pexpire(self.pool.keys.timeline, TIMELINE_TTL_MS)
                 await pipe.execute()
         except ERRORS as error:
-            log.debug("timelines of %d requests wait: %s", len(unwritten), describe_error(error))
+            log.debug("timelines of %s wait: %s", plural(len(unwritten), "request"), describe_error(error))
             for request_id, events in self.unwritten.items():  # recorded meanwhile
                 unwritten.setdefault(request_id, []).extend(events)
             self.unwritten = unwritten if len(unwritten) <= MAX_UNWRITTEN else {}

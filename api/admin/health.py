@@ -6,6 +6,7 @@ from api.admin.processes import ProcessList
 from api.errors import ApiError
 from api.inference.batcher_monitor import SILENT_S
 from api.inference.pool import Pool
+from common.plural import plural
 
 
 async def check_health(pool: Pool) -> None:
@@ -35,7 +36,7 @@ def judge_processes(listed: ProcessList, num_workers: int) -> tuple[str, str]:
         return "warn", "no batcher is active"
     if num_ready < expected:
         return "warn", f"{num_ready} of {expected} workers ready"
-    return "good", "1 worker ready" if num_ready == 1 else f"{num_ready} workers ready"
+    return "good", f"{plural(num_ready, 'worker')} ready"
 
 
 def is_ready(worker: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from common.plural import plural
 from deploy.bench.figures import Figures
 from deploy.bench.load import LoadPlan
 from deploy.bench.servers import Server
@@ -179,7 +180,7 @@ def notes(result: Comparison) -> list[str]:
         errors = sum(it.num_errors for it in mine.values())
         if errors:
             first = next(it.error for it in mine.values() if it.error)
-            found.append(f"{server.name}: {errors} requests failed; the first: {first}")
+            found.append(f"{server.name}: {plural(errors, 'request')} failed; the first: {first}")
         if not all(it.tokens_per_s or it.num_errors for it in mine.values()):
             found.append(
                 f"{server.name}: no token came in time; "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from common.messages.codec import WireError, decode, encode
 from common.messages.kept_answer import KeeperMessage, KeptAnswer
+from common.plural import plural
 from common.process.datagrams import received
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class SocketKeeper:
         self.remove(channel)
         orphans = [kept for kept in self.kept.values() if kept.owner is channel]
         if orphans:
-            log.info("%d answers of a gateway that ended go on at another", len(orphans))
+            log.info("another gateway goes on with %s of one that ended", plural(len(orphans), "answer"))
             self.orphan(orphans)
 
     def remove(self, channel: GatewayChannel) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import IO
 
+from common.plural import plural
 from common.process.gpu import list_gpus
 from common.settings.settings import SettingError, Settings
 
@@ -27,7 +28,8 @@ def num_ranks(settings: Settings) -> int:
         if (count := len(usable_gpus(settings))) > 1:
             return count
         raise SettingError(
-            "sharded", f"true, but there are {count} GPUs; NUM_SHARD says how many ranks run without"
+            "sharded",
+            f"true, but this worker sees {plural(count, 'GPU')}; NUM_SHARD says how many ranks run without",
         )
     return settings.num_shard or 1
 
@@ -49,7 +51,7 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     if not gpus:
         return {}  # with DEVICE=cuda the engine reports the fault
     if count > len(gpus):
-        raise SettingError("num_shard", f"{count}, but there are {len(gpus)} GPUs")
+        raise SettingError("num_shard", f"{count}, but this worker sees {plural(len(gpus), 'GPU')}")
     folder = Path(settings.gpu_locks)
     held: dict[str, IO[str]] = {}
     for place in range(int(1 / settings.cuda_memory_fraction)):
@@ -64,10 +66,8 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
         return held
     for lock in held.values():
         lock.close()
-    some = "all" if not held else f"{len(gpus) - len(held)} of"
-    raise SettingError(
-        "device", f"{some} {len(gpus)} GPUs are held by other workers of this machine (locks in {folder})"
-    )
+    taken = f"{len(gpus) - len(held)} of {plural(len(gpus), 'GPU')}"
+    raise SettingError("device", f"other workers of this machine hold {taken} (locks in {folder})")
 
 
 def lock_file(path: Path) -> IO[str] | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from common.plural import plural
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.split_step import Forward, is_out_of_memory, release_tensors
 
@@ -23,7 +24,7 @@ def forward_without_failing(
     parts = list(forward_in_halves(forward, slices, error))
     computed = [row_slice for half, _ in parts for row_slice in half]
     if num_failed := len(slices) - len(computed):
-        log.error("the forward failed for %d of %d rows", num_failed, len(slices), exc_info=error)
+        log.error("the forward failed for %d of %s", num_failed, plural(len(slices), "row"), exc_info=error)
         run_trial(forward, trial, error)
     return computed, torch.cat([logits for _, logits in parts] or [torch.empty(0)])
 

@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from common import model_config, model_files
+from common.plural import plural
 from common.process import cpu
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.choose import choose_backend
@@ -60,8 +61,8 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     check_fp8(config, settings, device, dtype)
     register_family(config.model_type)
     report_progress(progress)
-    place = f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
-    progress(f"loading {settings.model_name} as {name_of(dtype)} on {place}")
+    threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
+    progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}{threads}")
     try:
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)
@@ -217,7 +218,8 @@ def choose_device(name: str, info: RankInfo) -> torch.device:
         return torch.device("cpu")
     if info.local_rank >= torch.cuda.device_count():
         raise SettingError(
-            "num_shard", f"{info.local_world_size}, but torch sees {torch.cuda.device_count()} CUDA devices"
+            "num_shard",
+            f"{info.local_world_size}, but torch sees {plural(torch.cuda.device_count(), 'CUDA device')}",
         )
     torch.cuda.set_device(info.local_rank)
     return torch.device("cuda", info.local_rank)

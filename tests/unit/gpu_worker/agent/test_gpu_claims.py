@@ -22,7 +22,7 @@ def test_each_worker_claims_its_own_gpu(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine))
     first, second = gpus.claim(settings, 1), gpus.claim(settings, 1)
     assert [*first, *second] == ["GPU-a", "GPU-b"]
-    with pytest.raises(SettingError, match="DEVICE: all 2 GPUs are held by other workers"):
+    with pytest.raises(SettingError, match="DEVICE: other workers of this machine hold 2 of 2 GPUs"):
         gpus.claim(settings, 1)
     first["GPU-a"].close()  # as the end of its process does
     assert [*gpus.claim(settings, 1)] == ["GPU-a"]
@@ -30,10 +30,10 @@ def test_each_worker_claims_its_own_gpu(machine: Path) -> None:
 
 def test_ranks_claim_one_gpu_each_or_none_at_all(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine))
-    with pytest.raises(SettingError, match="NUM_SHARD: 3, but there are 2 GPUs"):
+    with pytest.raises(SettingError, match="NUM_SHARD: 3, but this worker sees 2 GPUs"):
         gpus.claim(settings, 3)
     held = gpus.claim(settings, 1)
-    with pytest.raises(SettingError, match="DEVICE: 1 of 2 GPUs are held by other workers"):
+    with pytest.raises(SettingError, match="DEVICE: other workers of this machine hold 1 of 2 GPUs"):
         gpus.claim(settings, 2)
     held["GPU-a"].close()
     assert [*gpus.claim(settings, 2)] == ["GPU-a", "GPU-b"]
@@ -80,7 +80,7 @@ def test_num_ranks_follows_num_shard_and_sharded(machine: Path) -> None:
         {"sharded": True, "num_shard": 4, "device": "cpu"},
     )
     assert [gpus.num_ranks(Settings(**settings)) for settings in settings_of_workers] == [1, 3, 2, 1, 4]
-    with pytest.raises(SettingError, match="SHARDED: true, but there are 0 GPUs"):
+    with pytest.raises(SettingError, match="SHARDED: true, but this worker sees 0 GPUs"):
         gpus.num_ranks(Settings(sharded=True, device="cpu"))
     with pytest.raises(SettingError, match="SHARDED: false and 2 ranks"):
         Settings.read(["--sharded", "false", "--num-shard", "2"], {})
