@@ -1,23 +1,54 @@
 """Departure: when a batcher that was told to end may leave.
 
 It leaves last: not before the gateways that end with it have finished their streams, unless another batcher
-stands by.
+stands by. Others are believed by what they have said since it was told: a process that was told at the same
+time and had no core since still looks as before.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from batcher.lease import Lease
 from common.broker.client import ERRORS
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 
-LOOKS_BEFORE_GONE = 2
-"""Heartbeats within which processes that were told to end at the same time show it."""
+HEARTBEATS_TO_SHOW = 2
+"""Heartbeats within which a process that was told to end at the same time shows it: one may be on its way."""
+ENDING = ("draining", "died")
 
-GatewayState = tuple[str, int]
-"""State and number of streams of a gateway's heartbeat."""
+
+class GatewayState(NamedTuple):
+    """What is known of a gateway.
+
+    Attributes:
+        num_streams: those that it has not finished.
+        is_believed: whether it has sent enough heartbeats since this batcher was told to end.
+    """
+
+    state: str
+    num_streams: int
+    is_believed: bool
+
+
+class HeartbeatCount:
+    """How many heartbeats of each process were seen since the first look, at most one a look."""
+
+    def __init__(self) -> None:
+        self.seen_ms: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def look(self, last_ms: Mapping[str, float]) -> None:
+        """`last_ms`: when the last heartbeat of each process came."""
+        for name, at_ms in last_ms.items():
+            self.counts[name] += self.seen_ms.get(name, at_ms) != at_ms
+        self.seen_ms = {**last_ms}
+
+    def believes(self, name: str) -> bool:
+        return self.counts[name] >= HEARTBEATS_TO_SHOW
 
 
 async def wait_until_unneeded(
@@ -25,34 +56,42 @@ async def wait_until_unneeded(
 ) -> None:
     """Return when this batcher was told to end and may leave; GRACEFUL_TERMINATION_TIMEOUT bounds it."""
     await told_to_end.wait()
-    looks = 0
+    batchers, gateways = HeartbeatCount(), HeartbeatCount()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.graceful_termination_timeout):
-            while lease.epoch and await is_needed(pool, lease.holder, looks):
-                looks += 1
+            while lease.epoch:
+                if not await is_needed(pool, lease.holder, batchers, gateways):
+                    return
                 await asyncio.sleep(settings.heartbeat_s)
 
 
-async def is_needed(pool: PoolClient, own_name: str, looks: int) -> bool:
+async def is_needed(
+    pool: PoolClient, own_name: str, batchers: HeartbeatCount, gateways: HeartbeatCount
+) -> bool:
     try:
-        batchers = [name for name in await pool.processes("batcher") if name != own_name]
-        gateways = await pool.processes("gateway")
+        batchers.look(await pool.processes("batcher"))
+        gateways.look(await pool.processes("gateway"))
+        names = [*gateways.seen_ms]
         async with pool.redis.pipeline(transaction=False) as pipe:
-            for name in batchers:
-                pipe.exists(pool.keys.process("batcher", name))
-            for name in gateways:
+            for name in names:
                 pipe.hmget(pool.keys.gateway(name), ["state", "streams"])
             answers = await pipe.execute()
     except ERRORS:
         return True
-    states = [(state.decode(), int(streams or 0)) for state, streams in answers[len(batchers) :] if state]
-    return must_stay(any(answers[: len(batchers)]), states, looks)
+    states = [
+        GatewayState(state.decode(), int(num_streams or 0), gateways.believes(name))
+        for name, (state, num_streams) in zip(names, answers, strict=True)
+        if state
+    ]
+    return must_stay(any(batchers.believes(name) for name in batchers.seen_ms if name != own_name), states)
 
 
-def must_stay(has_standby: bool, gateways: Sequence[GatewayState], looks: int) -> bool:
-    """Whether the active batcher must stay. At first every gateway is waited for: it may have been told to
-    end as well, and not have shown it yet.
+def must_stay(has_standby: bool, gateways: Sequence[GatewayState]) -> bool:
+    """Whether the active batcher must stay. Every gateway is waited for until it is believed: it may have
+    been told to end as well, and not have shown it yet.
     """
-    if looks < LOOKS_BEFORE_GONE:
-        return bool(gateways)
-    return not has_standby and any(state == "draining" and streams for state, streams in gateways)
+    if any(gateway.state not in ENDING and not gateway.is_believed for gateway in gateways):
+        return True
+    return not has_standby and any(
+        gateway.state == "draining" and gateway.num_streams for gateway in gateways
+    )

@@ -82,7 +82,10 @@ class PoolClient:
                 )
             wanted = sorted({*wanted, *seen_ms})
 
-    async def processes(self, kind: str) -> list[str]:
-        """Names of the processes of one kind, other than `worker`; some of them may have died."""
-        members = [member.decode() for member in await self.redis.zrange(self.keys.processes, 0, -1)]
-        return [member.removeprefix(f"{kind}:") for member in members if member.startswith(f"{kind}:")]
+    async def processes(self, kind: str) -> dict[str, float]:
+        """Name of each process of one kind, other than `worker` → when its last heartbeat came (ms); some of
+        them may have died.
+        """
+        found = await self.redis.zrange(self.keys.processes, 0, -1, withscores=True)
+        members = [(*member.decode().partition(":"), at_ms) for member, at_ms in found]
+        return {name: at_ms for its_kind, _, name, at_ms in members if its_kind == kind}

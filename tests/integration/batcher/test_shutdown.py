@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import httpx
+import psutil
 from redis.asyncio import Redis
 
+from common.broker.pool_client import PoolClient
+from common.process.heartbeat import Heartbeat
 from deploy.serve.embedded_broker import Broker, free_port
-from tests.support.fleet.batchers import KEYS, batcher
+from tests.support.fleet.batchers import KEYS, active_batcher, batcher
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -98,6 +102,39 @@ async def is_draining(redis: Redis) -> bool:
 
 async def all_are_admitted(redis: Redis) -> bool:
     return bool(await redis.xlen(KEYS.requests) == NUM_STREAMS)
+
+
+async def test_a_standby_that_has_said_nothing_since_is_none(broker: Broker, redis: Redis) -> None:
+    """It may have been told to end at the same time."""
+    pool = PoolClient(redis, KEYS)
+    draining = Heartbeat(pool, "gateway", "g0", ttl_s=600)
+    await draining.send(state="draining", streams=1)
+    patient = {"WORKER_TTL_S": "600"}
+    with batcher(broker.url, "b0", **patient) as b0:
+        assert await active_batcher(redis) == "b0"
+        with batcher(broker.url, "b1", **patient) as b1:
+            await wait_until(lambda: has_beaten(pool, "b1", {}))
+            b1.send_signal(signal.SIGSTOP)
+            await wait_until(lambda: is_stopped(b1.pid))
+            for process in (b0, b1):
+                process.send_signal(signal.SIGTERM)
+            for _ in range(6):
+                await wait_until(partial(has_beaten, pool, "b0", await pool.processes("batcher")), 10)
+                assert b0.poll() is None
+            b1.send_signal(signal.SIGCONT)
+            assert await asyncio.to_thread(b1.wait, PATIENCE_S) == 0
+        with batcher(broker.url, "b2", **patient):
+            assert await asyncio.to_thread(b0.wait, PATIENCE_S) == 0, "another stands by"
+
+
+async def has_beaten(pool: PoolClient, name: str, before_ms: dict[str, float]) -> bool:
+    """Whether a batcher has sent a heartbeat that is newer than these."""
+    newer = dict((await pool.processes("batcher")).items() - before_ms.items())
+    return any(batcher.startswith(name) for batcher in newer)
+
+
+def is_stopped(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(
