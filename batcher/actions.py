@@ -33,11 +33,11 @@ class ScriptAction:
 
     Attributes:
         call: returns the call, when its turn has come.
-        settle: takes the reply, and returns what the reply calls for.
+        on_reply: takes the reply, and returns what it calls for.
     """
 
     call: Callable[[], ScriptCall]
-    settle: Callable[[Any], "Iterable[Action | ScriptAction]"]
+    on_reply: Callable[[Any], "Iterable[Action | ScriptAction]"]
 
 
 class ActionQueue:
@@ -108,16 +108,16 @@ class ActionQueue:
         if self.all_replied is not None and not self.all_replied.done():
             self.all_replied.set_result(None)
 
-    def settle(self) -> None:
+    def take_replies(self) -> None:
         """Take the replies that have come. Where the broker refused a script, or the connection is lost, this
-        raises the error, and all that is not settled is sent again.
+        raises the error, and all whose replies are not taken is sent again.
         """
         called_for: list[Action | ScriptAction] = []
         try:
             while self.replies:
                 if isinstance(reply := self.replies.popleft(), Exception):
                     raise reply
-                called_for += self.sent.popleft().settle(reply)
+                called_for += self.sent.popleft().on_reply(reply)
             if self.connection is not None and self.connection.closed.done():
                 self.connection.closed.result()
         except ERRORS:
@@ -130,11 +130,11 @@ class ActionQueue:
 
     @property
     def due(self) -> list[asyncio.Future[None]]:
-        """What is done when the scripts on their way can be settled."""
+        """What is done when all scripts on their way have replies."""
         return [self.all_replied] if self.sent and self.all_replied else []
 
     def close(self) -> None:
-        """Close the connection: what was sent on it and not settled is sent again on the next one."""
+        """Close the connection: what was sent on it, and not replied to, is sent again on the next one."""
         if self.connection is not None:
             self.connection.close()
         self.connection = self.all_replied = None

@@ -115,7 +115,7 @@ class Batcher:
 
     async def run_pending(self) -> None:
         """Take the replies that have come, and do all that waits for none."""
-        self.pending.settle()
+        self.pending.take_replies()
         while self.pending.can_run:
             await self.lease.confirm()
             await self.pending.run_next()

@@ -110,12 +110,12 @@ class Recovery:
     def close(self, sequence: Sequence) -> ScriptAction:
         """Remove a request whose worker reported its end; it goes on if that worker's end did not count."""
 
-        def settle(has_ended: int) -> list[Action]:
+        def on_reply(has_ended: int) -> list[Action]:
             is_over = self.terminals.on_dequeued(sequence, has_ended)
             return [] if is_over else [partial(self.resume, [sequence])]
 
         return ScriptAction(
-            lambda: self.terminals.dequeue_call(sequence.request_id, sequence.entry_id), settle
+            lambda: self.terminals.dequeue_call(sequence.request_id, sequence.entry_id), on_reply
         )
 
     async def restore(self, sequences: list[Sequence]) -> None:

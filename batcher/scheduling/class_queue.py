@@ -152,7 +152,7 @@ class ClassQueue:
         self.place(account)
         return charged
 
-    def settle(self, sequence: Sequence, charged: int, num_computed: int) -> None:
+    def correct_charge(self, sequence: Sequence, charged: int, num_computed: int) -> None:
         """Correct the charge of a row that computes no more to what it has computed."""
         account = self.account(sequence)
         account.num_started -= 1

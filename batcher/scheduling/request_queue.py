@@ -87,11 +87,11 @@ class RequestQueue:
         queue.take(sequence)
         queue.skipped.append(sequence)
 
-    def settle(self, row: PlacedRow, kv_len: int) -> None:
+    def correct_charge(self, row: PlacedRow, kv_len: int) -> None:
         """A row computes no more, and held `kv_len` tokens. One that was adopted was charged to nobody."""
         if row.charged is not None:
             num_computed = max(0, kv_len - row.num_cached)
-            self.classes[row.sequence.class_index].settle(row.sequence, row.charged, num_computed)
+            self.classes[row.sequence.class_index].correct_charge(row.sequence, row.charged, num_computed)
             row.charged = None
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:

@@ -155,7 +155,7 @@ class Scheduler:
         if (replica := self.workers.remove(incarnation)) is None:
             return []
         for row in replica.rows.values():
-            self.queue.settle(row, row.kv_at(replica.step, replica.step) if row.prefilled else 0)
+            self.queue.correct_charge(row, row.kv_at(replica.step, replica.step) if row.prefilled else 0)
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
@@ -166,7 +166,7 @@ class Scheduler:
         """Remove rows from a plan that was not published, as if they had never been placed. Return them."""
         withdrawn = pending.withdraw(positions)
         for row in withdrawn:
-            self.queue.settle(row, 0)
+            self.queue.correct_charge(row, 0)
             self.release_followers(pending.replica, row)
         self.workers.note_change(pending.replica)
         return withdrawn
@@ -198,7 +198,7 @@ class Scheduler:
         hashes = dict(report.hashes)
         for number, kv_len in report.released:
             if (row := replica.rows.get(number)) is not None:
-                self.queue.settle(row, kv_len)
+                self.queue.correct_charge(row, kv_len)
             replica.release(number, kv_len, hashes.get(number, b""))
         self.workers.note_change(replica)
 

@@ -122,7 +122,7 @@ class Flusher:
         assert flush is not None
         self.answered.set()
         try:
-            self.drop(self.publisher.settle(flush, answer))
+            self.drop(self.publisher.take_answer(flush, answer))
         except Exception as error:
             self.failed = flush, error
             self.state.wake.set()

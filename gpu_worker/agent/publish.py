@@ -189,17 +189,17 @@ class Publisher:
         keys, args = self.arguments(flush)
         answer = await self.script(keys=keys, args=args)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-        return self.settle(flush, answer)
+        return self.take_answer(flush, answer)
 
     def start(self, flush: Flush, on_answer: Callable[[Any], None]) -> None:
-        """Send a flush on the connection that there is; `on_answer` takes what `settle` needs, perhaps not
-        before `client.poll`.
+        """Send a flush on the connection that there is; `on_answer` gets what `take_answer` needs, perhaps
+        not before `client.poll`.
         """
         started_s = time.perf_counter()
         self.client.start(on_answer, *ScriptCall("flush", *self.arguments(flush)).command)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
 
-    def settle(self, flush: Flush, answer: Any) -> list[RowText]:
+    def take_answer(self, flush: Flush, answer: Any) -> list[RowText]:
         """Take the broker's answer to a flush: returns and raises as `write` does."""
         if isinstance(answer, Exception):
             raise answer

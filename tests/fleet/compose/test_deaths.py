@@ -31,7 +31,7 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     assert [index for index, _ in want[0]] == [*range(1, NUM_TOKENS + 1)]
 
     async def disturb(what: str, how: Callable[[], object], num_workers: int = 1) -> None:
-        await clients.settle(num_workers)
+        await clients.wait_for_workers(num_workers)
         same = await clients.run(how) == want
         print(f"{what}: longest pause {max(clients.pauses_s):.1f} s, the same tokens: {same}", flush=True)
         assert same, what
@@ -53,7 +53,7 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     await disturb("batcher container killed", lambda: stack.kill_container("batcher"))
     scale = [word for name in ("cpu_worker=3", "api=2", "batcher=2") for word in ("--scale", name)]
     await asyncio.to_thread(stack.must, "up", "-d", "--no-build", *scale, *SERVICES)
-    await clients.settle(3)
+    await clients.wait_for_workers(3)
     print(f"both gateways rolled under load: {await roll_gateways(stack, clients)} requests, no error")
     await disturb("active one of two batchers: container killed", stack.kill_active_batcher, 3)
     await kill_worker(
@@ -79,7 +79,7 @@ async def test_clients_come_back_when_the_container_of_their_gateway_or_proxy_di
     clients = Clients(serving)
     [want, *_] = await clients.run()
     for service in ("api", "proxy"):
-        await clients.settle()
+        await clients.wait_for_workers()
         assert await clients.come_back(functools.partial(serving.kill_container, service)) == want, service
         print(f"{service}'s container killed: the rest of the stream was fetched", flush=True)
 
@@ -92,7 +92,7 @@ async def test_an_arq_job_outlives_the_process_and_the_container_of_its_worker(s
         "container": lambda: serving.kill_container("jobs"),
     }
     for name, kill in kills.items():
-        await clients.settle()
+        await clients.wait_for_workers()
         text = await asyncio.to_thread(finish_under_kill, serving, name, kill)
         assert text.startswith("".join(part for _, part in want))
         print(f"job worker's {name} killed: its job was finished", flush=True)

@@ -92,7 +92,7 @@ class Clients:
         with pytest.raises((StreamBroken, ConnectionError)):
             while True:
                 found.append(await anext(frames))
-        await self.settle()
+        await self.wait_for_workers()
         found += [frame async for frame in reader.go_on()]
         return [(frame["index"], frame["token"]["text"]) for frame in found]
 
@@ -129,13 +129,13 @@ class Clients:
             processes = (await client.get(f"{self.url}/fleet", timeout=60)).json()["processes"]
         return sum(one["kind"] == "worker" and one["state"] == "ready" for one in processes)
 
-    async def settle(self, num_workers: int = 1) -> None:
+    async def wait_for_workers(self, num_workers: int = 1) -> None:
         """Wait until this many workers serve."""
 
-        async def is_settled() -> bool:
+        async def are_serving() -> bool:
             return await self.is_healthy() and await self.num_workers() >= num_workers
 
-        await wait_until(is_settled, SETTLED_S)
+        await wait_until(are_serving, SETTLED_S)
 
 
 async def timeline(client: httpx.AsyncClient, request_id: str) -> list[dict[str, Any]]:

@@ -246,7 +246,7 @@ class FakeWorker:
             args += [1, 0, 0, pack_tokens(live.tokens(0, live.done))]
         await self.write(keys, args)
         for live in ended:
-            await self.settle(live)
+            await self.dequeue(live)
 
     async def write(self, keys: list[str], args: list[object]) -> None:
         """Write one flush, however long the broker is away: the next one is refused without it."""
@@ -274,7 +274,7 @@ class FakeWorker:
         kept = kept_of(terminal, pack_tokens(live.tokens(0, live.done)))
         return [*kept, request.result_ttl_ms, request.channel, payload]
 
-    async def settle(self, live: Live) -> None:
+    async def dequeue(self, live: Live) -> None:
         request_id = live.request.request_id
         keys = [
             self.keys.requests,

@@ -87,7 +87,7 @@ class ObviousQueue:
     def look_past(self, sequence: Sequence) -> None:
         self.looked_past.append(sequence)
 
-    def settle(self, sequence: Sequence, charged: int, num_computed: int) -> None:
+    def correct_charge(self, sequence: Sequence, charged: int, num_computed: int) -> None:
         tenant = tenant_of(sequence)
         self.served[tenant] += (num_computed - charged) / self.weights.get(tenant[1], 1.0)
 

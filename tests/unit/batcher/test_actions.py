@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError, ResponseError
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
 from common.broker.fast_client import FastConnection, ScriptCall
 
-Settle = Callable[[Any], Iterable[Action | ScriptAction]]
+OnReply = Callable[[Any], Iterable[Action | ScriptAction]]
 
 
 class RecordedQueue(ActionQueue):
@@ -52,12 +52,12 @@ async def actions(redis: Redis) -> RecordedQueue:
     return RecordedQueue(redis)
 
 
-def script(name: str, settled: list[Any], *follow: Action | ScriptAction) -> ScriptAction:
-    def settle(reply: Any) -> Iterable[Action | ScriptAction]:
-        settled.append(reply)
+def script(name: str, taken: list[Any], *follow: Action | ScriptAction) -> ScriptAction:
+    def on_reply(reply: Any) -> Iterable[Action | ScriptAction]:
+        taken.append(reply)
         return follow
 
-    return ScriptAction(lambda: ScriptCall("dequeue", [], [name]), settle)
+    return ScriptAction(lambda: ScriptCall("dequeue", [], [name]), on_reply)
 
 
 async def run_all(actions: ActionQueue) -> None:
@@ -65,7 +65,7 @@ async def run_all(actions: ActionQueue) -> None:
         while actions.can_run:
             await actions.run_next()
         await asyncio.gather(*actions.due)
-        actions.settle()
+        actions.take_replies()
 
 
 async def test_scripts_between_other_actions_are_sent_at_once(actions: RecordedQueue) -> None:
@@ -86,7 +86,7 @@ async def test_what_is_on_its_way_is_bounded(actions: RecordedQueue) -> None:
     assert [len(names) for names in actions.names] == [2, MAX_CALLS, 1]
 
 
-async def test_a_script_is_sent_before_the_replies_to_others_are_settled(actions: RecordedQueue) -> None:
+async def test_a_script_is_sent_before_the_replies_to_others_are_taken(actions: RecordedQueue) -> None:
     done: list[Any] = []
     for name in ("first", "second"):
         actions.add(script(name, done))
@@ -139,7 +139,7 @@ async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: 
     done: list[Any] = []
     queue = ActionQueue(redis)
     call = ScriptCall("dequeue", ["requests", "places", "tokens", "request"], ["1-0"])
-    one = ScriptAction(lambda: call, script("", done).settle)
+    one = ScriptAction(lambda: call, script("", done).on_reply)
     queue.add(one)
     await run_all(queue)
     await redis.script_flush()

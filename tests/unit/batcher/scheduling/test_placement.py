@@ -12,7 +12,7 @@ from tests.support.fleet.simulated_pool import Pool, request, sharing_request
 CHAT = list(range(200))
 
 
-def settle(pool: Pool) -> None:
+def run_turns(pool: Pool) -> None:
     for _ in range(50):
         pool.turn()
 
@@ -34,16 +34,16 @@ def test_a_chat_comes_back_to_its_worker() -> None:
     chats = {f"c{i}": [i, *CHAT] for i in range(4)}
     homes = {name: start(pool, name, prompt)[0] for name, prompt in chats.items()}
     assert sorted(homes.values()) == ["w0", "w1", "w2", "w3"]
-    settle(pool)
+    run_turns(pool)
     for name in reversed(chats):
         assert start(pool, f"{name} again", [*chats[name], 7]) == (homes[name], 192)
-        settle(pool)
+        run_turns(pool)
 
 
 def test_what_is_cached_does_not_gather_all_rows_on_one_worker() -> None:
     pool = Pool(4, num_blocks=400, seed=1, eos_chance=0)
     home, _ = start(pool, "r0", CHAT)
-    settle(pool)
+    run_turns(pool)
     placed = [start(pool, f"r{i}", [*CHAT, i], new=300) for i in range(1, 9)]
     assert placed[0] == (home, 192)
     assert len({name for name, _ in placed[:3]}) == 3
@@ -55,7 +55,7 @@ def test_after_a_death_the_survivors_caches_are_used() -> None:
     pool = Pool(2, num_blocks=200, seed=1, eos_chance=0)
     for i in range(2):  # both workers know the chat
         pool.add(sharing_request(f"r{i}", CHAT, 60, i))
-    settle(pool)
+    run_turns(pool)
     sequence = sharing_request("r2", CHAT, 60, 2)
     pool.add(sequence)
     pool.decide()

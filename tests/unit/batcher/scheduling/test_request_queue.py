@@ -46,7 +46,7 @@ def start_all(queue: RequestQueue, most: int = 10**6, fits: Callable[[Sequence],
             num_new = first.request.stopping.max_new_tokens
             row = PlacedRow(1, first, charged=queue.start(first, first.num_known))
             queue.learn(first, num_new)
-            queue.settle(row, first.num_known + num_new)
+            queue.correct_charge(row, first.num_known + num_new)
             started.append(first.request_id)
         else:
             queue.look_past(first)
@@ -188,9 +188,9 @@ def test_an_obvious_queue_starts_the_same_and_each_once(
         obvious.end_turn()
         for row in running[:num_ends]:
             num_new = row.sequence.request.stopping.max_new_tokens // 2 + 1
-            obvious.settle(row.sequence, row.charged or 0, row.sequence.num_known + num_new)
+            obvious.correct_charge(row.sequence, row.charged or 0, row.sequence.num_known + num_new)
             obvious.learn(row.sequence, num_new)
-            queue.settle(row, row.sequence.num_known + num_new)
+            queue.correct_charge(row, row.sequence.num_known + num_new)
             queue.learn(row.sequence, num_new)
         del running[:num_ends]
 
