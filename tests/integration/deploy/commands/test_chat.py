@@ -242,6 +242,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         person.waits_for("› ")
         person.process.send_signal(signal.SIGINT)
         person.waits_for("/exit ends")
+        person.waits_for("› ")  # before that a Ctrl-D would be the terminal's own
         person.types("\x04")
         assert person.process.wait(60) == 0
 
