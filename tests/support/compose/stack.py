@@ -147,7 +147,7 @@ class Stack:
     def threads(self, service: str) -> list[int]:
         """With which the engine in each worker's container computes, by its log; 0 before it says so."""
         logs = (run(["docker", "logs", name]) for name in self.containers(service))
-        said = (re.findall(r"(\d+) threads", log.stdout + log.stderr) for log in logs)
+        said = (re.findall(r"(\d+) threads?", log.stdout + log.stderr) for log in logs)
         return [int(found[-1]) if found else 0 for found in said]
 
     def restart_count(self, service: str) -> int:
