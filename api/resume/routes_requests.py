@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.json import to_json
-from api.resume.requests import cancel_choices, describe_request, find_request
+from api.resume import requests
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]
@@ -41,8 +41,8 @@ async def show_request(request: Request, request_id: RequestId) -> Response:
     """What becomes of a request, at any gateway: of one that runs, or whose stream is kept for a client that
     comes back. Its id is in the header `x-request-id` of a stream.
     """
-    own = await find_request(request, request_id)
-    return Response(to_json(await describe_request(own)), media_type="application/json")
+    own = await requests.find_request(request, request_id)
+    return Response(to_json(await requests.show_request(own)), media_type="application/json")
 
 
 @router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
@@ -50,6 +50,5 @@ async def cancel_request(request: Request, request_id: RequestId) -> Response:
     """Ends a request, whoever reads its answer: a stream ends with an error. One that has ended stays as it
     is.
     """
-    own = await find_request(request, request_id)
-    await cancel_choices(own)
-    return Response(to_json(await describe_request(own)), media_type="application/json")
+    own = await requests.find_request(request, request_id)
+    return Response(to_json(await requests.cancel_request(own)), media_type="application/json")

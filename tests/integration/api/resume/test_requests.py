@@ -1,9 +1,17 @@
 """The state of a request, and its cancel, at any gateway, for its owner alone."""
 
 import asyncio
+from typing import Any
 
 import httpx
+import pytest
 
+from api.resume import attach
+from api.resume.attach import read_committed
+from api.streams.stream import Stream
+from common.broker import cancel
+from common.broker.cancel import cancel_request
+from common.broker.pool_client import PoolClient
 from deploy.serve.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import LONG, two_gateways
 from tests.support.fleet.gateways import nothing_left
@@ -42,6 +50,52 @@ async def test_a_request_is_shown_and_cancelled_at_any_gateway(broker: Broker) -
             rest = [line async for line in lines]
         assert any("cancelled" in line for line in rest)
         await nothing_left(gateway, worker)
+
+
+async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel_and_wait(pool: PoolClient, request_id: str) -> bool:
+        is_cancelled = await cancel_request(pool, request_id)
+        await wait_until(lambda: is_gone(pool, request_id))
+        return is_cancelled
+
+    monkeypatch.setattr(cancel, "cancel_request", cancel_and_wait)
+    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
+        async with client.stream("POST", "/v1/completions", json=BODY | {"n": 1}, headers=OWN) as response:
+            path = f"/requests/{response.headers['content-location'].split('/')[2]}"
+            await wait_until(lambda: worker.live and next(iter(worker.live.values())).done > 2)
+            cancelled = (await other.delete(path, headers=OWN)).json()
+        assert cancelled["state"] == "cancelled"
+        assert [choice["state"] for choice in cancelled["choices"]] == ["cancelled"]
+        assert cancelled["choices"][0]["generated_tokens"] >= 2
+        assert (await other.get(path, headers=OWN)).status_code == 404
+        await nothing_left(gateway, worker)
+
+
+async def is_gone(pool: PoolClient, request_id: str) -> bool:
+    return not await pool.redis.exists(pool.keys.request(request_id))
+
+
+async def test_a_request_that_is_answered_while_it_is_looked_up_is_not_found(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_late(*admitted: Any) -> list[Stream]:
+        streams = await read_committed(*admitted)
+        worker.going.set()
+        await asking
+        await wait_until(lambda: is_gone(gateway.pool.client, request_id))
+        return streams
+
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
+        await worker.pause()
+        asking = asyncio.create_task(client.post("/generate", json={"inputs": "Hi"}, headers=OWN))
+        await wait_until(lambda: gateway.pool.relay.streams)
+        [request_id] = gateway.pool.relay.streams
+        await wait_until(lambda: gateway.pool.relay.streams[request_id].admitted)
+        monkeypatch.setattr(attach, "read_committed", read_late)
+        gone = await other.get(f"/requests/{request_id}", headers=OWN)
+        assert gone.status_code == 404 and "it was answered" in gone.text
 
 
 async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:
