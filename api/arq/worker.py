@@ -130,13 +130,17 @@ class JobWorker(Worker):
                 raise
 
     async def run_job(self, job_id: str, score: int) -> None:
-        """Run a job; a job whose key has another type than arq's is dropped, and harms no other."""
+        """Run a job; a job whose key has another type than arq's is dropped, and harms no other. One whose
+        keys are read or written when the worker is told to end does not keep that from ending in order.
+        """
         try:
             if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
                 await super().run_job(job_id, score)
             else:
                 log.error("job %s is dropped: arq did not write its key", job_id)
                 await self.pool.zrem(self.queue_name, job_id)
+        except asyncio.CancelledError:
+            log.info("job %s is left to another worker", job_id)
         except ERRORS as error:
             log.warning("job %s is tried again: %s", job_id, describe_error(error))
 

@@ -251,6 +251,24 @@ async def test_a_job_whose_claim_expired_while_its_worker_was_stopped_runs_once(
         assert running.jobs_failed == 0
 
 
+async def test_a_worker_ends_in_order_while_an_answer_is_written(
+    client: ArqRedis, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def finish_late(*args: Any) -> None:
+        writing.set()
+        await asyncio.Future()
+
+    writing = asyncio.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(JobWorker, "finish_job", finish_late)
+        async with job_worker(broker.url, worker_ttl_s=1.0):
+            job = await enqueue(client, "generate", "Count.")
+            await writing.wait()
+    async with job_worker(broker.url, worker_ttl_s=1.0):
+        assert (await result(job))["generated_text"] == TEXT
+    assert len(worker.seen) == 1
+
+
 async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
     """Cancel its tasks, and discard what they would send while they end."""
     running.finish_job = asyncio.sleep  # type: ignore[assignment]
@@ -258,17 +276,6 @@ async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
     for task in running.tasks.values():
         task.cancel()
     await asyncio.wait([life, *running.tasks.values()])
-
-
-async def test_arq_limits_follow_the_settings(broker: Broker, redis: Redis) -> None:
-    running = JobWorker(
-        PoolClient(redis, KEYS), Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33)
-    )
-    assert running.job_timeout_s == 710
-    assert running.max_jobs == 33
-    assert running.allow_abort_jobs
-    assert running.keep_result_s == 3600
-    assert running.queue_name == QUEUE
 
 
 async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
