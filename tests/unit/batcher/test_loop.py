@@ -37,11 +37,11 @@ async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def turns(batcher: Batcher, most: int = 6) -> None:
-    """Turns, and the housekeeping that each starts."""
-    for turn in count():
-        if turn >= most and not batcher.pending.sent:
-            break
+    """Turns in which a read has come, and the housekeeping that each starts."""
+    num_reads = 0
+    while num_reads < most or batcher.pending.sent:
         await batcher.retry(batcher.turn)
+        num_reads += batcher.inbox.reading is None
         if batcher.housekeeping.tasks:
             await asyncio.wait(batcher.housekeeping.tasks)
 
