@@ -36,8 +36,10 @@ async def converse(client: httpx.AsyncClient, count: int) -> list[bytes]:
 
 
 async def undisturbed(broker: Broker, count: int) -> list[bytes]:
-    async with answering(broker.url, scripted) as (_, _, client):
-        return await converse(client, count)
+    async with answering(broker.url, scripted) as (worker, gateway, client):
+        answers = await converse(client, count)
+        await nothing_left(gateway, worker)
+        return answers
 
 
 @pytest.mark.parametrize("seed", range(3))
