@@ -89,7 +89,7 @@ class Batcher:
         self.pending.add(*(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended))
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
-            self.pending.add(partial(self.recovery.seal, incarnation, "it died before this epoch"))
+            self.pending.add(partial(self.recovery.seal, incarnation, "it ended before this epoch"))
         log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:

@@ -63,6 +63,7 @@ class WorkerRegistry:
 
     Attributes:
         listed: incarnations in the pool at the last look.
+        sealed: incarnations that were sealed before this epoch and not removed.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class WorkerRegistry:
         self.detector = detector
         self.workers: dict[str, KnownWorker] = {}
         self.listed: list[str] = []
+        self.sealed: list[str] = []
 
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
@@ -89,12 +91,11 @@ class WorkerRegistry:
     def dead_holders(self, holders: Iterable[str], dead: set[str]) -> list[str]:
         """Return the workers from before this epoch that are known to be dead.
 
-        Their launcher said so, or they hold requests and are not in the pool: such have sealed their logs.
+        Their launcher said so, or they are sealed, or they hold requests and are not in the pool.
         """
         missing = {holder for holder in holders if holder not in self.workers}
-        return sorted(
-            missing | {name for name in self.pending_takeovers() if first_incarnation(name) in dead}
-        )
+        declared = {name for name in self.pending_takeovers() if first_incarnation(name) in dead}
+        return sorted(missing | declared | {*self.sealed})
 
     def incarnations(self, first: str) -> set[str]:
         """Return the first incarnation of a process, and the later ones that are known."""
@@ -104,6 +105,7 @@ class WorkerRegistry:
         """Send the takeover to every worker there is."""
         for incarnation in await self.pool.workers():
             self.workers.setdefault(incarnation, KnownWorker(is_earlier=True))
+        self.sealed = await self.pool.sealed()  # after them: a seal moves a worker from there to here
         for incarnation in list(self.pending_takeovers()):
             await self.send_takeover(incarnation)
 
@@ -203,10 +205,10 @@ class WorkerRegistry:
 
     async def remove_worker_keys(self, incarnation: str) -> None:
         """Delete what is left in Redis of a sealed worker whose reports were read to the end."""
-        await self.pool.redis.delete(
-            self.pool.keys.log(incarnation),
-            self.pool.keys.reports(incarnation),
-            self.pool.keys.plans(incarnation),
-        )
-        self.inbox.unfollow(self.pool.keys.reports(incarnation))
+        keys = self.pool.keys
+        async with self.pool.redis.pipeline(transaction=True) as pipe:
+            pipe.delete(keys.log(incarnation), keys.reports(incarnation), keys.plans(incarnation))
+            pipe.srem(keys.sealed, incarnation)
+            await pipe.execute()
+        self.inbox.unfollow(keys.reports(incarnation))
         self.workers[incarnation] = KnownWorker(WorkerState.REMOVED)

@@ -64,6 +64,11 @@ class Keys:
         return self.key("workers")
 
     @property
+    def sealed(self) -> str:
+        """Set: incarnations that are sealed, and whose other keys are not deleted yet."""
+        return self.key("workers", "sealed")
+
+    @property
     def processes(self) -> str:
         """Sorted set: kind:name of every process but workers → Redis time of its last heartbeat, in ms."""
         return self.key("processes")

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.typing import EncodableT
 
 from common.broker.client import Script, broker_url, connect, script
-from common.broker.keys import Keys
+from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.settings.settings import Settings
 
 
@@ -58,8 +58,14 @@ class PoolClient:
 
     async def seal(self, worker: str, why: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist."""
-        keys = [self.keys.log(worker), self.keys.reports(worker), self.keys.worker(worker), self.keys.workers]
-        return bool(await self.run("seal", keys, [worker, why]))
+        keys, own = self.keys, self.keys.worker(worker)
+        names = [keys.log(worker), keys.reports(worker), own, keys.workers, keys.sealed]
+        return bool(await self.run("seal", names, [worker, why, STREAMS_TTL_MS]))
+
+    async def sealed(self) -> list[str]:
+        """Incarnations that are sealed, and whose other keys are not deleted yet."""
+        members = await self.redis.smembers(self.keys.sealed)  # type: ignore[misc]
+        return sorted(member.decode() for member in members)
 
     async def workers(self) -> list[str]:
         """Incarnations of workers, some of which may have died."""

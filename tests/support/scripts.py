@@ -102,6 +102,5 @@ async def flush(
 
 
 async def seal(redis: Redis, worker: str = "w1") -> Any:
-    return await call(
-        redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker]
-    )
+    keys = [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers, KEYS.sealed]
+    return await call(redis, "seal", keys, [worker, "died", 60_000])

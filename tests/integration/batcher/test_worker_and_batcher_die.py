@@ -109,6 +109,23 @@ async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_liv
     assert not await error_of(redis, "r1")
 
 
+async def test_the_next_batcher_removes_a_worker_of_which_the_last_has_saved_every_request(
+    broker: Broker, redis: Redis
+) -> None:
+    """It was sealed; no request names it any more, and the keys were to be deleted."""
+    await leave_log(redis)
+    await seal(redis, "w1")
+    for name in ("r1", "r2"):
+        await place(redis, name, "")
+    with batcher(broker.url):
+        await wait_until(lambda: is_removed(redis))
+        await wait_until(lambda: is_forgotten(redis))
+
+
+async def is_forgotten(redis: Redis) -> bool:
+    return not await redis.exists(KEYS.sealed)
+
+
 async def test_what_a_log_says_of_a_request_that_has_ended_is_not_written_again(
     broker: Broker, redis: Redis
 ) -> None:
