@@ -1,20 +1,22 @@
 """The engine's loops: rank 0 takes grants from the agent, the other ranks follow rank 0."""
 
+import time
+
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import StepResult
 
 KEEPALIVE_S = 5.0
-COMPILE_WAIT_S = 0.002
-"""Until it is seen that a row's grammar is compiled."""
 
 
 def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
     """Run steps until the agent closes the socket (raises PeerClosed). The launch of a step waits for grants
-    while the one before it runs. While rows wait for blocks or steps, an empty step every five seconds tells
-    the agent that the engine lives. An engine that has been idle for so long prepares for grammars.
+    while the one before it runs. Without a step the loop waits for what may make one possible: a grant, or
+    the end of a compilation. Either ends a wait that begins after it, too: rows are looked at before.
     """
+    engine.matchers.on_compiled = link.wake
+    idle_at_s = time.monotonic() + KEEPALIVE_S
     wait_s = 0.0
     while True:
         for grant in communicator.broadcast(link.grants(wait_s)):
@@ -23,13 +25,24 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
             wait_s = slack_s
             continue
         step = engine.step()
+        now_s = time.monotonic()
         if step is not None:
             link.send(step)
-        elif wait_s == KEEPALIVE_S and engine.rows.rows:
-            link.send(StepResult(engine.collected_step))
-        elif wait_s == KEEPALIVE_S:
-            engine.matchers.prepare()
-        wait_s = 0.0 if step else COMPILE_WAIT_S if engine.rows.waits_for_grammar else KEEPALIVE_S
+        elif now_s >= idle_at_s:
+            idle(engine, link)
+        if step is not None or now_s >= idle_at_s:
+            idle_at_s = now_s + KEEPALIVE_S
+        wait_s = 0.0 if step else idle_at_s - now_s
+
+
+def idle(engine: Engine, link: AgentLink) -> None:
+    """Tell the agent that the engine lives, while rows wait for blocks, steps or grammars; prepare for
+    grammars while there are none.
+    """
+    if engine.rows.rows:
+        link.send(StepResult(engine.collected_step))
+    else:
+        engine.matchers.prepare()
 
 
 def run_follower(engine: Engine, communicator: Communicator) -> None:

@@ -87,11 +87,6 @@ class Rows:
         row.blocks = np.concatenate((row.blocks, blocks))
         return blocks
 
-    @property
-    def waits_for_grammar(self) -> bool:
-        """Whether a row waits until its grammar is compiled."""
-        return not all(row.is_ready for row in self.rows.values())
-
     def launch(self) -> list[RowSlice]:
         """Launch the next step → its slices, arranged; empty where no step may or can run. Not behind one
         with a slice that `is_open`.

@@ -41,9 +41,7 @@ class Endings:
         """
         matcher = self.matchers.start(source, tokens)
         if self.steers:
-            matcher.steering = self.matchers.compiler.submit(lambda: steering_of(self.search, source))
-            if self.matchers.waits:
-                matcher.steering.result()
+            matcher.steering = self.matchers.in_thread(lambda: steering_of(self.search, source))
         return matcher
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:

@@ -2,11 +2,12 @@
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import llguidance
 import numpy as np
@@ -18,6 +19,7 @@ from gpu_worker.engine.sampling.ending_search import Exits
 from gpu_worker.engine.sampling.grammar import num_words
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LIMIT = re.compile("too (many|big)|; max is")
 """In llguidance's error where a grammar takes more work or memory than it allows."""
@@ -96,6 +98,7 @@ class Matchers:
     Attributes:
         waits: a row's grammar is compiled before the row starts, so that all ranks start it in the same step.
         pending: the masks that are being computed while a forward runs.
+        on_compiled: is called, in any thread, after something that rows wait for was compiled.
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool) -> None:
@@ -104,6 +107,7 @@ class Matchers:
         self.eos_ids = list(eos_ids)
         self.waits = waits
         self.pending: Future[None] | None = None
+        self.on_compiled: Callable[[], None] = nobody_waits
 
     @cached_property
     def vocabulary(self) -> llguidance.LLTokenizer:
@@ -125,15 +129,23 @@ class Matchers:
         return llguidance.LLExecutor(max(1, cpu.num_cores() // 4))
 
     def prepare(self) -> None:
-        """Do what the first grammar needs, while nobody waits."""
-        self.compiler.submit(lambda: self.vocabulary).result()
+        """Have done what the first grammar needs, while nobody waits: a row that starts meanwhile does not
+        wait for it, nor for the grammar of a row that has ended, unless it has a grammar itself.
+        """
+        self.compiler.submit(lambda: self.vocabulary)
 
     def start(self, source: str, tokens: Sequence[int]) -> Matcher:
         """The matcher of a row that has sampled these tokens so far."""
-        compiled = self.compiler.submit(self.compile, source, list(tokens))
+        compiled = self.in_thread(partial(self.compile, source, list(tokens)))
+        return Matcher(compiled, num_words(self.vocab_size), tokens[-1] if tokens else None)
+
+    def in_thread(self, work: Callable[[], T]) -> "Future[T]":
+        """Do what a row waits for, behind what was asked for before."""
+        compiled = self.compiler.submit(work)
+        compiled.add_done_callback(lambda _: self.on_compiled())
         if self.waits:
             compiled.result()
-        return Matcher(compiled, num_words(self.vocab_size), tokens[-1] if tokens else None)
+        return compiled
 
     def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
@@ -163,6 +175,10 @@ class Matchers:
         )
         for matcher, row in zip(matchers, bits, strict=True):
             matcher.bits = row
+
+
+def nobody_waits() -> None:
+    """Nobody waits for grammars without looking at them."""
 
 
 def missing(requests: Iterable[SampleRequest | None]) -> list[Matcher]:
