@@ -57,9 +57,11 @@ class SerialClient:
         self.connection.send(*command)
 
     def poll(self) -> None:
-        """Take the reply to what was started, if it has come."""
-        if self.connection is not None:
-            self.connection.poll()
+        """Take the reply to what was started, if it has come; else what is missing of it is not held."""
+        if (connection := self.connection) is not None:
+            connection.poll()
+            if self.on_answer is not None:
+                connection.release()
 
     async def connect(self) -> FastConnection:
         self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)

@@ -67,7 +67,7 @@ class SocketKeeper:
         left_s: how long one is kept whose client has left, and whose requests go on: by then the broker's
             file has them.
         max_sockets: how many are kept at most.
-        moved: set when an answer was dropped, or sent to its heir.
+        moved: set when an answer was dropped or sent to its heir, or a gateway has ended.
     """
 
     def __init__(self, orphan_s: float = 30.0) -> None:
@@ -181,6 +181,7 @@ class SocketKeeper:
             loop.remove_reader(channel.socket)
             loop.remove_writer(channel.socket)
             channel.socket.close()
+            self.moved.set()  # nothing waits to be sent to it any more
 
     def orphan(self, orphans: list[KeptSocket]) -> None:
         """Take answers from their gateway, and give them to others; where there are none, they wait."""

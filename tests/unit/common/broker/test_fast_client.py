@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError, ResponseError
 
+from common.broker import fast_client
 from common.broker.client import ERRORS, SCRIPTS, connect
 from common.broker.fast_client import FastConnection
 from common.broker.serial_client import SerialClient
@@ -170,6 +171,19 @@ async def test_a_reply_that_has_not_come_when_it_is_polled_is_taken_as_it_comes(
     client.poll()
     await redis.lpush("late", "now")  # type: ignore[misc]
     await wait_until(lambda: answers == [[b"late", b"now"]])
+
+
+async def test_a_reply_of_which_a_part_has_come_when_it_is_polled_is_taken_as_the_rest_comes(
+    client: SerialClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    connection = await client.connect()
+    monkeypatch.setattr(fast_client, "RECEIVE_BYTES", 3)
+    client.start(answers.append, "ECHO", "hello")
+    await wait_until(lambda: has_arrived(connection))
+    client.poll()
+    assert not answers
+    await wait_until(lambda: answers == [b"hello"])
 
 
 async def test_the_end_of_a_connection_is_told_although_replies_are_held(

@@ -10,9 +10,11 @@ import pytest
 from common.messages.codec import decode, encode
 from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
 from deploy.serve.socket_keeper import SocketKeeper
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ANSWERS = [KeptAnswer(f"r{i}", 10 * i, "1", head=b"HTTP/1.1 200 OK") for i in range(40)]
+NUM_MORE = 60
+"""So many long answers are more than a channel holds at once."""
 
 
 class FakeGateway:
@@ -184,22 +186,46 @@ async def test_an_answer_for_which_no_heir_comes_is_dropped() -> None:
     close_all(*clients)
 
 
-async def test_a_slow_heir_gets_everything_in_time() -> None:
-    """More than the channel holds at once."""
-    keeper = SocketKeeper()
-    victim, heir = FakeGateway(keeper), FakeGateway(keeper)
-    answers = [KeptAnswer(f"r{i}", i, "1", head=bytes(16000)) for i in range(60)]
+async def keep_more_than_a_channel_holds(victim: FakeGateway, keeper: SocketKeeper) -> list[socket.socket]:
+    answers = [KeptAnswer(f"r{i}", i, "1", head=bytes(16000)) for i in range(NUM_MORE)]
     clients: list[socket.socket] = []
     while len(clients) < len(answers):
         clients.append(victim.keep(answers[len(clients)]))
         await asyncio.sleep(0)  # the keeper reads
     await wait_until(lambda: len(keeper.kept) == len(answers))
+    return clients
+
+
+async def test_a_slow_heir_gets_everything_in_time() -> None:
+    keeper = SocketKeeper()
+    victim, heir = FakeGateway(keeper), FakeGateway(keeper)
+    clients = await keep_more_than_a_channel_holds(victim, keeper)
     heir.send(KeeperMessage(takes=True))
     victim.channel.close()
     await wait_until(lambda: any(channel.outgoing for channel in keeper.channels))
-    found = await heir.inherited(60)
+    found = await heir.inherited(NUM_MORE)
     keeper.close()
     close_all(*clients, heir.channel, *(connection for _, connection in found.values()))
+
+
+async def test_nobody_waits_for_an_heir_that_ends_with_what_was_dropped_meanwhile() -> None:
+    keeper = SocketKeeper()
+    victim, heir = FakeGateway(keeper), FakeGateway(keeper)
+    clients = await keep_more_than_a_channel_holds(victim, keeper)
+    heir.send(KeeperMessage(takes=True))
+    await wait_until(lambda: keeper.channels[1].takes)
+    waiting = asyncio.create_task(keeper.wait_for_heirs())
+    for i in range(NUM_MORE):
+        victim.send(KeeperMessage(release=f"r{i}/0"))
+    await wait_until(lambda: any(channel.outgoing for channel in keeper.channels))
+    for i in range(NUM_MORE):
+        victim.send(KeeperMessage(drop=f"r{i}/0"))
+    await wait_until(lambda: not keeper.kept)
+    assert not waiting.done()
+    close_all(heir.channel)
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    keeper.close()
+    close_all(*clients, victim.channel)
 
 
 async def test_sockets_beyond_the_limit_are_not_kept() -> None:
