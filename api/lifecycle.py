@@ -4,13 +4,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from api.event_loop.background import background_task
-from api.event_loop.garbage import collect_garbage
 from api.event_loop.loop_watch import watch_loop
 from api.http.unread import UnreadAnswers
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.jobs.consumer import JobConsumer
 from api.tokenizer import ModelTokenizer
+from common.process.garbage import collect_garbage
 from common.settings.settings import Settings
 
 

@@ -57,13 +57,11 @@ class Backlog:
 
     async def read_entries(self) -> list[StreamEntry]:
         """Return the next entries of `requests`; none at its end."""
-        begin = f"({self.last_id}" if self.last_id else "-"
-        entries = await self.pool.redis.xrange(self.pool.keys.requests, begin, count=ENTRIES_IN_ONE_READ)
+        begin, stream = f"({self.last_id}" if self.last_id else "-", self.pool.keys.requests
+        entries = await self.pool.redis.xrange(stream, begin, count=ENTRIES_IN_ONE_READ)
         if entries:
             self.last_id = entries[-1][0].decode()
-        return [
-            StreamEntry(self.pool.keys.requests, entry_id.decode(), fields) for entry_id, fields in entries
-        ]
+        return [StreamEntry(stream, entry_id.decode(), fields) for entry_id, fields in entries]
 
     async def read_states(self) -> None:
         """Read the state of the sequences in `unread`: who held them, and whether they go on."""

@@ -39,12 +39,14 @@ class Batcher:
     """One epoch of the active batcher.
 
     Attributes:
+        requests: name of the stream: looked at with every entry.
         pending: what was decided and not done yet.
         undecodable: number of entries that could not be read.
     """
 
     def __init__(self, settings: Settings, pool: PoolClient, lease: Lease, epoch: int) -> None:
         self.keys = pool.keys
+        self.requests = pool.keys.requests
         self.lease = lease
         self.epoch = epoch
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
@@ -130,7 +132,7 @@ class Batcher:
     def on_entry(self, entry: StreamEntry) -> None:
         """Handle one entry. One that cannot be read is counted and skipped."""
         try:
-            if entry.stream == self.keys.requests:
+            if entry.stream == self.requests:
                 self.on_request(entry)
             elif entry.stream == self.keys.control:
                 self.on_control(entry)
@@ -140,14 +142,14 @@ class Batcher:
             self.undecodable += 1
             catalogue.UNDECODABLE.add()
             log.error("%s of %s cannot be read: %s", entry.id, entry.stream, error)
-            if entry.stream == self.keys.requests:
+            if entry.stream == self.requests:
                 self.pending.add(partial(self.terminals.finish_undecodable, entry))
 
     def on_request(self, entry: StreamEntry) -> None:
         if entry.kind != "generate":
             raise WireError(f"unknown kind {entry.kind!r}")
         now_ms = self.lease.clock.now_ms()
-        is_new = self.keys.requests in self.inbox.last_ids
+        is_new = self.requests in self.inbox.last_ids
         sequence = parse.sequence(entry, now_ms if is_new else parse.queued_ms(entry, now_ms))
         if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
             self.pending.add(partial(self.terminals.replace_entry, known, entry))

@@ -26,15 +26,21 @@ def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
-    positive = {
-        "stopping.max_new_tokens": request.stopping.max_new_tokens,
-        "ttl_ms": request.ttl_ms,
-        "result_ttl_ms": request.result_ttl_ms,
-    }
-    for field, value in positive.items():
-        if value < 1:
-            raise WireError(f"Generate.{field}: {value} is not positive")
+    if request.stopping.max_new_tokens < 1:
+        raise WireError(
+            f"Generate.stopping.max_new_tokens: {request.stopping.max_new_tokens} is not positive"
+        )
+    if request.ttl_ms < 1:
+        raise WireError(f"Generate.ttl_ms: {request.ttl_ms} is not positive")
+    if request.result_ttl_ms < 1:
+        raise WireError(f"Generate.result_ttl_ms: {request.result_ttl_ms} is not positive")
     return Sequence(request, entry.id, queued_ms + request.ttl_ms)
+
+
+def check_positive(field: str, value: int) -> None:
+    """Raises WireError if the value of a request's field is not positive."""
+    if value < 1:
+        raise WireError(f"Generate.{field}: {value} is not positive")
 
 
 def report(data: bytes, incarnation: str, epoch: int) -> Report:

@@ -16,6 +16,7 @@ from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
 from common.metrics.aggregate import publishing_metrics
 from common.process.first_end import run_until_one_ends
+from common.process.garbage import collect_garbage
 from common.process.heartbeat import Heartbeat
 from common.process.refusal import exit_when_unservable
 from common.process.startup import configure_process, start_process
@@ -52,6 +53,7 @@ async def run_batcher(
                     batcher.inbox.watch(pool.keys.requests),
                     batcher.run(),
                     close(batcher.scheduler, told_to_end),
+                    collect_garbage(batcher.scheduler.num_live),
                 )
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)

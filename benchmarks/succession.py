@@ -16,6 +16,7 @@ import signal
 import time
 from itertools import pairwise
 
+import psutil
 import redis.asyncio
 
 from benchmarks.client import Stream
@@ -88,8 +89,13 @@ async def measure_takeover(workers: int, rows: int, flushes: int) -> None:
             pool = FullPool(client, workers, rows, flushes)
             await pool.fill()
             answering = asyncio.create_task(pool.answer(pool.names))
-            with batcher(broker.url, "b0"):
+            await client.set(KEYS.batcher, "another")
+            with batcher(broker.url, "b0") as process:
+                await wait_until(lambda: client.exists(KEYS.processes))  # it stands by
+                before_s = cpu_s(process.pid)
+                await client.delete(KEYS.batcher)
                 await wait_until(lambda: len(pool.first_plans) == workers)
+                used_s = cpu_s(process.pid) - before_s
                 lease_s = await pool.lease_s()
             answering.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -97,8 +103,14 @@ async def measure_takeover(workers: int, rows: int, flushes: int) -> None:
     after_s = sorted(plan_s - lease_s for plan_s in pool.first_plans.values())
     print(
         f"{workers} workers, {rows} rows, {flushes} flushes: first plans {after_s[0]:.2f} s "
-        f"to {after_s[-1]:.2f} s after the lease; {len(pool.starts)} requests resumed"
+        f"to {after_s[-1]:.2f} s after the lease, {used_s:.2f} s of the batcher's CPU; "
+        f"{len(pool.starts)} requests resumed"
     )
+
+
+def cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 if __name__ == "__main__":

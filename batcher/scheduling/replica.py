@@ -161,19 +161,19 @@ class Replica:
         self.pool.cache.expect(self.names(sequence)[len(cached) :], row)
         self.next_row += 1
         self.add(row)
+        self.reserve(row, self.horizon)
         sequence.waiting = False
         sequence.attempt += 1
         return row
 
     def add(self, row: PlacedRow) -> None:
-        """A row is here that has not ended."""
+        """A row is here that has not ended; blocks are reserved for it next."""
         self.rows[row.number] = row
         row.added_at = self.step
         self.num_running += 1
         if row.sequence.class_index == LEAST_URGENT:
             self.batch_rows[row] = None
         row.sequence.row = row
-        self.reserve(row, self.horizon)
 
     def reserve(self, row: PlacedRow, horizon: int) -> None:
         """Reserve blocks for a horizon and a block more of a row, or to its end."""

@@ -70,6 +70,10 @@ class Scheduler:
         self.gateways[sequence.request.gateway] += 1
         heapq.heappush(self.deadlines, (sequence.deadline_ms, sequence.request_id))
 
+    def num_live(self) -> int:
+        """How many requests are live."""
+        return len(self.sequences)
+
     def enqueue(self, sequence: Sequence) -> None:
         if sequence.stop_reason or sequence.crash_count >= MAX_CRASHES:
             self.outcomes.to_finish.append((sequence, sequence.stop_reason or "poison"))

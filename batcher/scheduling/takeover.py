@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PlacedRow, Sequence
@@ -15,46 +16,49 @@ def take_over(replica: Replica, report: Report, sequences: Iterable[Sequence]) -
     A row of none of them is stopped. The next plan grants steps to all. Raises ValueError, and changes
     nothing, if the report contradicts itself.
     """
-    replica.pool.reserve(count_rows(report.held, replica.block_size))
+    blocks = [unpack_ids(held.blocks) for held in report.held]
+    num_shared = [held.num_cached // replica.block_size for held in report.held]
+    replica.pool.reserve(count_rows(blocks, num_shared))
     replica.step = replica.until = report.step
     replica.next_row = report.last_row + 1
     by_name = {sequence.request_id: sequence for sequence in sequences}
-    for held in report.held:
+    for held, numbers in zip(report.held, blocks, strict=True):
         sequence = by_name.get(held.request_id)
         if sequence is not None and sequence.attempt == held.attempt and not held.ended:
-            adopt(replica, held, by_name.pop(held.request_id))
+            adopt(replica, held, numbers, by_name.pop(held.request_id))
             continue
-        replica.leaving[held.row] = unpack_ids(held.blocks)
+        replica.leaving[held.row] = numbers
         if not held.ended:
             replica.disowned.append(held.row)
+    horizon = replica.horizon
+    for row in replica.running:
+        replica.reserve(row, horizon)
     return list(by_name.values())
 
 
-def count_rows(held: Iterable[HeldRow], block_size: int) -> Counter[int]:
-    """How many rows have each block.
+def count_rows(blocks: list[list[int]], num_shared: list[int]) -> Counter[int]:
+    """How many rows have each block. Of the blocks of each row, so many were complete when it started.
 
-    Raises ValueError if two rows have a block that was not complete when they started, or if a block is at
-    two places.
+    Raises ValueError if two rows have a block that was not complete then, or if a block is at two places. No
+    loop looks at blocks that one row has alone: a large pool has a million of them.
     """
-    count: Counter[int] = Counter()
-    own: set[int] = set()
+    owned = [*chain.from_iterable(row[shared:] for row, shared in zip(blocks, num_shared, strict=True))]
+    if len({*owned}) < len(owned):
+        raise ValueError(f"block {Counter(owned).most_common(1)[0][0]} is in use twice")
+    complete = {*chain.from_iterable(row[:shared] for row, shared in zip(blocks, num_shared, strict=True))}
     places: dict[int, int] = {}
-    for row in held:
-        for place, block in enumerate(unpack_ids(row.blocks)):
-            is_own = place >= row.num_cached // block_size
-            if places.setdefault(block, place) != place or (is_own and block in own):
+    for row in blocks if complete else ():
+        for place, block in enumerate(row):
+            if block in complete and places.setdefault(block, place) != place:
                 raise ValueError(f"block {block} is in use twice")
-            if is_own:
-                own.add(block)
-            count[block] += 1
-    return count
+    return Counter(chain.from_iterable(blocks))
 
 
-def adopt(replica: Replica, held: HeldRow, sequence: Sequence) -> None:
+def adopt(replica: Replica, held: HeldRow, blocks: list[int], sequence: Sequence) -> None:
     row = PlacedRow(
         held.row,
         sequence,
-        unpack_ids(held.blocks),
+        blocks,
         held.kv_len,
         held.step,
         num_cached=held.num_cached,

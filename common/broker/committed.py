@@ -108,6 +108,7 @@ FIELDS = [
     "prompt",
     "cached",
 ]
+NO_FIELDS: list[bytes | None] = [None] * len(FIELDS)
 
 
 async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
@@ -128,24 +129,25 @@ async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]
 
 def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Committed:
     """Return the state of a request from its FIELDS and its string."""
-    found = dict(zip(FIELDS, fields, strict=True)) if fields else dict.fromkeys(FIELDS)
-    cached = found["cached"]
+    digest, worker, attempt, base, crashes, cancel, terminal, num_tokens, *rest = fields or NO_FIELDS
+    error, error_type, width, prompt, num_cached = rest
     state = Committed(
-        known=found["digest"] is not None,
-        worker=(found["worker"] or b"").decode(),
-        attempt=int(found["attempt"] or 0),
-        base=int(found["base"] or 0),
-        crash_count=int(found["crash_count"] or 0),
-        cancelled=found["cancel"] is not None,
-        terminal=(found["terminal"] or b"").decode(),
-        num_final=int(found["num_tokens"] or (-1 if found["terminal"] else 0)),
-        error=(found["error"] or b"").decode(),
-        error_type=(found["error_type"] or b"").decode(),
-        width=int(found["width"] or 1),
-        prompt=found["prompt"],
-        num_cached=None if cached is None else int(cached),
+        known=digest is not None,
+        worker=(worker or b"").decode(),
+        attempt=int(attempt or 0),
+        base=int(base or 0),
+        crash_count=int(crashes or 0),
+        cancelled=cancel is not None,
+        terminal=(terminal or b"").decode(),
+        num_final=int(num_tokens or (-1 if terminal else 0)),
+        error=(error or b"").decode(),
+        error_type=(error_type or b"").decode(),
+        width=int(width or 1),
+        prompt=prompt,
+        num_cached=None if num_cached is None else int(num_cached),
     )
-    records = records or b""
+    if not records:
+        return state
     state.records = records[: len(records) // state.token_bytes * state.token_bytes]
     state.spilled_bytes = len(state.records)
     return state

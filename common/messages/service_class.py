@@ -5,6 +5,7 @@ SERVICE_CLASSES = ("interactive", "standard", "batch")
 LEAST_URGENT = len(SERVICE_CLASSES) - 1
 """The index of the class `batch`."""
 DEFAULT_CLASS = "standard"
+CLASS_INDEXES = {name: index for index, name in enumerate(SERVICE_CLASSES)}
 
 
 def service_class(priority: str) -> str:
@@ -14,4 +15,4 @@ def service_class(priority: str) -> str:
 
 def class_index(priority: str) -> int:
     """The index of a request's class: 0 is the most urgent."""
-    return SERVICE_CLASSES.index(service_class(priority))
+    return CLASS_INDEXES.get(priority, CLASS_INDEXES[DEFAULT_CLASS])

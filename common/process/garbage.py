@@ -1,9 +1,9 @@
-"""Garbage: when the collector looks at the objects of a gateway.
+"""Garbage: when the collector looks at the objects of a gateway or a batcher.
 
 A full collection takes some 0.1 s for a thousand live streams, and holds the event loop for as long; by
 itself it comes when many streams begin. What a request leaves is freed by reference counts, so there is
 little to find. So each object is looked at once, soon after it was made; all of them while few streams are
-live, or after an hour.
+live, or after an hour. A batcher that takes over 16,000 requests spent a sixth of its time looking.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ MAX_YOUNG = 2000
 NEVER = 2**31 - 1
 CHECK_S = 60.0
 MAX_LIVE = 50
-"""Streams of which a full collection takes some milliseconds."""
+"""Streams, or requests, of which a full collection takes some milliseconds."""
 OVERDUE_S = 3600.0
 
 
