@@ -38,11 +38,13 @@ class Stream:
         frames: the JSON objects, in order; `[DONE]` is left out.
         times_s: when each arrived (monotonic clock).
         sent_s: when the request was sent.
+        place: path at which the answer goes on, once it has begun.
     """
 
     sent_s: float = 0.0
     frames: list[dict[str, Any]] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+    place: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -141,7 +143,9 @@ async def stream(url: str, body: dict[str, Any], into: Stream | None = None) -> 
     """Reads a whole stream. `into` can be read while it fills."""
     answer = into or Stream()
     answer.sent_s = time.monotonic()
-    async for frame in events(url, body):
+    reader = EventReader(url)
+    async for frame in reader.post(urlsplit(url).path, body):
+        answer.place = reader.place
         answer.times_s.append(time.monotonic())
         answer.frames.append(frame)
     return answer

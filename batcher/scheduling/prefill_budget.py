@@ -1,8 +1,9 @@
 """Prefill budget: how many tokens of prompts a step may compute beside rows that decode.
 
 Usually as many as INTER_TOKEN_LATENCY_TARGET_MS leaves, so that running answers go on evenly. Whole steps,
-MAX_BATCH_PREFILL_TOKENS, where prompts have the greater claim: TGI's WAITING_SERVED_RATIO and
-MAX_WAITING_TOKENS say when.
+MAX_BATCH_PREFILL_TOKENS, where prompts have the greater claim: while answers that were interrupted are
+computed again, since these stand still meanwhile; and when TGI's WAITING_SERVED_RATIO and MAX_WAITING_TOKENS
+say so.
 """
 
 from itertools import islice
@@ -13,6 +14,8 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 def mixed_prefill_tokens(replica: Replica) -> int:
     """Return the most prompt tokens of a step in which rows decode, up to the next plan."""
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
+    if any(row.was_interrupted for row in islice(replica.running, limits.max_batch_size)):
+        return most
     if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
         for row in islice(replica.running, limits.max_batch_size, None):
             row.added_at = replica.step  # a row that stands by waits for a place, not for its prefill

@@ -146,6 +146,11 @@ class PlacedRow:
     def prefilled(self) -> bool:
         return self.kv_len > 0
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether its answer has begun, and stands still until its tokens are computed again."""
+        return self.sequence.base > 0 and not self.prefilled
+
     def kv_at(self, step: int, start: int) -> int:
         """The most KV slots it can have filled after `step`, if it began at step `start` at the earliest."""
         if self.prefilled:

@@ -2,6 +2,7 @@
 step may have.
 """
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from common.messages.request import SamplingParams, StoppingParams
+from common.process.run_delay import run_delay_s
 from gpu_worker.engine.batch.proposer import MAX_FORCED
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_slice import RowSlice
@@ -55,17 +57,27 @@ def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
 
 
 def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.device) -> float:
-    """The best of several: what other processes do meanwhile must not lower the budget for this engine's
-    whole life.
+    """The best of several, on CPU without what other processes took of the cores: what they do meanwhile must
+    not lower the budget for this engine's whole life.
     """
     times = []
     for _ in range(TIMES):
-        began = time.perf_counter()
+        delay_s, cpu_s, began_s = run_delay_s(os.getpid()), time.process_time(), time.perf_counter()
         forward(slices)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
+        took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        delay_s = run_delay_s(os.getpid()) - delay_s
+        is_cpu = device.type == "cpu"
+        times.append(undisturbed_s(took_s, cpu_s, delay_s, torch.get_num_threads()) if is_cpu else took_s)
     return min(times) * 1e3
+
+
+def undisturbed_s(took_s: float, cpu_s: float, delay_s: float, num_threads: int) -> float:
+    """What would have taken less than `took_s` had no thread waited for a core, all together for `delay_s`:
+    they may have waited at once, but each thread has computed its part of `cpu_s`.
+    """
+    return min(took_s, max(took_s - delay_s, cpu_s / num_threads))
 
 
 def run_largest_step(

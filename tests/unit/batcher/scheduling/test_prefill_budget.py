@@ -65,6 +65,21 @@ def test_a_prompt_waits_from_when_it_has_a_place() -> None:
     assert budgets == [30, 64]
 
 
+def test_an_answer_that_was_interrupted_is_computed_again_in_whole_steps() -> None:
+    """Until then it stands still, which is worse than a longer step of those that run."""
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(inter_token_target_ms=50.0)
+    replica.pace.times = SLOW
+    replica.prefilled(replica.start(make_sequence(16)), 16, 1)
+    interrupted = make_sequence(16)
+    interrupted.base = 3
+    row = replica.start(interrupted)
+    replica.start(make_sequence(16))
+    assert mixed_prefill_tokens(replica) == 64
+    replica.prefilled(row, 19, 2)
+    assert mixed_prefill_tokens(replica) == 30
+
+
 @pytest.mark.parametrize(
     ("limits", "budgets"),
     [
