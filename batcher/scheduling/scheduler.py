@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batcher.scheduling.plans import PendingPlan, next_plan, set_lengths
+from batcher.scheduling.rebalance import move_interrupted
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
@@ -210,6 +211,7 @@ class Scheduler:
         """Yield a plan for each worker for which something changes."""
         placed = self.place_waiting()
         move_standby(self.workers)
+        move_interrupted(self.workers)
         for replica in self.workers.take_changed():
             rows = placed.get(replica, [])
             if (plan := next_plan(replica, self.epoch, rows)) is not None:

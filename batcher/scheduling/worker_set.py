@@ -12,6 +12,7 @@ class WorkerSet:
         closing: the whole pool was told to end, so no other worker will come for requests that wait.
         placement: those that may be given rows.
         changed: those of which something has changed since they were last asked for a plan.
+        joined: those that have joined since somebody last looked.
         most_tokens: the longest request that one of them can hold.
     """
 
@@ -20,10 +21,12 @@ class WorkerSet:
         self.closing = False
         self.placement = Placement(limits)
         self.changed: dict[Replica, None] = {}
+        self.joined: list[Replica] = []
         self.most_tokens = 0
 
     def add(self, replica: Replica) -> None:
         self.replicas[replica.capacity.incarnation] = replica
+        self.joined.append(replica)
         self.review()
 
     def remove(self, incarnation: str) -> Replica | None:
@@ -61,6 +64,11 @@ class WorkerSet:
         if self.replicas.get(replica.capacity.incarnation) is replica:
             self.changed[replica] = None
             self.placement.update(replica)
+
+    def take_joined(self) -> list[Replica]:
+        """Return the workers that have joined, and are still here, once."""
+        joined, self.joined = self.joined, []
+        return [replica for replica in joined if replica in self.replicas.values()]
 
     def take_changed(self) -> list[Replica]:
         """Return the workers of which something has changed, once."""
