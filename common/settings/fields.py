@@ -151,7 +151,7 @@ class SettingFields(BaseModel):
     prefix_caching: bool = True
     """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
     inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 100.0
-    """longest step in which prompts are computed beside rows that decode (ms; 0: no bound)"""
+    """longest step with prompts beside rows that decode (ms; 0: no bound), but for interrupted answers"""
     waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
     """prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS, once so many wait per decoding row"""
     max_waiting_tokens: Number | None = None
