@@ -94,11 +94,11 @@ async def main(args: argparse.Namespace) -> None:
     with Fleet(num_workers=args.workers, num_batchers=args.batchers, **settings) as fleet:
         load = Load(fleet, args.tokens, args.streams)
         for _ in range(args.kills):
+            await wait_until(lambda: is_whole(fleet, args), MOST_S)
             if max(len(stream.frames) for stream in load.streams) > args.tokens // 2:
                 await load.whole()
                 load = Load(fleet, args.tokens, args.streams)
             await load.progress(draw.randint(5, 20), MOST_S)
-            await wait_until(lambda: is_whole(fleet, args), MOST_S)
             killed_s, found = await kill(fleet, load, victims(fleet, args.kill, draw))
             pauses += found
             if args.why and found:
