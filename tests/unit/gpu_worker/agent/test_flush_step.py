@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from random import Random
 
 import pytest
 from redis.asyncio import Redis
 
+from common.broker import fast_client
 from common.broker.committed import read
+from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_records
 from gpu_worker.agent.agent import Agent
@@ -14,7 +17,10 @@ from gpu_worker.agent.publish import Sealed
 from tests.support.agents import KEYS, grants, hset, reports, start, step
 from tests.support.broker.rollback import Snapshot
 from tests.support.broker_state import seal
+from tests.support.chaos.random_delays import RandomDelays
 from tests.support.waiting import PATIENCE_S, wait_until
+
+NUM_STEPS = 500
 
 
 @pytest.fixture
@@ -135,3 +141,24 @@ async def test_a_sealed_agent_ends_with_the_next_step(agent: Agent) -> None:
     complete(agent, 2)
     with pytest.raises(Sealed):
         await asyncio.wait_for(running, PATIENCE_S)
+
+
+@pytest.mark.slow
+async def test_no_answer_is_lost_whatever_is_late_and_in_whatever_parts_it_comes(
+    flushing: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No heartbeat comes here, which would look for one from time to time."""
+    draw = Random(1)
+    delays = RandomDelays(draw, most_s=0.003)
+    for name in ("poll", "hold", "release", "send", "data_received"):
+        monkeypatch.setattr(FastConnection, name, delays.around(getattr(FastConnection, name)))
+    redis = flushing.pool.redis
+    for index in range(1, NUM_STEPS):
+        monkeypatch.setattr(fast_client, "RECEIVE_BYTES", draw.choice((1, 3, 2**16)))
+        complete(flushing, index)
+        await asyncio.sleep(delays.next_s())
+        if draw.random() < 1 / 8:
+            flushing.state.wake.set()
+            await has_ids(redis, index + 1)
+    flushing.state.wake.set()
+    await has_ids(redis, NUM_STEPS)
