@@ -1,5 +1,6 @@
 """Warm-up: what is compiled when it is first used is used before rows come."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def test_the_budget_of_an_engine_that_starts_on_a_busy_machine_is_that_of_a_quie
         clocks["delay"] += 1.28 - 0.128
         clocks["cpu"] += 0.128
 
-    monkeypatch.setattr(warmup.time, "perf_counter", lambda: clocks["took"])
-    monkeypatch.setattr(warmup.time, "process_time", lambda: clocks["cpu"])
+    monkeypatch.setattr(time, "perf_counter", lambda: clocks["took"])
+    monkeypatch.setattr(time, "process_time", lambda: clocks["cpu"])
     monkeypatch.setattr(warmup, "run_delay_s", lambda pid: clocks["delay"])
     token_ms = warmup.token_ms(forward, 1024, VOCAB, 16, torch.device("cpu"))  # type: ignore[arg-type]
     assert token_ms == pytest.approx(1.0)
