@@ -74,8 +74,13 @@ def blocks(number: int) -> list[int]:
 
 
 @pytest.fixture
-def agent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    monkeypatch.setattr(loop, "KEEPALIVE_S", FOR_EVER_S)
+def keepalive_s() -> float:
+    return FOR_EVER_S
+
+
+@pytest.fixture
+def agent(engine: Engine, keepalive_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    monkeypatch.setattr(loop, "KEEPALIVE_S", keepalive_s)
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
     thread = threading.Thread(target=run, args=(engine, theirs))
@@ -130,10 +135,10 @@ def test_a_compilation_that_ends_between_a_step_and_the_wait_behind_it_ends_the_
 
 
 @IN_TURN
+@pytest.mark.parametrize("keepalive_s", [0.001])
 def test_an_engine_whose_rows_wait_for_a_grammar_says_that_it_lives(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "KEEPALIVE_S", 0.001)
     gate = gated(monkeypatch, agent.engine)
     numbers = agent.start(fresh(1))
     assert not agent.result().released and not agent.result().released
