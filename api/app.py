@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
+from api.connection.limits import LIMITS
 from api.event_loop.pace import Turns
 from api.heir.answer_socket import give_answer_socket
 from api.heir.keeper_channel import KeeperChannel
@@ -77,7 +78,7 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
         async with gateway.running(), publishing_metrics(gateway.pool.client):
-            yield {UNREAD: gateway.unread}
+            yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",

@@ -78,6 +78,18 @@ class SettingFields(BaseModel):
 
     payload_limit: Count = 2_000_000
     """largest request body (bytes)"""
+    max_head_bytes: Annotated[Count, Field(ge=1024, le=2**24)] = 64 * 2**10
+    """longest head of a request: its request line and headers (bytes)"""
+    head_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 20.0
+    """a client that has not sent a whole head so long after it connected or began one is cut off (s)"""
+    body_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 60.0
+    """a client that has not sent a whole body so long after its head is cut off (s)"""
+    keep_alive_timeout_s: Annotated[Seconds, Field(ge=1)] = 620.0
+    """how long a connection without a request is kept: longer than clients and proxies keep theirs (s)"""
+    max_connections: Count | None = None
+    """open connections of a gateway (default: what its descriptors allow, at most 16384)"""
+    max_connections_per_address: Count | None = None
+    """open connections of a gateway from one address (default: half of MAX_CONNECTIONS)"""
     max_concurrent_requests: Count = 1024
     """live requests of the pool, queued and running; a class counts itself and the more urgent ones"""
     max_queued_bytes: Count = 256 * 2**20

@@ -20,6 +20,7 @@ FLOORS = {
         "server",
         "app",
         "lifecycle",
+        "connection",
         "admin jobs responses",
         "resume",
         "tgi response_object",

@@ -7,7 +7,7 @@ from typing import Any
 
 DIFFERS = re.compile(
     rb"[0-9a-f]{32}|\"created(?:_at)?\":\d+|\ndate: [^\r]*|\nx-[a-z-]*time[a-z-]*: [^\r]*"
-    rb"|\nconnection: close\r|3\r\n: \n\r\n|4\r\n: \n\n\r\n|(?m:^: \n\n?)"
+    rb"|\n[Cc]onnection: close\r|3\r\n: \n\r\n|4\r\n: \n\n\r\n|(?m:^: \n\n?)"
 )
 """What two answers to the same request differ in: id, second, times, comments that keep a slow one alive (as
 chunks, and as `curl` prints them).
