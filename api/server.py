@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from api.app import build, build_heir
 from api.connection.limits import raise_file_limit
-from api.connection.protocol import HttpProtocol, InheritedConnection
+from api.connection.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.heir.heir import Heir
 from api.heir.keeper_channel import inherited_channel
 from api.http.draining import Draining, DrainingServer
@@ -84,6 +84,8 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         incarnation,
         " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
     )
+    # what is no HTTP is counted and logged by the limits, many requests in one line
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNREADABLE)
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
     server = GatewayServer(config, draining, settings.graceful_termination_timeout, channel)

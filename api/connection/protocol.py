@@ -23,7 +23,7 @@ PARTS = {h11.IDLE: "head", h11.SEND_BODY: "body"}
 """The part of a request that a client sends, by its state."""
 UNREADABLE = "Invalid HTTP request received."
 MAX_DRAINED_BYTES = 16 * 2**20
-DRAIN_S = 5.0
+DRAIN_S = 10.0
 """What is read of a request that is answered or refused already, and for how long: a client that is still
 sending reads the answer only if the connection stays open meanwhile (RFC 9112, 9.6).
 """
@@ -214,3 +214,10 @@ class InheritedConnection(HttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         pass
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Its request may have been sent before the end, and comes to this gateway after that."""
+        self.unread.is_half_closed = True
+        if self.cycle is not None:
+            self.cycle.message_event.set()
+        return True

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.heir.keeper_channel import KeeperChannel
-from api.heir.rest_of_answer import RestOfAnswer
+from api.heir.rest_of_answer import RestOfAnswer, WrittenHead
 from api.heir.tcp_info import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
@@ -83,9 +83,8 @@ class AnswerSocket:
             return
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         place = (request_id, base, FORMAT, connection, num_seen)
-        version = scope["http_version"]
         self.answer = KeptAnswer(
-            *place, comment=comment, headers=headers, requests=requests, http_version=version
+            *place, comment=comment, headers=headers, requests=requests, http_version=scope["http_version"]
         )
         if extra is not None:
             await self.tell(replace(self.answer, extra=list(extra.items())))
@@ -142,14 +141,17 @@ class AnswerSocket:
         """Write an interim response in front of the answer: a client that sends no more skips it if it reads,
         and its kernel refuses it if it has gone.
         """
-        if self.cycle.response_started or self.cycle.scope["http_version"] < "1.1":
+        transport = self.cycle.transport
+        if isinstance(transport, RestOfAnswer):
+            transport = transport.untouched
+        if transport is None or self.cycle.response_started or self.cycle.scope["http_version"] < "1.1":
             return
         if self.answer is not None:
             answer = replace(self.answer, base=self.answer.base + len(INTERIM))
             if not self.channel.send_now(KeeperMessage(keep=answer)):
                 return
             self.answer = answer
-        self.cycle.transport.write(INTERIM)
+        transport.write(INTERIM)
 
     # --- end ------------------------------------------------------------------------------------------------
 
@@ -200,16 +202,6 @@ def position(transport: Any, answer: KeptAnswer) -> int | None:
         return None
     buffered: int = transport.get_write_buffer_size()
     return written + buffered - answer.base
-
-
-class WrittenHead:
-    """A transport for the head of one response: it keeps the bytes."""
-
-    def __init__(self) -> None:
-        self.head = b""
-
-    def write(self, data: bytes) -> None:
-        self.head += data
 
 
 @functools.cache

@@ -33,6 +33,11 @@ class RestOfAnswer:
         """Whether the predecessor has written more than was rendered."""
         return self.position < self.num_written
 
+    @property
+    def untouched(self) -> Any:
+        """The connection, as long as no byte of the answer is on it; else None."""
+        return None if max(self.position, self.num_written) > 0 else self.transport
+
     def write(self, data: bytes) -> None:
         """Write what is new of `data`: the head, a chunk, or a whole body."""
         self.insert_comments()
@@ -60,6 +65,16 @@ class RestOfAnswer:
         """Cut the connection: what is rendered here is not what was written, so nothing may follow it."""
         log.error("an inherited answer is cut: %s", why)
         self.transport.abort()
+
+
+class WrittenHead:
+    """A transport for the head of one response: it keeps the bytes."""
+
+    def __init__(self) -> None:
+        self.head = b""
+
+    def write(self, data: bytes) -> None:
+        self.head += data
 
 
 def framed(part: bytes, http_version: str) -> bytes:

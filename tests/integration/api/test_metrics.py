@@ -100,10 +100,18 @@ async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
     await worker.pause()
     posting = asyncio.create_task(client.post("/generate", json=body()))
     await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+    num_before = await worker.redis.xlen(worker.keys.control)
     posting.cancel()
     await asyncio.wait([posting])
+    await wait_until(lambda: is_longer(worker, num_before))
     worker.going.set()
     await wait_until(lambda: not worker.live)
+
+
+async def is_longer(worker: FakeWorker, num_before: int) -> bool:
+    """Whether a cancel has come."""
+    length: int = await worker.redis.xlen(worker.keys.control)
+    return length > num_before
 
 
 async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:

@@ -167,8 +167,9 @@ async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(bro
 
 
 async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
-    broker: Broker, caplog: pytest.LogCaptureFixture
+    broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("api.connection.limits.LOG_INTERVAL_S", 3600.0)
     async with batching(broker.url), answering(broker.url, ANSWER, max_connections=64) as (_, gateway, http):
         flood = []
         for i in range(2000):
