@@ -124,7 +124,7 @@ class SettingFields(BaseModel):
     pool: str = "default"
     """the set of workers that serve one model; part of every Redis key"""
     redis_url: str | None = None
-    """the broker (default: `serve` starts an embedded one)"""
+    """the broker (default: `serve` starts an embedded one, for this user alone)"""
     num_workers: Processes = 1
     """worker processes that `serve` starts"""
     preload_worker: bool | None = None

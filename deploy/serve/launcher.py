@@ -38,6 +38,7 @@ def serve(settings: Settings) -> int:
     own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:
+            log.info("the broker is at %s, for this user alone", broker.url)
             settings = settings.model_copy(update={"redis_url": broker.url})
         return asyncio.run(run(new_fleet(settings, broker)))
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.serve.embedded_broker import free_port
 from tests.support import brokers
 from tests.support.forks import client as forks
 from tests.support.forks import command
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
@@ -121,7 +121,7 @@ def test_a_broker_that_may_lose_keys_is_refused(command: str) -> None:
 def test_a_wrong_broker_password_is_refused() -> None:
     with brokers.running("--requirepass", "correct") as locked:
         line = refusal(
-            "serve", "--redis-url", f"redis://:secret@127.0.0.1:{locked.port}", PORT=str(free_port())
+            "serve", "--redis-url", brokers.with_password(locked.url, "secret"), PORT=str(free_port())
         )
     assert "REDIS_URL: the broker refused user name or password" in line
     assert "secret" not in line

@@ -14,9 +14,10 @@ from common.settings.settings import Settings
 from deploy.doctor import command, machine, resources
 from deploy.doctor.finding import Finding
 from deploy.serve import checks
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.integration.deploy.test_cli import tokenfleet
-from tests.support import fake_nvml
+from tests.support.machine import fake_nvml
+from tests.support.machine.ports import free_port
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims as gpus
-from tests.support import fake_nvml
+from tests.support.machine import fake_nvml
 
 
 @pytest.fixture
