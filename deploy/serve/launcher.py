@@ -27,14 +27,13 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    if settings.api_key is not None:
-        log.info("%s", checks.describe_access(settings))
     checks.check_ranks()
     checks.check_port(settings)
     checks.check_memory(settings)
     if settings.redis_url is not None:
         checks.check_broker(settings)
     settings = checks.with_model(settings)
+    log.info("%s", checks.describe_access(settings))
     own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:
