@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.gguf_check import check_gguf
 from common.model_config import read_json
 from common.settings.settings import SettingError
 
@@ -208,6 +209,7 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
             "model_id",
             f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
         )
+    check_gguf(gguf)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         progress(f"converting {gguf.name} (once, some 20 s)")
