@@ -16,6 +16,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise SettingError("model_id", f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingError("model_id", f"{path} is no JSON object")
     return content
 
 

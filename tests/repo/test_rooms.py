@@ -75,7 +75,7 @@ FLOORS = {
         "gguf_check",
         "broker model_config",
         "beats block_hashes detokenize messages plural settings",
-        "gguf_header ranges",
+        "cache_folders gguf_header ranges",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module beside folders. One imports only what is

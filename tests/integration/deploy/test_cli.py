@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import brokers
@@ -108,6 +109,26 @@ def test_an_unreachable_broker_is_refused(command: str) -> None:
     line = refusal(command, PORT=str(free_port()), REDIS_URL=url)
     assert line.startswith("tokenfleet: REDIS_URL: no connection to the broker (127.0.0.1:")
     assert "secret" not in line
+
+
+@pytest.mark.parametrize("words", [("serve",), ("batcher",), ("drain", "w0")])
+def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command(
+    words: tuple[str, ...],
+) -> None:
+    """`ps` shows them to anybody, as long as the command runs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-P", "-m", "deploy.cli", *words, "--redis-url", url]
+        process = subprocess.Popen(
+            command, env=ENVIRON | {"PORT": str(free_port())}, stderr=subprocess.DEVNULL
+        )
+        try:
+            silent.accept()  # it waits for an answer now
+            shown = psutil.Process(process.pid).cmdline()
+        finally:
+            process.kill()
+            process.wait()
+    assert " ".join(shown).strip() == f"tokenfleet {words[0]}"
 
 
 @pytest.mark.parametrize("command", ["serve", "batcher"])

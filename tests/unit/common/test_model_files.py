@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import model_config, model_files
+from common.cache_folders import cache_folder
 from common.settings.settings import SettingError
 from tests.support.engine import tiny_gguf
 from tests.support.engine.reference import prompt_ids
@@ -68,13 +69,13 @@ def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     source.write_text("not GGUF")
     with pytest.raises(SettingError, match="is damaged, or no GGUF file: it begins with b'not '"):
         model_files.resolve(str(source))
-    assert not model_files.cache_folder().exists()
+    assert not cache_folder(model_files.CONVERTED).exists()
     content = tiny_gguf.write(source, tiny_gguf.TYPES.F16).read_bytes()
     source.write_bytes(content.replace(b"blk.0.attn_q.", b"blk.0.attn_z."))
     with pytest.raises(SettingError, match="cannot be converted: it has no weights for") as caught:
         model_files.resolve(str(source))
     assert "\n" not in str(caught.value)
-    assert [path.suffix for path in model_files.cache_folder().iterdir()] == [".lock"]
+    assert [path.suffix for path in cache_folder(model_files.CONVERTED).iterdir()] == [".lock"]
 
 
 def test_without_torch_any_conversion_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
