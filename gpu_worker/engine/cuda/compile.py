@@ -52,7 +52,7 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
 
 
 def compiled_folder() -> Path:
-    """Where torch keeps what it compiles. By itself it takes a folder in /tmp whose name anybody can guess,
+    """Folder where torch keeps what it compiles. By itself it takes one in /tmp whose name anybody can guess,
     and runs what it finds there.
     """
     try:
