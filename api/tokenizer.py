@@ -38,7 +38,7 @@ class ModelTokenizer:
         sampling_defaults: Mapping[str, float] | None = None,
     ) -> "ModelTokenizer":
         """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
-        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        tokenizer = model_config.read_tokenizer(path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special_ids = model_config.special_ids(path)

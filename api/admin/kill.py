@@ -6,7 +6,6 @@ address, and the process must be, like this gateway, a child of the launcher.
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from api.errors import ApiError
+from api.http.auth import is_loopback
 
 COMMAND_LINES = {
     "gateway": "tokenfleet api",
@@ -39,12 +39,6 @@ def check_same_origin(request: Request) -> None:
     origin = request.headers.get("origin")
     if origin is not None and origin != f"{request.url.scheme}://{host}":
         raise forbidden(f"the page's origin {origin!r} is not ours")
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 async def check_own_process(process: dict[str, Any]) -> None:

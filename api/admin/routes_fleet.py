@@ -21,7 +21,7 @@ KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
 )
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
 VERSION = version("tokenfleet")
 
 

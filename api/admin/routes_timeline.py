@@ -10,7 +10,7 @@ from api.http.state import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
 
 
 @router.get(

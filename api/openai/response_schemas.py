@@ -209,6 +209,7 @@ ERROR_RESPONSES = error_responses(
     {
         400: "The body is not JSON, or the field `param` is wrong or not supported",
         401: "The API key is missing or wrong",
+        403: "A page of another origin has sent the request",
         404: "There is no such model",
         413: "The body is too large",
         415: "The Content-Type is not application/json",

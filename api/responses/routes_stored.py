@@ -21,7 +21,7 @@ from api.responses.response_schemas import (
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
 from api.resume import attach
 
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 500, 503)}
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 403, 500, 503)}
 ERRORS |= error_responses(OpenAIError, {404: "There is no such response, or it belongs to another API key"})
 router = APIRouter(responses=ERRORS, tags=[OPENAI])
 

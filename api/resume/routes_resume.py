@@ -20,7 +20,7 @@ LAST_EVENT_ID = {
     "description": "The `id` of the last frame that the client has. Default: it has none.",
     "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 422, 503)}
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 403, 422, 503)}
 ERRORS |= error_responses(
     ErrorResponse,
     {

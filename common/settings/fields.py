@@ -70,7 +70,7 @@ class SettingFields(BaseModel):
     api_key: str | None = None
     """key that `Authorization: Bearer` carries on routes that take a prompt, and on /fleet (default: none)"""
     cors_allow_origin: Words = ()
-    """origins that browsers may call from: separated by commas, or the flag repeated (default: any)"""
+    """origins that browsers may call from; * is any (default: any with API_KEY, else this machine's)"""
     compute_type: str | None = None
     """header x-compute-type of responses (default: no such header)"""
     demo: bool = False
@@ -136,7 +136,7 @@ class SettingFields(BaseModel):
     pool: str = "default"
     """the set of workers that serve one model; part of every Redis key"""
     redis_url: str | None = None
-    """the broker (default: `serve` starts an embedded one)"""
+    """the broker (default: `serve` starts an embedded one, for this user alone)"""
     num_workers: Processes = 1
     """worker processes that `serve` starts"""
     preload_worker: bool | None = None

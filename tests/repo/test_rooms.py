@@ -73,9 +73,10 @@ FLOORS = {
     "common": [
         "process",
         "metrics model_files",
+        "gguf_check",
         "broker model_config",
         "beats block_hashes detokenize messages plural settings",
-        "ranges",
+        "cache_folders gguf_header ranges",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module beside folders. One imports only what is
