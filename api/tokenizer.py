@@ -1,14 +1,18 @@
 """Model tokenizer: prompts to token ids, with the model's special tokens and chat template."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from api.event_loop.offload import offload
+from api.event_loop.text_budget import TextBudget, utf8_size
+from api.prompt_text.bounds import TextBound, text_bound
 from api.templates.chat_template import ChatTemplate
 from common import model_config
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +25,8 @@ class ModelTokenizer:
         ending_ids: the model's end-of-sequence ids: no other special token ends a generation by itself.
         chat_template: None if the model has none.
         sampling_defaults: what /v1 takes where a request says nothing (GENERATION_CONFIG).
+        budget: how much text this gateway tokenizes at once, with all its tokenizers.
+        bound: how many tokens a text has at least; None where that is not known without tokenizing it.
     """
 
     backend: Tokenizer
@@ -28,6 +34,8 @@ class ModelTokenizer:
     ending_ids: frozenset[int]
     chat_template: ChatTemplate | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    budget: TextBudget = field(default_factory=TextBudget)
+    bound: TextBound | None = None
 
     @classmethod
     def load(
@@ -36,6 +44,7 @@ class ModelTokenizer:
         tokenizer_config_path: str | None = None,
         chat_template_path: str | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
+        budget: TextBudget | None = None,
     ) -> "ModelTokenizer":
         """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -44,7 +53,15 @@ class ModelTokenizer:
         special_ids = model_config.special_ids(path)
         chat_template = ChatTemplate.load(path, tokenizer_config_path, chat_template_path)
         ending_ids = frozenset(model_config.eos_ids(path))
-        return cls(tokenizer, special_ids, ending_ids, chat_template, sampling_defaults or {})
+        return cls(
+            tokenizer,
+            special_ids,
+            ending_ids,
+            chat_template,
+            sampling_defaults or {},
+            budget or TextBudget(),
+            text_bound(tokenizer),
+        )
 
     @property
     def size(self) -> int:
@@ -63,9 +80,15 @@ class ModelTokenizer:
         is_one = len(ids) == 1 and self.backend.decode(ids, skip_special_tokens=False) == text
         return ids[0] if is_one else None
 
+    async def run(self, text: str, work: Callable[[], Result]) -> Result:
+        """The result of work that tokenizes a text, or its exception; if the text is long, in a thread, when
+        the gateway's budget has room for it.
+        """
+        return await self.budget.run(utf8_size(text), work)
+
     async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt; in a thread if it is long."""
-        return await offload(len(text), lambda: self.encode(text, add_special_tokens))
+        """Token ids of a prompt."""
+        return await self.run(text, lambda: self.encode(text, add_special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # Unlike `encode`, `encode_batch_fast` releases the GIL.
@@ -73,15 +96,15 @@ class ModelTokenizer:
         ids: list[int] = encoded[0].ids
         return ids
 
-    def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+    def spans(self, text: str, add_special_tokens: bool) -> Iterator[tuple[int, int, int]]:
         """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character
         all span it; special tokens that were added span nothing.
         """
         encoded = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        return [
-            (token_id, start, end)
-            for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
-        ]
+        for place, token_id in enumerate(encoded.ids):
+            # One by one: a list of all offsets would be larger than the encoding.
+            start, end = encoded.token_to_chars(place) or (0, 0)
+            yield token_id, start, end
 
     def spellings(self, word: str) -> list[list[int]]:
         """Ids of a word at the start of a text and after a space; each spelling once."""

@@ -117,7 +117,7 @@ class PoolRegistry:
     async def open(self, name: str, worker: WorkerCapacity) -> OpenPool:
         settings = foreign_settings(self.own.settings, name, worker)
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, settings)
+            tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
         except SettingError as error:
             raise unavailable(f"pool {name}: {error}") from error
         stack = contextlib.AsyncExitStack()

@@ -192,6 +192,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.text:
+        check_text(params, limits, tokenizer)
         ids = await tokenizer.encode_prompt(params.text, params.add_special_tokens)
     else:
         raise invalid_field(params, field, "cannot be empty")
@@ -199,15 +200,25 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if not ids:
         raise invalid_field(params, field, "has no tokens")
     if len(ids) > limits.max_input_tokens:
-        name = params.name(field)
-        raise too_long(
-            f"`{name}` must have at most {limits.max_input_tokens} tokens. Given: {len(ids)}",
-            name,
-            limits.max_total_tokens,
-        )
+        raise too_many_tokens(params, field, str(len(ids)), limits)
     if params.prompt_ids is not None:
         check_ids(params, field, ids, tokenizer)
     return ids
+
+
+def check_text(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
+    """Refuse a text that cannot fit, before it is tokenized."""
+    if params.truncate is None and tokenizer.bound is not None:
+        num_tokens = tokenizer.bound.least_tokens(params.text or "")
+        if num_tokens > limits.max_input_tokens:
+            raise too_many_tokens(params, "text", f"at least {num_tokens}", limits)
+
+
+def too_many_tokens(params: GenerationParams, field: str, given: str, limits: Limits) -> ApiError:
+    name, most = params.name(field), limits.max_input_tokens
+    return too_long(
+        f"`{name}` must have at most {most} tokens. Given: {given}", name, limits.max_total_tokens
+    )
 
 
 def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Limits) -> int:

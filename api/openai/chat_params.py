@@ -80,9 +80,13 @@ async def render_chat(
     body: ChatRequest, tools: ToolChoice | None, template: ChatTemplate | None
 ) -> tuple[Chat, str]:
     """The chat, and its prompt; beside the streams where there are many messages. Raises ApiError."""
-    chat = read_messages(body, tools, template)
-    size = CHARS_OF_MESSAGE * (len(chat.messages) + (len(tools.tools) if tools else 0))
-    return chat, await offload(size, lambda: render_prompt(chat, template))
+
+    def render() -> tuple[Chat, str]:
+        chat = read_messages(body, tools, template)
+        return chat, render_prompt(chat, template)
+
+    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
+    return await offload(size, render)
 
 
 def tool_choice(body: ChatRequest) -> ToolChoice | None:

@@ -17,6 +17,7 @@ NAMES = {
 }
 CHAT_NAMES = {**NAMES, "text": "messages", "top_n_tokens": "top_logprobs"}
 PROMPT_NAMES = {**NAMES, "text": "prompt", "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
+TextsOrIds = list[str] | list[list[int]]
 ID = re.compile(r"-?[0-9]{1,10}")
 
 
@@ -40,7 +41,7 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
     )
 
 
-def from_completion(body: CompletionRequest) -> list[GenerationParams]:
+def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[GenerationParams]:
     """The parameters for each prompt. Raises ApiError."""
     params = replace(
         common(body, PROMPT_NAMES),
@@ -51,7 +52,7 @@ def from_completion(body: CompletionRequest) -> list[GenerationParams]:
     )
     return [
         replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
-        for prompt in prompts(body)
+        for prompt in prompts
     ]
 
 
@@ -61,14 +62,13 @@ def most_prompt_tops(body: CompletionRequest) -> int | None:
     return max((number for number in wanted if number is not None), default=None)
 
 
-def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> TextsOrIds:
     """The prompts of a body, each a text or token ids. Raises ApiError."""
-    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise invalid("`prompt` cannot be empty", "prompt")
-    return [prompt] if isinstance(prompt[0], int) else prompt  # all items have the first one's type
+    return [prompt] if isinstance(prompt[0], int) else prompt
 
 
 def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from api.chat.messages import ChatMessage
 from api.chat.tools import ToolSchema
 from api.errors import ApiError, invalid
+from api.event_loop.offload import offload
 from api.http.body import schema_error
 from api.inference.fields import SamplingFields
 from api.inference.pool import Pool
-from api.openai.chat_params import ChatParams, read_chat
+from api.openai.chat_params import CHARS_OF_MESSAGE, ChatParams, read_chat
 from api.openai.params import CHAT_NAMES
 from api.openai.request_schemas import ChatRequest
 from api.response_object.items import Item
@@ -34,7 +35,8 @@ OWN_NAMES = {
 async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
     try:
-        found = await read_chat(to_chat(body, items), pool, text_grammar(body))
+        chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
+        found = await read_chat(chat, pool, text_grammar(body))
     except ApiError as error:
         raise with_own_names(error) from error
     return replace(found, params=replace(found.params, names=NAMES))

@@ -1,16 +1,17 @@
 """POST /tokenize and /chat_tokenize: the token ids of a text or of a chat, as in TGI, and as in vLLM."""
 
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.event_loop.offload import offload
+from api.event_loop.text_budget import utf8_size
 from api.http import body
 from api.http.openapi import TGI, json_body
 from api.http.state import accept, own_pool
-from api.json import to_json
+from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
@@ -41,7 +42,8 @@ async def tokenize(request: Request) -> Response:
     if "inputs" not in names and "prompt" in names:
         return await tokenize_prompt(request, data)
     parsed = await offload(len(data), lambda: body.parse_body(TokenizeRequest, data))
-    content = await offload(len(parsed.inputs), lambda: to_json(simple_tokens(pool.tokenizer, parsed.inputs)))
+    text = parsed.inputs
+    content = await pool.tokenizer.run(text, lambda: list_to_json(simple_tokens(pool.tokenizer, text)))
     return Response(content, media_type="application/json")
 
 
@@ -59,19 +61,21 @@ async def chat_tokenize(request: Request) -> Response:
     text = await chat_text(chat, pool)
 
     def render() -> bytes:
-        tokens = simple_tokens(pool.tokenizer, text, bool(chat.add_special_tokens))
-        return to_json({"tokenize_response": tokens, "templated_text": text})
+        tokens = list_to_json(simple_tokens(pool.tokenizer, text, bool(chat.add_special_tokens)))
+        return b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, to_json(text))
 
-    return Response(await offload(len(text), render), media_type="application/json")
+    return Response(await pool.tokenizer.run(text, render), media_type="application/json")
 
 
 def simple_tokens(
     tokenizer: ModelTokenizer, text: str, add_special_tokens: bool = True
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """TGI's `{id, text, start, stop}` for each token. Offsets count the bytes of the UTF-8 text."""
-    spans = tokenizer.spans(text, add_special_tokens)
-    offsets = [0, *accumulate(len(character.encode()) for character in text)]
-    return [
-        {"id": token_id, "text": text[start:end], "start": offsets[start], "stop": offsets[end]}
-        for token_id, start, end in spans
-    ]
+    chars = num_bytes = 0  # of the text before the token
+    for token_id, start, end in tokenizer.spans(text, add_special_tokens):
+        token = text[start:end]
+        if token:
+            num_bytes += utf8_size(text[chars:start])
+            chars = start
+        first = num_bytes if token else 0
+        yield {"id": token_id, "text": token, "start": first, "stop": first + utf8_size(token)}

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import ApiError, invalid
+from api.event_loop.offload import offload
+from api.event_loop.pace import Pace
 from api.http import body
 from api.http.openapi import TGI, generation_body
 from api.http.respond import new_answer, submit_and_respond
@@ -49,6 +51,12 @@ class VertexRequest(Strict):
     )
 
 
+class UninspectedInstances(Strict):
+    """The instances before each is read: a hundred thousand of them take a second."""
+
+    instances: list[Any]
+
+
 @router.post(
     VERTEX,
     summary="Generate several texts",
@@ -58,18 +66,24 @@ class VertexRequest(Strict):
 async def vertex(request: Request) -> Response:
     """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
     pool = own_pool(request)
-    parsed = await body.read(request, VertexRequest, pool.settings.payload_limit)
+    data = await body.read_json(request, pool.settings.payload_limit)
     await pool.admission.check()
     limits = pool.workers.limits
-    check_number(parsed.instances, limits)
-    found = [await read_instance(request, pool, one, i) for i, one in enumerate(parsed.instances)]
-    requests = [choice for params in found for choice in await validate(params, limits, pool.tokenizer)]
+    uninspected = await offload(len(data), lambda: body.parse_body(UninspectedInstances, data))
+    check_number(uninspected.instances, limits)
+    parsed = await offload(len(data), lambda: body.parse_body(VertexRequest, data))
+    found, requests, pace = [], [], Pace()
+    for i, one in enumerate(parsed.instances):
+        params = await read_instance(request, pool, one, i)
+        found.append(params)
+        requests += await validate(params, limits, pool.tokenizer)
+        await pace.step()
     answer = new_answer(request, pool, requests, [""] * len(requests), Rendering())
     num_chars = sum(len(params.text or "") for params in found)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 
 
-def check_number(instances: Sequence[Instance], limits: Limits) -> None:
+def check_number(instances: Sequence[object], limits: Limits) -> None:
     most = limits.max_client_batch_size
     if not 0 < len(instances) <= most:
         raise invalid(f"`instances` must have 1 to {most} items. Given: {len(instances)}", "instances")

@@ -58,4 +58,4 @@ async def respond(pool: Pool, text: str, add_special_tokens: bool, with_strings:
             }
         )
 
-    return Response(await offload(len(text), render), media_type="application/json")
+    return Response(await pool.tokenizer.run(text, render), media_type="application/json")

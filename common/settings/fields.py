@@ -86,6 +86,8 @@ class SettingFields(BaseModel):
     """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
+    max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
+    """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
     max_input_tokens: Count | None = None
     """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None
