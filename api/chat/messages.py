@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.inference.fields import Listed, Strict, with_one_error
 
 
@@ -127,7 +127,7 @@ def join_parts(content: str | list[ContentPart] | None, name: str) -> str:
         return content
     for i, part in enumerate(content):
         if part.type != "text":
-            raise invalid(f"`{name}[{i}]` is of type {part.type!r}: this model takes text only", name)
+            raise invalid(f"`{name}[{i}]` is of type {quoted(part.type)}: this model takes text only", name)
         if part.text is None:
             raise invalid(f"`{name}[{i}].text` is required", name)
     return "".join(part.text or "" for part in content)

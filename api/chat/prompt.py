@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.chat.tools import ToolChoice
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.templates.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def reasoning_variables(
         return dict(variables)
     if effort not in EFFORTS:
         raise invalid(
-            f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {effort[:20]!r}",
+            f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {quoted(effort)}",
             "reasoning_effort",
         )
     values = {"reasoning_effort": effort} | dict.fromkeys(SWITCHES, effort != "none")

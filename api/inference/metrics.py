@@ -6,6 +6,7 @@ import logging
 import time
 from contextvars import ContextVar
 
+from api.errors import ADMITTED
 from api.inference.validate import Limits
 from api.streams.stream import Stream
 from common.metrics import catalogue
@@ -35,8 +36,8 @@ def count_arrival() -> None:
 
 
 def count_error(status: int, error_type: str) -> None:
-    """Count an error response. A request that failed after its admission (424) is counted with its stream."""
-    if ARRIVED_S.get() and status != 424:
+    """Count an error response. A request that failed after its admission is counted with its stream."""
+    if ARRIVED_S.get() and status not in ADMITTED:
         catalogue.REQUEST_FAILURE.add(1, FAILURES.get(error_type, "validation"))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from api.errors import ApiError, invalid, too_long
+from api.errors import ApiError, invalid, quoted, too_long
 from api.event_loop.offload import offload
 from api.inference.params import GenerationParams
 from api.inference.sampling import sampling_params
@@ -86,7 +86,7 @@ def check_ranges(params: GenerationParams) -> None:
     for name, allowed in RANGES.items():
         value = params.value(name)
         if value is not None and not allowed.holds(value):
-            raise invalid_field(params, name, f"must be {allowed}. Given: {value}")
+            raise invalid_field(params, name, f"must be {allowed}. Given: {quoted(value)}")
 
 
 def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
@@ -113,7 +113,7 @@ def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenize
             raise invalid_field(
                 params,
                 field,
-                f"must have token ids of at least 0 and below {tokenizer.size}. Given: {token_id}",
+                f"must have token ids of at least 0 and below {tokenizer.size}. Given: {quoted(token_id)}",
             )
 
 
@@ -127,7 +127,7 @@ def check_items(params: GenerationParams) -> None:
         raise invalid_field(params, "stop", words)
     for _, value in params.sampling.logit_bias:
         if not BIASES.holds(value):
-            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {value}")
+            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {quoted(value)}")
     for word in params.bad_words:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
             words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
@@ -151,7 +151,7 @@ def check_top_n(params: GenerationParams, limits: Limits) -> None:
         number = params.value(field) or 0
         if number > limits.settings.max_top_n_tokens:
             raise invalid_field(
-                params, field, f"must be at most {limits.settings.max_top_n_tokens}. Given: {number}"
+                params, field, f"must be at most {limits.settings.max_top_n_tokens}. Given: {quoted(number)}"
             )
 
 
@@ -187,7 +187,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     field = "text" if params.prompt_ids is None else "prompt_ids"
     if params.truncate is not None and params.truncate > limits.max_input_tokens:
         raise invalid_field(
-            params, "truncate", f"must be at most {limits.max_input_tokens}. Given: {params.truncate}"
+            params, "truncate", f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
         )
     if params.prompt_ids is not None:
         ids = params.prompt_ids
@@ -232,11 +232,11 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
         prompt_name = params.name("text" if params.prompt_ids is None else "prompt_ids")
         raise too_long(
             f"`{prompt_name}` tokens + `{name}` must be at most {limits.max_total_tokens}. "
-            f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {most} `{name}`",
+            f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {quoted(most)} `{name}`",
             name,
             limits.max_total_tokens,
         )
     most = room if most is None else most
     if least > most:
-        raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {least}")
+        raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
     return most

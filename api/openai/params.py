@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.inference.params import GenerationParams
 from api.openai.request_schemas import ChatRequest, CompletionRequest
 from api.openai.shared_fields import OpenAIRequest
@@ -98,5 +98,5 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
 def logit_bias(biases: Mapping[str, float]) -> list[tuple[int, float]]:
     for key in biases:
         if not ID.fullmatch(key):
-            raise invalid(f"`logit_bias` must have token ids as keys. Given: {key[:20]!r}", "logit_bias")
+            raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
     return [*{int(key): value for key, value in biases.items()}.items()]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
@@ -238,7 +238,7 @@ class OpenAIRequest(ServedFields):
             raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
         if self.best_of not in (None, 1, self.n):
             raise invalid(
-                f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {self.best_of}",
+                f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}",
                 "best_of",
             )
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from api.chat.messages import ChatMessage
 from api.chat.tools import ToolSchema
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, quoted
 from api.event_loop.offload import offload
 from api.http.body import schema_error
 from api.inference.fields import SamplingFields
@@ -73,7 +73,7 @@ def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
     if tool.get("type") != "function":
         kind = tool.get("type")
         raise invalid(
-            f"`{name}.type` must be function: no tool is built in. Given: {kind!r:.40}", f"{name}.type"
+            f"`{name}.type` must be function: no tool is built in. Given: {quoted(kind)}", f"{name}.type"
         )
     function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
     try:
@@ -136,5 +136,5 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
         case kind:
             allowed = "text, json_object, json_schema"
             raise invalid(
-                f"`text.format.type` must be one of {allowed}. Given: {kind!r:.40}", "text.format.type"
+                f"`text.format.type` must be one of {allowed}. Given: {quoted(kind)}", "text.format.type"
             )

@@ -25,7 +25,7 @@ EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
     "/v1/responses",
     summary="Create a response",
     openapi_extra=generation_body(ResponsesRequest, EXAMPLE),
-    responses={200: {"model": ResponseObject, "content": event_stream(ResponseEvent)}},
+    responses={200: {"model": ResponseObject, "content": event_stream([ResponseEvent])}},
 )
 async def create_response(request: Request) -> Response:
     """Generates the next items of a conversation. With `stream`, they come as typed events with sequence

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, quoted
 from api.event_loop.offload import offload
 from api.event_loop.pace import Pace
 from api.http import body
@@ -100,7 +100,9 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
             params = read_prompt(instance)
         if params.n > 1:
             name = params.name("n")
-            raise invalid(f"`{name}` must be 1: each instance has one prediction. Given: {params.n}", name)
+            raise invalid(
+                f"`{name}` must be 1: each instance has one prediction. Given: {quoted(params.n)}", name
+            )
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error
@@ -117,5 +119,5 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
     if chat.stream:
         raise invalid("`stream` must be false: the answer has all predictions", "stream")
     if await pools_of(request).find(chat.model) is not pool:
-        raise invalid(f"`model` must be this fleet's own. Given: {chat.model}", "model")
+        raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
     return (await read_chat(chat, pool)).params

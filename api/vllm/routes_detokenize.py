@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.http import body
 from api.http.openapi import OPENAI, json_body
 from api.http.state import pools_of
@@ -39,8 +39,6 @@ def detokenized(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
     """The text of token ids. Raises ApiError for those beyond the vocabulary."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < tokenizer.size:
-            raise invalid(
-                f"`tokens` must have token ids of at least 0 and below {tokenizer.size}. Given: {token_id}",
-                "tokens",
-            )
+            words = f"must have token ids of at least 0 and below {tokenizer.size}"
+            raise invalid(f"`tokens` {words}. Given: {quoted(token_id)}", "tokens")
     return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
