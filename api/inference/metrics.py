@@ -7,7 +7,7 @@ import time
 from contextvars import ContextVar
 
 from api.errors import ADMITTED
-from api.inference.validate import Limits
+from api.inference.limits import Limits
 from api.streams.stream import Stream
 from common.metrics import catalogue
 from common.plural import plural
@@ -50,12 +50,14 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     request_id, age_s = stream.request.request_id, time.monotonic() - stream.times.started_s
+    why = f": {stream.terminal.error}" if stream.terminal and stream.terminal.error else ""
     log.info(
-        "request %s: %s after %s and %.3f s",
+        "request %s: %s after %s and %.3f s%s",
         request_id,
         reason,
         plural(stream.num_tokens, "token"),
         age_s,
+        why,
         extra=for_request(request_id),
     )
     catalogue.REQUESTS.add(1, stream.request.service_class, reason)

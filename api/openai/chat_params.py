@@ -150,4 +150,6 @@ def continues_last_message(body: ChatRequest) -> bool:
 def echoed_message(body: ChatRequest) -> str:
     """The text that the response begins with because of `echo`: the message that the model continues."""
     last = body.messages[-1]
-    return join_parts(last.content or "", "") if body.echo and last.role == "assistant" else ""
+    return (
+        join_parts(last.content or "", "", may_refuse=True) if body.echo and last.role == "assistant" else ""
+    )

@@ -75,8 +75,10 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     """The parameters that both routes have. The default temperature is 1; `with_defaults` has put the model's
     own values into the body.
     """
+    to_fit = body.truncate_prompt_tokens == -1
     return GenerationParams(
-        truncate=body.truncate_prompt_tokens,
+        truncate=None if to_fit else body.truncate_prompt_tokens,
+        truncates_to_fit=to_fit,
         cache_salt=body.salt(),
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop

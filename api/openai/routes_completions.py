@@ -10,7 +10,9 @@ from api.errors import invalid
 from api.event_loop.pace import Pace
 from api.http.openapi import OPENAI, generation_body
 from api.http.state import accept
-from api.inference.validate import Limits, validate
+from api.inference.lengths import with_truncate
+from api.inference.limits import Limits
+from api.inference.validate import validate
 from api.openai.echo import echoed_prompt
 from api.openai.params import from_completion, read_prompts
 from api.openai.request_schemas import CompletionRequest
@@ -39,7 +41,7 @@ async def completions(request: Request) -> Response:
     check_num_prompts(prompts, limits)
     all_params = from_completion(completion.with_defaults(tokenizer.sampling_defaults), prompts)
     requests, prefixes, pace = [], [], Pace()
-    for params in all_params:
+    for params in (with_truncate(one, limits) for one in all_params):
         choices = await validate(params, limits, tokenizer)
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))

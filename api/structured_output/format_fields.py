@@ -76,12 +76,17 @@ def texts_of(form: Mapping[str, Any], name: str, field: str) -> list[str]:
 
 def number_of(form: Mapping[str, Any], name: str, field: str, lowest: int = 0) -> int | None:
     """A count; None where it is missing."""
-    value = form.get(name)
+    value = as_whole(form.get(name))
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= MAX_NUMBER:
         raise needed(f"{field}.{name}", f"an integer of at least {lowest} and at most {MAX_NUMBER}")
     return value
+
+
+def as_whole(value: Any) -> Any:
+    """A number without a fraction is a whole one, as in JSON Schema."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def flag_of(form: Mapping[str, Any], name: str, field: str, default: bool = False) -> bool:

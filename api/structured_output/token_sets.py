@@ -6,7 +6,7 @@ from typing import Any
 
 from api.errors import invalid, quoted
 from api.structured_output.behind import Behind
-from api.structured_output.format_fields import as_text, number_of, token_of
+from api.structured_output.format_fields import as_text, as_whole, number_of, token_of
 from api.structured_output.lark import NOTHING, Lark, Mark
 from api.structured_output.vocabulary import Vocabulary, ranges_without
 
@@ -24,6 +24,7 @@ class TokenSets:
             if (found := self.vocabulary.id_of(value)) is None:
                 raise invalid(f"`{field}` must be the text of one token. Given: {quoted(value)}", field)
             return found
+        value = as_whole(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise invalid(f"`{field}` must be the id or the text of a token", field)
         if not 0 <= value < self.vocabulary.size:

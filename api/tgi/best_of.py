@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.errors import invalid, quoted
+from api.inference.limits import Limits
 from api.inference.params import GenerationParams
 from api.inference.sampling import SWITCH_NAMES, draws
-from api.inference.validate import Limits
 from api.streams.stream import Stream
 from common.messages.request import Generate
 

@@ -18,9 +18,10 @@ from api.http.respond import new_answer, submit_and_respond
 from api.http.resume_terms import read_terms
 from api.http.state import own_pool, pools_of
 from api.inference.fields import Listed, Strict
+from api.inference.limits import Limits
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
-from api.inference.validate import Limits, validate
+from api.inference.validate import validate
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.answers import RENDERER, VERTEX

@@ -165,7 +165,8 @@ async def test_a_crash_is_500_in_each_api_family(
 async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
     async with batching(broker.url), serving(broker.url, served_model_name="small") as (gateway, client):
         model = {"id": "small", "object": "model", "created": STARTED, "owned_by": "small"}
-        assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
+        for path in ("/v1/models", "/v1/models/"):
+            assert (await client.get(path)).json() == {"object": "list", "data": [model]}
         for path in ("/health", "/ping", "/"):
             assert tgi_error(await client.get(path)) == (503, "healthcheck")
         async with working(broker.url, TOKENIZER, lambda _: Answer([1])):
