@@ -1,7 +1,9 @@
 """Model tokenizer: prompts to token ids, with the model's special tokens and chat template."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +11,8 @@ from tokenizers import Tokenizer
 
 from api.event_loop.text_budget import TextBudget, utf8_size
 from api.prompt_text.bounds import TextBound, text_bound
+from api.prompt_text.control_texts import ControlTexts, Rendered, control_texts
+from api.prompt_text.plain_copy import PlainCopy
 from api.templates.chat_template import ChatTemplate
 from common import model_config
 
@@ -23,6 +27,8 @@ class ModelTokenizer:
         backend: the tokenizer of the library `tokenizers`.
         special_ids: ids that are control, not text.
         ending_ids: the model's end-of-sequence ids: no other special token ends a generation by itself.
+        controls: control texts that stay text where a client writes them in messages.
+        plain: gives the copy that tokenizes prompts with such texts; it is made when one comes.
         chat_template: None if the model has none.
         sampling_defaults: what /v1 takes where a request says nothing (GENERATION_CONFIG).
         budget: how much text this gateway tokenizes at once, with all its tokenizers.
@@ -32,6 +38,8 @@ class ModelTokenizer:
     backend: Tokenizer
     special_ids: frozenset[int]
     ending_ids: frozenset[int]
+    controls: ControlTexts
+    plain: Callable[[], PlainCopy]
     chat_template: ChatTemplate | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     budget: TextBudget = field(default_factory=TextBudget)
@@ -45,6 +53,7 @@ class ModelTokenizer:
         chat_template_path: str | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
         budget: TextBudget | None = None,
+        control_tokens_in_messages: bool = False,
     ) -> "ModelTokenizer":
         """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -57,6 +66,8 @@ class ModelTokenizer:
             tokenizer,
             special_ids,
             ending_ids,
+            ControlTexts() if control_tokens_in_messages else control_texts(tokenizer),
+            cache(lambda: PlainCopy(tokenizer)),
             chat_template,
             sampling_defaults or {},
             budget or TextBudget(),
@@ -80,27 +91,39 @@ class ModelTokenizer:
         is_one = len(ids) == 1 and self.backend.decode(ids, skip_special_tokens=False) == text
         return ids[0] if is_one else None
 
-    async def run(self, text: str, work: Callable[[], Result]) -> Result:
-        """The result of work that tokenizes a text, or its exception; if the text is long, in a thread, when
-        the gateway's budget has room for it.
+    async def run(self, prompt: Rendered, work: Callable[[], Result]) -> Result:
+        """The result of work that tokenizes a prompt, or its exception; if the prompt is long, in a thread,
+        when the gateway's budget has room for it.
         """
-        return await self.budget.run(utf8_size(text), work)
+        if prompt.guarded is not None:
+            await asyncio.to_thread(self.plain)
+        return await self.budget.run(utf8_size(prompt.text), work)
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt."""
-        return await self.run(text, lambda: self.encode(text, add_special_tokens))
+    async def encode_prompt(self, prompt: Rendered, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. Raises ApiError."""
+        return await self.run(prompt, lambda: self.encode_rendered(prompt, add_special_tokens))
+
+    def encode_rendered(self, prompt: Rendered, add_special_tokens: bool) -> list[int]:
+        if prompt.guarded is None:
+            return self.encode(prompt.text, add_special_tokens)
+        ids: list[int] = self.plain().encode(prompt.guarded, add_special_tokens).ids
+        return ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a raw text, in which the texts of control tokens are those tokens."""
         # Unlike `encode`, `encode_batch_fast` releases the GIL.
         encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded[0].ids
         return ids
 
-    def spans(self, text: str, add_special_tokens: bool) -> Iterator[tuple[int, int, int]]:
+    def spans(self, prompt: Rendered, add_special_tokens: bool) -> Iterator[tuple[int, int, int]]:
         """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character
-        all span it; special tokens that were added span nothing.
+        all span it; special tokens that were added span nothing. Raises ApiError.
         """
-        encoded = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        if prompt.guarded is None:
+            encoded = self.backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)[0]
+        else:
+            encoded = self.plain().encode(prompt.guarded, add_special_tokens)
         for place, token_id in enumerate(encoded.ids):
             # One by one: a list of all offsets would be larger than the encoding.
             start, end = encoded.token_to_chars(place) or (0, 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from api.errors import ApiError, quoted, too_long
 from api.inference.limits import Limits
 from api.inference.params import GenerationParams, invalid_field
+from api.prompt_text.control_texts import Rendered
 from api.tokenizer import ModelTokenizer
 
 
@@ -28,7 +29,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
         ids = params.prompt_ids
     elif params.text:
         check_text(params, limits, tokenizer)
-        ids = await tokenizer.encode_prompt(params.text, params.add_special_tokens)
+        ids = await tokenizer.encode_prompt(Rendered(params.text, params.guarded), params.add_special_tokens)
     else:
         raise invalid_field(params, field, "cannot be empty")
     ids = ids[-(params.truncate or 0) :]

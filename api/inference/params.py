@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api.errors import ApiError, invalid
+from api.prompt_text.control_texts import Guarded
 from api.structured_output.grammar import CompiledGrammar, Grammar
 from common.messages.request import SamplingParams, StoppingParams
 
@@ -20,6 +21,7 @@ class GenerationParams:
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
+        guarded: `text` with guards, where a client wrote control tokens' texts into messages.
         add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
             chat template adds them itself.
         truncate: only the last so many tokens of the prompt are used.
@@ -38,6 +40,7 @@ class GenerationParams:
     """
 
     text: str | None = None
+    guarded: Guarded | None = None
     prompt_ids: list[int] | None = None
     add_special_tokens: bool = True
     truncate: int | None = None

@@ -86,6 +86,7 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         settings.chat_template,
         load_sampling_defaults(path, settings),
         budget or TextBudget(settings.max_tokenized_bytes),
+        settings.control_tokens_in_messages,
     )
 
 

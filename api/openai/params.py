@@ -8,6 +8,7 @@ from api.errors import invalid, quoted
 from api.inference.params import GenerationParams
 from api.openai.request_schemas import ChatRequest, CompletionRequest
 from api.openai.shared_fields import OpenAIRequest
+from api.prompt_text.control_texts import Rendered
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -21,7 +22,7 @@ TextsOrIds = list[str] | list[list[int]]
 ID = re.compile(r"-?[0-9]{1,10}")
 
 
-def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
+def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     """The parameters of a chat whose template rendered `prompt`. Raises ApiError."""
     most, newer = body.max_tokens, body.max_completion_tokens
     if most is not None and newer is not None and most != newer:
@@ -33,7 +34,8 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
     names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
     return replace(
         common(body, names),
-        text=prompt,
+        text=prompt.text,
+        guarded=prompt.guarded,
         add_special_tokens=bool(body.add_special_tokens),
         max_new_tokens=most if newer is None else newer,
         top_n_tokens=body.top_logprobs or 0,

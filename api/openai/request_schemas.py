@@ -38,12 +38,12 @@ class ChatRequest(OpenAIRequest):
     add_generation_prompt: bool | None = Field(
         default=None,
         description="End the prompt with the beginning of a new assistant message. Default: true unless the "
-        "last message is continued.",
+        "last message is continued; false continues it, if it is the assistant's and calls no tools.",
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="Continue the last message. Default: true if its role is `assistant`, it calls no tools, "
-        "and `add_generation_prompt` is not true.",
+        description="Continue the last message. Default: false; with CONTINUE_FINAL_MESSAGE true, if it is "
+        "the assistant's and calls no tools.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,

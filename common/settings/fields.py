@@ -52,6 +52,10 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
+    continue_final_message: bool = False
+    """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
+    control_tokens_in_messages: bool = False
+    """control tokens' texts in messages become the tokens, as in TGI and vLLM; by default they stay text"""
     tool_call_parser: ToolCallParser | None = None
     """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
     reasoning_parser: ReasoningParser | None = None
