@@ -91,8 +91,8 @@ class ControlTexts:
         return guard.join(text[start:end] for start, end in pairwise(cuts))
 
     def places(self, text: str) -> set[int]:
-        """The places of guards: behind the first character of each control text, and of each part of one at an
-        end of the text, white space around it aside.
+        """The places of guards: behind the first character of each control text, and of each part of one at
+        an end of the text, white space around it aside.
         """
         found = {match.end() for match in self.starts.finditer(text)}
         stop = len(text.rstrip())
