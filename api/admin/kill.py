@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from api.errors import ApiError
+from api.errors import ApiError, quoted
 from api.http.auth import is_loopback
 
 COMMAND_LINES = {
@@ -35,10 +35,10 @@ def check_same_origin(request: Request) -> None:
     """Raises ApiError (403) for pages of other origins, which can send this request, too."""
     host = request.headers.get("host", "")
     if not is_loopback(urlsplit(f"//{host}").hostname or ""):
-        raise forbidden(f"the host {host!r} is not a loopback address")
+        raise forbidden(f"the host {quoted(host)} is not a loopback address")
     origin = request.headers.get("origin")
     if origin is not None and origin != f"{request.url.scheme}://{host}":
-        raise forbidden(f"the page's origin {origin!r} is not ours")
+        raise forbidden(f"the page's origin {quoted(origin)} is not ours")
 
 
 async def check_own_process(process: dict[str, Any]) -> None:

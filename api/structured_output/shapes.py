@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, quoted
 from api.structured_output.format_fields import as_text
 from api.structured_output.grammar import MAX_SCHEMA_DEPTH, Grammar, depth_of
 
@@ -55,7 +55,7 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
             return tag_grammar(value, field)
         case _:
             allowed = "text, json_object, json_schema, json, regex, structural_tag"
-            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
+            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{field}.type")
 
 
 def from_tgi(value: Mapping[str, Any]) -> Grammar | None:

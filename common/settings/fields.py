@@ -52,6 +52,10 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
+    continue_final_message: bool = False
+    """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
+    control_tokens_in_messages: bool = False
+    """control tokens' texts in messages become the tokens, as in TGI and vLLM; by default they stay text"""
     tool_call_parser: ToolCallParser | None = None
     """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
     reasoning_parser: ReasoningParser | None = None
@@ -98,6 +102,8 @@ class SettingFields(BaseModel):
     """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
+    max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
+    """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
     max_input_tokens: Count | None = None
     """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None

@@ -34,6 +34,7 @@ FLOORS = {
         "heir retry service structured_output tool_calls.detect tool_calls.parser",
         "tokenizer tool_calls.formats tool_calls.reasoning",
         "templates tool_calls.reading",
+        "prompt_text",
         "errors",
         "answer event_loop json",
     ],
