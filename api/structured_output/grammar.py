@@ -17,6 +17,7 @@ from api.errors import ApiError, invalid
 from api.event_loop.offload import LONG, offload
 from api.structured_output.check import error_of
 from api.structured_output.format_rules import Compiler
+from api.structured_output.lark import literal
 from api.structured_output.schemas import WHITESPACE, all_schemas, close_objects, map_schemas
 from api.structured_output.structural_tag import source_of_tag
 from api.structured_output.vocabulary import BYTES, Vocabulary
@@ -104,7 +105,7 @@ def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
-            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
+            words = " | ".join(map(literal, json.loads(grammar.text)))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
             compiler = Compiler(functools.partial(embedded_schema, grammar.whitespace), embedded_grammar)

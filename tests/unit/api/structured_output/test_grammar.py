@@ -39,7 +39,7 @@ SERVED = {
     ),
     "deep": schema(nested(MAX_SCHEMA_DEPTH // 2 - 1)),
     "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
-    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/"]', "f"),
+    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/", "\\u007f"]', "f"),
     "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
     "gbnf": Grammar("grammar", 'root ::= "a" | "b" root', "f"),
 }
