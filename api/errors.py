@@ -8,6 +8,18 @@ from typing import Any
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.messages.events import Terminal
 
+MAX_QUOTED_CHARS = 200
+
+
+def cut(text: str) -> str:
+    """The beginning of what a client wrote, for an error that repeats it."""
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}…"
+
+
+def quoted(value: object) -> str:
+    """A value that a client gave, for an error that repeats it."""
+    return cut(repr(value[: MAX_QUOTED_CHARS + 1] if isinstance(value, str) else value))
+
 
 class ApiError(Exception):
     """A request that is not served, and why.
@@ -104,10 +116,15 @@ def internal_error(text: str = "Internal error") -> ApiError:
 
 
 def failed(terminal: Terminal) -> ApiError:
-    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too."""
+    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too.
+
+    A grammar that proves to lead nowhere is the request's own fault.
+    """
     kind = terminal.error_type or "generation"
     why = terminal.error or f"the request was {terminal.reason}"
-    return ApiError(424, kind, f"Request failed during generation: {why}", code=kind)
+    return ApiError(
+        422 if kind == "grammar" else 424, kind, f"Request failed during generation: {why}", code=kind
+    )
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ def count_arrival() -> None:
 
 
 def count_error(status: int, error_type: str) -> None:
-    """Count an error response. A request that failed after its admission (424) is counted with its stream."""
-    if ARRIVED_S.get() and status != 424:
+    """Count an error response. A request that failed after its admission is counted with its stream."""
+    if ARRIVED_S.get() and status != 424 and error_type != "grammar":
         catalogue.REQUEST_FAILURE.add(1, FAILURES.get(error_type, "validation"))
 
 

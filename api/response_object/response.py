@@ -150,7 +150,9 @@ class ResponseObjectRenderer:
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         error = None
         if status == "failed" and self.stream.terminal is not None:
-            error = {"code": "server_error", "message": failed(self.stream.terminal).text}
+            cause = failed(self.stream.terminal)
+            code = "server_error" if cause.status == 424 else "invalid_prompt"
+            error = {"code": code, "message": cause.text}
         return {
             "id": response_id(self.answer.request_id),
             "object": "response",
