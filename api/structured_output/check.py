@@ -1,14 +1,18 @@
 """Check what grammars in llguidance's form can do: be served, begin with a text, go on with another."""
 
 import functools
+import json
+from collections.abc import Iterable
 
 import llguidance
 
+from api.structured_output.dead_ends import find_dead_end
 from api.structured_output.lark import TEXT
 from api.structured_output.vocabulary import NUM_BYTES, byte_vocabulary
 
 EMPTY = "NoExtensionBias"
 """llguidance's error for a grammar that no text satisfies."""
+MAX_QUOTED = 100
 NUM_TRIED = 32
 """Tokens of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
 ALLOWED = 200
@@ -23,13 +27,23 @@ def error_of(source: str, size: int = NUM_BYTES) -> str:
     matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
     next_token = last_allowed(matcher, vocabulary)
     if matcher.is_error():
-        return cause_of(matcher)
+        cause = cause_of(matcher)
+        return "no text satisfies it" if cause.startswith(EMPTY) else cause
     for _ in range(NUM_TRIED):
         if next_token < 0 or not matcher.consume_token(next_token):
             break
         next_token = last_allowed(matcher, vocabulary)
-    cause = cause_of(matcher)
+    way = find_dead_end(source, vocabulary)
+    cause = cause_of(matcher) or (cause_of(way.matcher) if way else "")
+    if way and cause.startswith(EMPTY):
+        return f"nothing can follow {quoted(way.text)}"
     return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
+
+
+def quoted(tokens: Iterable[int]) -> str:
+    """The end of a text of single bytes, between quotes."""
+    text = bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
+    return json.dumps(text.rstrip()[-MAX_QUOTED:], ensure_ascii=False)
 
 
 def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:

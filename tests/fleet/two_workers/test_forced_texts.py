@@ -61,3 +61,34 @@ async def test_a_tools_enum_gives_the_text(http: httpx.AsyncClient) -> None:
         "".join(call["function"]["arguments"] for call in calls),
     ):
         assert json.loads(arguments) == {"x": NAME}
+
+
+RESPONSE = {"model": "tgi", "input": "a"}
+UNWRITABLE = "\U00040000"
+"""The model's vocabulary has no token for its first byte."""
+
+
+async def test_a_grammar_that_leads_nowhere_is_the_requests_fault(http: httpx.AsyncClient) -> None:
+    body = PLAIN | {"structured_outputs": {"choice": [UNWRITABLE]}}
+    whole = await http.post(CHAT_PATH, json=body)
+    assert (whole.status_code, whole.json()["error"]["code"]) == (400, "grammar")
+    *_, last = frames(await streamed(http, CHAT_PATH, body))
+    assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "grammar")
+    regex = {"grammar": {"type": "regex", "value": UNWRITABLE}}
+    by_tgi = await http.post("/generate", json={"inputs": "a", "parameters": regex})
+    assert (by_tgi.status_code, by_tgi.json()["error_type"]) == (422, "grammar")
+    form = {"type": "json_schema", "name": "s", "schema": {"enum": [UNWRITABLE]}}
+    created = await http.post("/v1/responses", json=RESPONSE | {"text": {"format": form}})
+    assert (created.status_code, created.json()["error"]["code"]) == (400, "grammar")
+    stream = await streamed(http, "/v1/responses", RESPONSE | {"text": {"format": form}})
+    failed = json.loads(stream.decode().rpartition("data: ")[2])["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "invalid_prompt")
+
+
+async def test_patterns_that_match_a_property_are_served(http: httpx.AsyncClient) -> None:
+    score = {"type": "integer", "minimum": 0, "maximum": 100}
+    pattern = {"patternProperties": {"^score$": {"type": "integer"}}}
+    body = PLAIN | schema(object_with("score", score) | pattern)
+    [choice] = (await http.post(CHAT_PATH, json=body)).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"])["score"] in range(101)

@@ -38,6 +38,16 @@ SERVED = {
         {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
     ),
     "deep": schema(nested(MAX_SCHEMA_DEPTH // 2 - 1)),
+    "patterns of listed names": schema(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0}},
+            "required": ["a"],
+            "patternProperties": {"^a$": {"type": "integer"}},
+            "additionalProperties": False,
+        }
+    ),
+    "a text that is forced without end": Grammar("grammar", 'start: /a+/ "a"', "f"),
     "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
     "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/", "\\u007f"]', "f"),
     "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
@@ -64,6 +74,16 @@ REFUSED = {
     "`f` cannot be compiled: it is too complex: lexer error: ": Grammar("regex", "(a?){3000}a{3000}", "f"),
     "it is too complex: lexer error: too many expressions constructed": schema(
         {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
+    ),
+    "`f` cannot be compiled: no text satisfies it": Grammar("grammar", "start: A\nA: /a/ & /b/", "f"),
+    '`f` cannot be compiled: nothing can follow "{\\"a\\":-0,\\"b\\":\\"\\","': schema(
+        {
+            "allOf": [
+                {"required": ["a"], "properties": {"a": {"type": "integer"}}},
+                {"patternProperties": {"^[ab]$": {}}, "required": ["b"], "additionalProperties": False},
+            ],
+            "type": "object",
+        }
     ),
     "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
@@ -107,3 +127,19 @@ async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
 def accepts(source: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+LONG = {
+    "regex": Grammar("regex", "(" + "a" * 20_000, "f"),
+    "lark": Grammar("grammar", 'start: "' + "a" * 20_000, "f"),
+    "pattern": schema({"type": "string", "pattern": "(" + "a" * 20_000}),
+    "keyword": schema({"properties": {"a" * 20_000: {"not": {}}}}),
+    "type": schema({"type": "a" * 20_000}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_refusal_repeats_the_beginning_of_a_grammar_alone(name: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        await compile_grammar(LONG[name], BYTES)
+    assert len(str(refusal.value)) < 300

@@ -1,4 +1,4 @@
-"""Matchers: whatever text a grammar forces, a row comes to write just that, by its mask as by what is forced."""
+"""Matchers: whatever text a grammar forces, a row writes just that, by its mask as by what is forced."""
 
 import json
 import re
@@ -65,7 +65,7 @@ class Model:
         return cls(matchers, [token.content for token in tokenizer.get_added_tokens_decoder().values()])
 
     def write(self, grammar: Grammar, most: int) -> str:
-        """The text of a row that takes `most` of the forced tokens at a time, else the highest of its mask."""
+        """The text of a row that takes `most` forced tokens at a time, else the highest of its mask."""
         matcher = self.matchers.start(source_of(grammar), [])
         ids: list[int] = []
         while not matcher.must_end():
