@@ -7,12 +7,13 @@ from collections.abc import Iterable
 import llguidance
 
 from api.structured_output.dead_ends import find_dead_end
-from api.structured_output.lark import TEXT
+from api.structured_output.lark import TEXT, regex
 from api.structured_output.vocabulary import NUM_BYTES, byte_vocabulary
 
 EMPTY = "NoExtensionBias"
 """llguidance's error for a grammar that no text satisfies."""
 MAX_QUOTED = 100
+SPACE = r"\s*"
 NUM_TRIED = 32
 """Tokens of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
 ALLOWED = 200
@@ -59,14 +60,25 @@ def can_go_on(pattern: str, first: str) -> bool:
     this character: the longest match would then take what belongs to what follows. Both are regexes of a
     Lark grammar. Raises ValueError.
     """
-    source = f"start: BOTH\nONE: {pattern}\nBOTH: ONE & (ONE /{first}/ {TEXT})"
+    return not is_empty(f"ONE & (ONE /{first}/ {TEXT})\nONE: {pattern}")
+
+
+@functools.lru_cache(maxsize=256)
+def is_space(pattern: str) -> bool:
+    """Whether a regex matches nothing but white space. Raises ValueError."""
+    return is_empty(f"{regex(pattern)} & ~/{SPACE}/")
+
+
+def is_empty(lexeme: str) -> bool:
+    """Whether no text is a lexeme of Lark. Raises ValueError."""
+    source = f"start: LEXEME\nLEXEME: {lexeme}"
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     cause = cause_of(matcher)
     if cause and not cause.startswith(EMPTY):
         raise ValueError(cause)
-    return not cause
+    return bool(cause)
 
 
 def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:

@@ -26,8 +26,8 @@ CLASSES = (
     b"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
     bytes(range(128, 256)),
 )
-"""Of the bytes of a class that may follow, the first stands for the rest."""
-CLASS_OF = {byte: members for members in CLASSES for byte in members}
+MANY = 8
+"""Where more bytes of a class than these may follow, the first stands for the rest."""
 SPACE = b" \n\t\r"
 
 
@@ -95,6 +95,8 @@ def following(mask: bytes, end: int) -> list[int]:
     allowed: list[int] = np.flatnonzero(flags).tolist()
     if len(allowed) > FREE:
         return [byte for byte in FREE_TEXT if flags[byte]] or allowed[:1]
-    first_of = {CLASS_OF.get(token, token): token for token in reversed(allowed)}
-    found = sorted(first_of.values(), key=lambda token: (token not in CLOSING, token))
-    return [token for token in found if token not in SPACE] or found
+    for members in CLASSES:
+        if len(alike := [token for token in allowed if token in members]) > MANY:
+            allowed = [token for token in allowed if token not in alike[1:]]
+    allowed.sort(key=lambda token: (token not in CLOSING, token))
+    return [token for token in allowed if token not in SPACE] or allowed

@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
 from api.event_loop.offload import LONG, offload
-from api.structured_output.check import error_of
+from api.structured_output.check import error_of, is_space
 from api.structured_output.format_rules import Compiler
 from api.structured_output.lark import literal
 from api.structured_output.patterns import list_names
@@ -89,6 +89,8 @@ async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
 @functools.lru_cache(maxsize=256)
 def compile_cached(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
     try:
+        if not is_space(grammar.whitespace):
+            raise ValueError("its `whitespace_pattern` must match nothing but white space")
         source = source_of(grammar, vocabulary)
     except ValueError as error:
         raise refusal(grammar, str(error)) from error

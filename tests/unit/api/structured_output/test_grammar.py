@@ -85,6 +85,7 @@ REFUSED = {
             "type": "object",
         }
     ),
+    "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
     "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
     "Expected ::=": Grammar("grammar", "0", "f"),
