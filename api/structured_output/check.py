@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable
 
 import llguidance
@@ -12,6 +13,13 @@ from api.structured_output.vocabulary import NUM_BYTES, byte_vocabulary
 
 EMPTY = "NoExtensionBias"
 """llguidance's error for a grammar that no text satisfies."""
+OWN_WORDS = (
+    (re.compile("Regex is empty:.*"), "no text has all that is said of a string"),
+    (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
+    (re.compile(r"json-schema:///(#\S*)"), r"`\1`"),
+    (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
+)
+"""What llguidance says of a schema, and how it is said here."""
 MAX_QUOTED = 100
 SPACE = r"\s*"
 NUM_TRIED = 32
@@ -90,4 +98,7 @@ def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokeniz
 
 def cause_of(matcher: llguidance.LLMatcher) -> str:
     """The error of a matcher; "" if it has none."""
-    return matcher.get_error().split("<state>")[0].strip()
+    cause = matcher.get_error().split("<state>")[0].strip()
+    for pattern, words in OWN_WORDS:
+        cause = pattern.sub(words, cause)
+    return cause

@@ -30,7 +30,7 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
 """Keeps llguidance from looking for a whole text that is forced: rules may force one without an end."""
-UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*)"\]')
+UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^]]*)"\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 def refusal(grammar: Grammar, cause: str) -> ApiError:
     """The error for a grammar that cannot be compiled, which its cause may repeat."""
-    if (found := UNIMPLEMENTED.fullmatch(cause)) is not None:
+    if (found := UNIMPLEMENTED.match(cause)) is not None:
         keyword = found[1].split('", "')[0]
         place = place_of(keyword, json.loads(grammar.text))
         cause = f"the keyword `{keyword}`{f' (at `{cut(place)}`)' if place else ''} is not supported"

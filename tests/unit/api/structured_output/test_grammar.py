@@ -61,6 +61,9 @@ REFUSED = {
     "the keyword `not` (at `#/anyOf/1/not`) is not supported": schema(
         {"anyOf": [{"type": "null"}, {"not": {"type": "null"}}]}
     ),
+    "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
+        {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
+    ),
     "`f` cannot be compiled: it is not JSON: ": Grammar("json", "{", "f"),
     "a JSON schema is an object": schema([]),
     "no value satisfies the schema `false`": schema(False),
@@ -68,7 +71,17 @@ REFUSED = {
         {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
     ),
     "its depth must be at most 64. Given: 201": schema(nested(100)),
-    "Unsatisfiable schema": schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
+    "no value satisfies it: required property 'a' is unsatisfiable": schema(
+        {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    ),
+    "no value satisfies it: no text has all that is said of a string (at `#/$defs/a`)": schema(
+        {
+            "$defs": {"a": {"type": "string", "pattern": "^aaa$", "maxLength": 2}},
+            "type": "array",
+            "items": {"$ref": "#/$defs/a"},
+            "minItems": 1,
+        }
+    ),
     "Invalid type: xyz": schema({"type": "xyz"}),
     "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
     "`f` cannot be compiled: it is too complex: lexer error: ": Grammar("regex", "(a?){3000}a{3000}", "f"),
