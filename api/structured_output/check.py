@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import llguidance
 
-from api.structured_output.dead_ends import find_dead_end
+from api.structured_output.dead_ends import MAX_FORCED, Way, find_dead_end
 from api.structured_output.lark import TEXT, regex
 from api.structured_output.vocabulary import NUM_BYTES, byte_vocabulary
 
@@ -18,6 +18,7 @@ OWN_WORDS = (
     (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
     (re.compile(r"json-schema:///(#\S*)"), r"`\1`"),
     (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
+    (re.compile(r"^panic: (.|\n)*"), "its rules cannot be told apart"),
 )
 """What llguidance says of a schema, and how it is said here."""
 MAX_QUOTED = 100
@@ -34,19 +35,27 @@ def error_of(source: str, size: int = NUM_BYTES) -> str:
     """
     vocabulary = byte_vocabulary(size)
     matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
-    next_token = last_allowed(matcher, vocabulary)
     if matcher.is_error():
-        cause = cause_of(matcher)
-        return "no text satisfies it" if cause.startswith(EMPTY) else cause
+        return cause_of(matcher)
+    if way := find_dead_end(matcher.deep_copy(), vocabulary.eos_token):
+        return cause_of_end(way)
+    next_token = last_allowed(matcher, vocabulary)
     for _ in range(NUM_TRIED):
         if next_token < 0 or not matcher.consume_token(next_token):
             break
         next_token = last_allowed(matcher, vocabulary)
-    way = find_dead_end(source, vocabulary)
-    cause = cause_of(matcher) or (cause_of(way.matcher) if way else "")
-    if way and cause.startswith(EMPTY):
-        return f"nothing can follow {quoted(way.text)}"
+    cause = cause_of(matcher)
     return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
+
+
+def cause_of_end(way: Way) -> str:
+    """Why a way into a grammar must not be offered."""
+    cause = cause_of(way.matcher)
+    if not cause:
+        return f"it forces a text of more than {MAX_FORCED} bytes"
+    if not cause.startswith(EMPTY):
+        return f"it is too complex: {cause}"
+    return f"nothing can follow {quoted(way.text)}" if way.text else "no text satisfies it"
 
 
 def quoted(tokens: Iterable[int]) -> str:

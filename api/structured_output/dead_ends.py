@@ -12,6 +12,8 @@ import numpy as np
 
 MAX_PLACES = 256
 """Places that are looked at: some 30 ms."""
+MAX_FORCED = 8192
+"""Bytes that may be forced at once: the engine has all of them tokenized at each step."""
 MAX_ALIKE = 16
 """Places in a row where the same may follow, as within a string, that are looked at."""
 FREE = 64
@@ -55,10 +57,13 @@ class Way:
     def place(self) -> object:
         return self.mask, self.text[-1:], self.num_alike, *(self.text.count(byte) for byte in SHAPE)
 
-    def follow_forced(self) -> None:
-        if forced := self.matcher.compute_ff_tokens():
+    def follow_forced(self) -> bool:
+        """Follow what is forced, unless that is too much."""
+        forced = self.matcher.compute_ff_tokens()
+        if 0 < len(forced) <= MAX_FORCED:
             self.matcher.consume_tokens(forced)
             self.text += tuple(forced)
+        return len(forced) <= MAX_FORCED
 
     def look(self) -> None:
         """See what may follow; the matcher of a dead end has an error then."""
@@ -67,13 +72,16 @@ class Way:
         self.mask = mask
 
 
-def find_dead_end(source: str, vocabulary: llguidance.LLTokenizer) -> Way | None:
-    """The way into a dead end of a grammar; None if none is found."""
+def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
+    """The way into a dead end of a grammar, or to a text that is too long to be forced, which has no error;
+    None if none is found. `start` is consumed, `end` the token of an end.
+    """
     numbers, seen = count(-1, -1), set[object]()
-    ways = [Way(0, 0, llguidance.LLMatcher(vocabulary, source, log_level=0))]
+    ways = [Way(0, 0, start)]
     while ways and len(seen) < MAX_PLACES:
         way = heapq.heappop(ways)
-        way.follow_forced()
+        if not way.follow_forced():
+            return way
         if way.matcher.is_stopped() and not way.matcher.is_error():
             continue
         way.look()
@@ -81,7 +89,7 @@ def find_dead_end(source: str, vocabulary: llguidance.LLTokenizer) -> Way | None
             return way
         if way.place not in seen and way.num_alike < MAX_ALIKE:
             seen.add(way.place)
-            for turns, byte in enumerate(following(way.mask, vocabulary.eos_token)):
+            for turns, byte in enumerate(following(way.mask, end)):
                 matcher = way.matcher.deep_copy()
                 matcher.consume_token(byte)
                 later = way.num_turns + bool(turns), next(numbers), matcher, (*way.text, byte)

@@ -99,6 +99,7 @@ REFUSED = {
         }
     ),
     "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
+    "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
     "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
     "Expected ::=": Grammar("grammar", "0", "f"),
