@@ -126,9 +126,12 @@ ADMITTED = (408, 424)
 
 
 def failed(terminal: Terminal) -> ApiError:
-    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too."""
+    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too.
+
+    A grammar that proves to lead nowhere is the request's own fault.
+    """
     kind = terminal.error_type or "generation"
-    status = 408 if kind == "timeout" else 424
+    status = {"timeout": 408, "grammar": 422}.get(kind, 424)
     why = terminal.error or f"the request was {terminal.reason}"
     return ApiError(status, kind, f"Request failed during generation: {why}", code=kind)
 

@@ -37,7 +37,7 @@ def count_arrival() -> None:
 
 def count_error(status: int, error_type: str) -> None:
     """Count an error response. A request that failed after its admission is counted with its stream."""
-    if ARRIVED_S.get() and status not in ADMITTED:
+    if ARRIVED_S.get() and status not in ADMITTED and error_type != "grammar":
         catalogue.REQUEST_FAILURE.add(1, FAILURES.get(error_type, "validation"))
 
 

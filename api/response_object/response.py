@@ -23,6 +23,10 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id}"
 
 
+CODES = {408: "timeout", 424: "server_error"}
+"""Codes of a response that failed, by the status of its error; others are faults of the request."""
+
+
 class ResponseObjectRenderer:
     """Renders one response: what its stream has is taken piece by piece.
 
@@ -135,7 +139,8 @@ class ResponseObjectRenderer:
         if terminal is None:
             return "in_progress" if self.stream.ids or self.stream.worker else "queued"
         if self.stream.finished:
-            return "completed" if terminal.reason != "length" or self.is_whole else "incomplete"
+            is_cut = self.is_within_call or (terminal.reason == "length" and not self.is_whole)
+            return "incomplete" if is_cut else "completed"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
 
     @property
@@ -145,13 +150,20 @@ class ResponseObjectRenderer:
             return False
         return self.choice.is_whole_json or (self.parser is not None and self.parser.ends_in_call)
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether it ends before its last call is complete, as at a stop string."""
+        return self.ended and self.parser is not None and self.parser.is_within_call
+
     def render(self, status: str) -> dict[str, Any]:
         """The response as it is now."""
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        terminal = self.stream.terminal
+        is_cut = status == "incomplete" and terminal is not None and terminal.reason == "length"
+        incomplete = {"reason": "max_output_tokens"} if is_cut else None
         error = None
         if status == "failed" and self.stream.terminal is not None:
             cause = failed(self.stream.terminal)
-            code = "timeout" if cause.status == 408 else "server_error"
+            code = CODES.get(cause.status, "invalid_prompt")
             error = {"code": code, "message": cause.text}
         return {
             "id": response_id(self.answer.request_id),

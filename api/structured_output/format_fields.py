@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from api.errors import ApiError, invalid, quoted
+from api.errors import ApiError, cut, invalid, quoted
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
@@ -44,7 +44,7 @@ def checked(value: Any, field: str) -> Mapping[str, Any]:
         raise invalid(f"`{field}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{field}.type")
     for name, item in form.items():
         if name not in (*FIELDS[kind], "type") and item not in (None, False, []):
-            raise invalid(f"`{field}.{name}` is not supported", f"{field}.{name}")
+            raise invalid(f"`{field}.{cut(name)}` is not supported", f"{field}.{cut(name)}")
     return form
 
 

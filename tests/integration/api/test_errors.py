@@ -115,6 +115,8 @@ REFUSALS = [
     (failed(terminal_for("r", "expired", 0)), 408, "timeout", "timeout"),
     (failed(terminal_for("r", "no_worker", 0)), 500, "server_error", "unavailable"),
     (failed(terminal_for("r", "client", 0)), 500, "server_error", "cancelled"),
+    (failed(terminal_for("r", "grammar", 0)), 400, "invalid_request_error", "grammar"),
+    (failed(terminal_for("r", "grammar_limit", 0)), 400, "invalid_request_error", "grammar"),
     (conflict("request"), 409, "invalid_request_error", "conflict"),
     (overloaded(), 429, "rate_limit_exceeded", "rate_limit_exceeded"),
     (unavailable("no worker"), 503, "server_error", "unavailable"),
