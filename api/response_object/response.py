@@ -17,14 +17,12 @@ from common.messages.answer import HttpAnswer
 ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 """Last events by status; any other end is a failure."""
 SUPERSEDED = "superseded"
+CODES = {408: "timeout", 424: "server_error"}
+"""Codes of a response that failed, by the status of its error; others are faults of the request."""
 
 
 def response_id(request_id: str) -> str:
     return f"resp_{request_id}"
-
-
-CODES = {408: "timeout", 424: "server_error"}
-"""Codes of a response that failed, by the status of its error; others are faults of the request."""
 
 
 class ResponseObjectRenderer:
