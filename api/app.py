@@ -11,10 +11,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
+from api.connection.limits import LIMITS
 from api.event_loop.pace import Turns
 from api.heir.answer_socket import give_answer_socket
 from api.heir.keeper_channel import KeeperChannel
-from api.http.auth import check_key
+from api.http.auth import LOCAL_ORIGINS, check_key, check_page
 from api.http.draining import Draining
 from api.http.error_handlers import HANDLERS
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
@@ -77,7 +78,7 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
         async with gateway.running(), publishing_metrics(gateway.pool.client):
-            yield {UNREAD: gateway.unread}
+            yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
@@ -103,20 +104,24 @@ def wrap(app: ASGIApp, channel: KeeperChannel, *inner: Middleware) -> ASGIApp:
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
-    keyed = [Depends(check_key), Depends(HTTPBearer(auto_error=False))] if settings.api_key else []
+    with_key = [Depends(check_key), Depends(HTTPBearer(auto_error=False))]
+    guarded = with_key if settings.api_key else [Depends(check_page)]
     for routes in ROUTES:
-        dependencies = [] if routes in WITHOUT_KEY else keyed
+        dependencies = [] if routes in WITHOUT_KEY else guarded
         if routes in REFUSED_WHILE_DRAINING:
             dependencies = [*dependencies, Depends(draining.check)]
         app.include_router(routes.router, dependencies=dependencies)
 
 
 def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """Let browsers hand responses to pages of the allowed origins."""
-    origins = settings.cors_allow_origin or ("*",)
+    """Let browsers hand responses to pages of the allowed origins: those of CORS_ALLOW_ORIGIN, else any where
+    there is a key, else those of this machine.
+    """
+    origins = settings.cors_allow_origin or (("*",) if settings.api_key else ())
     return CORSMiddleware(
         app,
         allow_origins=origins,
+        allow_origin_regex=None if origins else LOCAL_ORIGINS,
         allow_methods=["DELETE", "GET", "POST"],
         allow_headers=["*"],
         expose_headers=["*"],

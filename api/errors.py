@@ -8,13 +8,26 @@ from typing import Any
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.messages.events import Terminal
 
+MAX_QUOTED_CHARS = 200
+MAX_TEXT_CHARS = 2000
+
+
+def cut(text: str) -> str:
+    """The beginning of what a client wrote, for an error that repeats it."""
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}…"
+
+
+def quoted(value: object) -> str:
+    """A value that a client gave, for an error that repeats it."""
+    return cut(repr(value[: MAX_QUOTED_CHARS + 1] if isinstance(value, str) else value))
+
 
 class ApiError(Exception):
     """A request that is not served, and why.
 
     Attributes:
         status, error_type: those of TGI's routes; OpenAI's follow from them.
-        text: what a person reads.
+        text: what a person reads; what it repeats of a client's input is `quoted` or `cut`.
         param: the field at fault, by the name that the client used.
         code: OpenAI's word for the cause, where its clients look for one.
         retry_after_s: when to ask again; None where that is not known.
@@ -31,11 +44,11 @@ class ApiError(Exception):
     ) -> None:
         self.status = status
         self.error_type = error_type
-        self.text = text
-        self.param = param
+        self.text = text[:MAX_TEXT_CHARS]  # it may be a library's, and that may repeat anything
+        self.param = param and cut(param)
         self.code = code
         self.retry_after_s = retry_after_s
-        super().__init__(text)
+        super().__init__(self.text)
 
 
 # --- API families -------------------------------------------------------------------------------------------
@@ -49,7 +62,12 @@ PREFIXES = {
     "tool_error": "Tool error: ",
 }
 OPENAI_STATUS = {422: 400, 424: 500}
-OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_exceeded"}
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout",
+    429: "rate_limit_exceeded",
+}
 OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
@@ -103,11 +121,19 @@ def internal_error(text: str = "Internal error") -> ApiError:
     return ApiError(500, "internal", text)
 
 
+ADMITTED = (408, 424)
+"""Statuses of requests that were admitted and did not finish well: their deadline passed, or they failed."""
+
+
 def failed(terminal: Terminal) -> ApiError:
-    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too."""
+    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too.
+
+    A grammar that proves to lead nowhere is the request's own fault.
+    """
     kind = terminal.error_type or "generation"
+    status = {"timeout": 408, "grammar": 422}.get(kind, 424)
     why = terminal.error or f"the request was {terminal.reason}"
-    return ApiError(424, kind, f"Request failed during generation: {why}", code=kind)
+    return ApiError(status, kind, f"Request failed during generation: {why}", code=kind)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from api.connection.limits import ConnectionLimits
 from api.event_loop.background import background_task
 from api.event_loop.loop_watch import watch_loop
 from api.http.unread import UnreadAnswers
@@ -31,6 +32,7 @@ class Gateway:
         self.pools = PoolRegistry(self.pool)
         self.job_consumer = JobConsumer(self.pool)
         self.unread = UnreadAnswers(settings)
+        self.limits = ConnectionLimits(settings)
 
     def show_draining(self) -> None:
         """Have its heartbeats say that it drains: a batcher that ends at the same time stays for its

@@ -13,10 +13,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from api.app import build, build_heir
+from api.connection.limits import raise_file_limit
+from api.connection.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.heir.heir import Heir
 from api.heir.keeper_channel import inherited_channel
 from api.http.draining import Draining, DrainingServer
-from api.http.protocol import HttpProtocol, InheritedConnection
 from api.inference.pool import load_tokenizer
 from api.lifecycle import Gateway
 from api.tokenizer import ModelTokenizer
@@ -31,10 +32,6 @@ log = logging.getLogger(__name__)
 
 PRELOADED = "preloaded-api"
 BACKLOG = 2048
-IDLE_S = 75
-"""How long a connection without a request is kept: longer than load balancers (60 s) and clients keep theirs,
-since a request that is on its way when the server closes is lost.
-"""
 CLOSE_S = 3
 """How long connections may take to close once the gateway has drained."""
 
@@ -64,6 +61,7 @@ def preload() -> ModelTokenizer:
 
 def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> None:
     """Run one gateway. Raises SettingError."""
+    raise_file_limit()
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
     draining = Draining(gateway.show_draining, gateway.fail_streams, WHOLE_FLEET_VARIABLE in os.environ)
@@ -78,7 +76,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=IDLE_S,
+        timeout_keep_alive=round(settings.keep_alive_timeout_s),
         timeout_graceful_shutdown=CLOSE_S,
     )
     log.info(
@@ -86,6 +84,8 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         incarnation,
         " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
     )
+    # what is no HTTP is counted and logged by the limits, many requests in one line
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNREADABLE)
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
     server = GatewayServer(config, draining, settings.graceful_termination_timeout, channel)

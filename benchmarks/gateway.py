@@ -28,9 +28,10 @@ import uvloop
 
 from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.machine.ports import free_port
 from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 

@@ -64,7 +64,7 @@ fleet() { # starts one, and returns when it serves
 
 if [ -z "${URL:-}" ]; then
     "$python" -m benchmarks.engine ${ENGINE:-} "$@" 2>"$out/engine.log" | tee "$out/engine.txt" || { tail -30 "$out/engine.log" >&2; exit 1; }
-    port=$("$python" -c 'from deploy.serve.embedded_broker import free_port; print(free_port())')
+    port=$("$python" -c 'from tests.support.machine.ports import free_port; print(free_port())')
     url=http://127.0.0.1:$port
     fleet "$port" "$@"
 else

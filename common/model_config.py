@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from common.settings.settings import SettingError
 
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -16,6 +18,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise SettingError("model_id", f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingError("model_id", f"{path} is no JSON object")
     return content
 
 
@@ -48,3 +52,12 @@ def special_ids(path: Path) -> frozenset[int]:
 def added_tokens(path: Path) -> list[dict[str, Any]]:
     tokens: list[dict[str, Any]] = read_json(path / "tokenizer.json").get("added_tokens", [])
     return tokens
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a model's directory. Raises SettingError."""
+    file = path / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no other
+        raise SettingError("model_id", f"{file} is no tokenizer, or damaged: {error!s:.200}") from error

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.cache_folders import cache_folder, make_cache_folder
+from common.gguf_check import check_gguf
 from common.model_config import read_json
 from common.settings.settings import SettingError
 
@@ -28,6 +30,8 @@ CONVERSION_VERSION = 3
 HEAD_BYTES = 2**20
 """The first and last bytes of a GGUF file identify it, wherever it is mounted."""
 EXACT_DTYPE = "float32"
+CONVERTED = "models"
+"""The cache folder of converted files."""
 REQUIRED_FILES = ("config.json", "tokenizer.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.jinja", "*.py"]  # *.py is run with TRUST_REMOTE_CODE only
@@ -175,10 +179,6 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
 # --- GGUF ---------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "models"
-
-
 def conversion_path(gguf: Path, dtype: str) -> Path:
     """Return the cache directory of this GGUF file, which is found by the file's content.
 
@@ -192,7 +192,7 @@ def conversion_path(gguf: Path, dtype: str) -> Path:
             b"%b %b %d %d" % (head, file.read(), gguf.stat().st_size, CONVERSION_VERSION)
         )
     suffix = f"-{EXACT_DTYPE}" if dtype == EXACT_DTYPE else ""
-    return cache_folder() / f"{gguf.stem}-{content.hexdigest()[:12]}{suffix}"
+    return cache_folder(CONVERTED) / f"{gguf.stem}-{content.hexdigest()[:12]}{suffix}"
 
 
 def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
@@ -208,7 +208,8 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
             "model_id",
             f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
+    check_gguf(gguf)
+    make_cache_folder(CONVERTED)
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         progress(f"converting {gguf.name} (once, some 20 s)")
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -88,6 +88,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
+    setproctitle.setproctitle(f"tokenfleet {word}")  # anybody may read our words, and a key is among them
     incarnation = new_incarnation(own.name)
     logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
     settings = checks.prepare(settings, kind)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import setproctitle
 import uvloop
-from tokenizers import Tokenizer
 
 from common import model_files
 from common.broker.client import ERRORS, describe_error
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
+from common.model_config import read_tokenizer
 from common.process import parent_death
 from common.process.heartbeat import Heartbeat
 from common.process.preload import FLAG
@@ -67,7 +67,7 @@ async def serve(
         preloaded,
     )
     try:
-        table = RowTable(Tokenizer.from_file(str(directory / "tokenizer.json")))
+        table = RowTable(read_tokenizer(directory))
         ready = await wait_for_engine(settings, engine, incarnation)
         return await serve_engine(
             settings, engine, table, capacity(settings, ready, name, incarnation, directory)

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-import deploy.serve.embedded_broker
+import tests.support.machine.ports
 from common.broker.client import connect
 from common.process import cpu
 from deploy.serve.embedded_broker import Broker
@@ -38,7 +38,7 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 TEST_PORTS = range(10_000, 20_000)
 NUM_PORTS = len(TEST_PORTS) // WORKERS
-deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1) * NUM_PORTS]
+tests.support.machine.ports.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1) * NUM_PORTS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """

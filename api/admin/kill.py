@@ -6,7 +6,6 @@ address, and the process must be, like this gateway, a child of the launcher.
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -15,7 +14,8 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from api.errors import ApiError
+from api.errors import ApiError, quoted
+from api.http.auth import is_loopback
 
 COMMAND_LINES = {
     "gateway": "tokenfleet api",
@@ -35,16 +35,10 @@ def check_same_origin(request: Request) -> None:
     """Raises ApiError (403) for pages of other origins, which can send this request, too."""
     host = request.headers.get("host", "")
     if not is_loopback(urlsplit(f"//{host}").hostname or ""):
-        raise forbidden(f"the host {host!r} is not a loopback address")
+        raise forbidden(f"the host {quoted(host)} is not a loopback address")
     origin = request.headers.get("origin")
     if origin is not None and origin != f"{request.url.scheme}://{host}":
-        raise forbidden(f"the page's origin {origin!r} is not ours")
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+        raise forbidden(f"the page's origin {quoted(origin)} is not ours")
 
 
 async def check_own_process(process: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from api.admin import processes
 from api.admin.health import describe_health
 from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
-from api.errors import ApiError, asking_broker
+from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import FLEET, error_responses
 from api.http.state import own_pool
 from api.inference.pool import Pool
@@ -21,7 +21,7 @@ KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
 )
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
 VERSION = version("tokenfleet")
 
 
@@ -62,7 +62,7 @@ async def kill_process(
     check_same_origin(request)
     process: dict[str, Any] | None = (await read_process_list(pool)).find(process_id)
     if process is None:
-        raise ApiError(404, "not_found", f"There is no process {process_id} in this fleet")
+        raise ApiError(404, "not_found", f"There is no process {cut(process_id)} in this fleet")
     await check_own_process(process)
     # In the background, so that a gateway that kills itself has responded before.
     return Response(

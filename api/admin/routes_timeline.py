@@ -4,13 +4,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin import timeline
-from api.errors import ApiError, asking_broker
+from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import FLEET, RequestId, error_responses
 from api.http.state import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
 
 
 @router.get(
@@ -29,7 +29,7 @@ async def request_timeline(request: Request, request_id: RequestId) -> Response:
         raise ApiError(
             404,
             "not_found",
-            f"There is no timeline of a request {request_id}: it was never queued, or it has expired",
+            f"There is no timeline of a request {cut(request_id)}: it was never queued, or it has expired",
         )
     return Response(
         to_json({"request_id": request_id, "timelines": timelines}),

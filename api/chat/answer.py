@@ -92,11 +92,16 @@ class ChoiceParser:
         return self.parser.num_calls > 0
 
     @property
+    def is_within_call(self) -> bool:
+        """Whether the last call is not complete: a client must not do what it says."""
+        return self.has_calls and not is_json(self.last_call)
+
+    @property
     def ends_in_call(self) -> bool:
         """Whether the answer's last call is complete, and nothing follows it: that `max_tokens` ends the
         answer there takes nothing from it.
         """
-        return self.has_calls and not self.goes_on and is_json(self.last_call)
+        return self.has_calls and not self.goes_on and not self.is_within_call
 
     def call_id(self, index: int) -> str:
         """The id of a call: the same at whichever gateway it is read, and no other call's."""
@@ -172,7 +177,7 @@ def render_call_delta(parser: ChoiceParser, index: int, call: dict[str, Any]) ->
 def is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -183,11 +188,11 @@ def is_whole_json(text: str) -> bool:
 
 
 def finish_reason(parser: ChoiceParser, reason: str) -> str:
-    """OpenAI's reason for the end of an answer; `reason` is that of a text. A call of the function that the
-    client chose is an answer like any other.
+    """OpenAI's reason for the end of an answer; `reason` is that of a text, which may end within a call. A
+    call of the function that the client chose is an answer like any other.
     """
     if reason == "length" and parser.ends_in_call:
         reason = "stop"
-    if reason != "stop" or not parser.has_calls or parser.reading.is_named:
+    if reason != "stop" or not parser.has_calls or parser.is_within_call or parser.reading.is_named:
         return reason
     return "function_call" if parser.reading.is_older else "tool_calls"

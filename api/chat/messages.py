@@ -7,15 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.inference.fields import Listed, Strict, with_one_error
 
 
 class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
-    """A part of a message's content; only the type `text` is supported."""
+    """A part of a message's content, a text; in an assistant's message it may be a `refusal`."""
 
     type: str = Field(json_schema_extra={"enum": ["text"]})
     text: str | None = Field(default=None, json_schema_extra={"type": "string"})
+    refusal: str | None = None
 
 
 Content = Annotated[
@@ -60,6 +61,9 @@ class ChatMessage(Strict, extra="allow"):
         default=None, description="The assistant's reasoning, for templates that repeat it."
     )
     reasoning: str | None = Field(default=None, description="The same.")
+    refusal: str | None = Field(
+        default=None, description="The assistant's refusal, as a response had it in place of `content`."
+    )
 
     @property
     def has_calls(self) -> bool:
@@ -87,8 +91,10 @@ def template_message(one: ChatMessage, name: str, call_id: str) -> dict[str, Any
         field = "tool_calls" if one.tool_calls else "function_call"
         raise invalid(f"`{name}.{field}` is for the role `assistant`", f"{name}.{field}")
     found: dict[str, Any] = {"role": "tool" if one.role == "function" else one.role}
-    may_be_null = one.has_calls and one.content is None
-    found["content"] = "" if may_be_null else join_parts(one.content, f"{name}.content")
+    content = one.content
+    if content is None and one.role == "assistant":
+        content = "" if one.has_calls and one.refusal is None else one.refusal
+    found["content"] = join_parts(content, f"{name}.content", may_refuse=one.role == "assistant")
     if one.name is not None:
         found["name"] = one.name
     if reasoning := one.reasoning_content or one.reasoning:
@@ -119,15 +125,21 @@ def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
         return arguments
 
 
-def join_parts(content: str | list[ContentPart] | None, name: str) -> str:
+def join_parts(content: str | list[ContentPart] | None, name: str, may_refuse: bool = False) -> str:
     """The text of a message's content, whose parts are joined. Raises ApiError."""
     if content is None:
         raise invalid(f"`{name}` is required", name)
     if isinstance(content, str):
         return content
-    for i, part in enumerate(content):
-        if part.type != "text":
-            raise invalid(f"`{name}[{i}]` is of type {part.type!r}: this model takes text only", name)
-        if part.text is None:
-            raise invalid(f"`{name}[{i}].text` is required", name)
-    return "".join(part.text or "" for part in content)
+    return "".join(part_text(part, f"{name}[{i}]", may_refuse, name) for i, part in enumerate(content))
+
+
+def part_text(part: ContentPart, name: str, may_refuse: bool, field: str) -> str:
+    """The text of a part. Raises ApiError, which has the name of the whole `field`."""
+    is_refusal = may_refuse and part.type == "refusal"
+    if part.type != "text" and not is_refusal:
+        raise invalid(f"`{name}` is of type {quoted(part.type)}: this model takes text only", field)
+    text = part.refusal if is_refusal else part.text
+    if text is None:
+        raise invalid(f"`{name}.{'refusal' if is_refusal else 'text'}` is required", field)
+    return text

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.chat.tools import ToolChoice
-from api.errors import invalid
+from api.errors import invalid, quoted
+from api.prompt_text.control_texts import ControlTexts, Rendered, rendered_text
 from api.templates.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Chat:
     is_open: bool = False
 
 
-def render_prompt(chat: Chat, template: ChatTemplate | None) -> str:
+def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTexts) -> Rendered:
     """The text that the model continues. Raises ApiError (422) for errors of the template, too."""
     if not chat.messages:
         raise invalid("`messages` cannot be empty", "messages")
@@ -72,9 +73,15 @@ def render_prompt(chat: Chat, template: ChatTemplate | None) -> str:
         text = tool_text(chat.tools, chat.tool_prompt, template.takes_tools)
         messages[place] = {**messages[place], "content": messages[place]["content"] + text}
         tools = chat.tools.tools if template.takes_tools else None
+    variables, guard = chat.variables, controls.guard_for([messages, chat.variables, tools], template.source)
+    if guard is not None:
+        try:
+            messages, variables, tools = controls.guarded([messages, variables, tools], guard)
+        except RecursionError as error:
+            raise template_error("the messages are nested too deeply") from error
     if chat.is_open:
-        return template.render_open(messages, chat.variables, tools)
-    return template.render(messages, chat.add_generation_prompt, chat.variables, tools)
+        return rendered_text(template.render_open(messages, variables, tools), guard)
+    return rendered_text(template.render(messages, chat.add_generation_prompt, variables, tools), guard)
 
 
 def tool_text(choice: ToolChoice, tool_prompt: str | None, template_has_tools: bool) -> str:
@@ -159,7 +166,7 @@ def reasoning_variables(
         return dict(variables)
     if effort not in EFFORTS:
         raise invalid(
-            f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {effort[:20]!r}",
+            f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {quoted(effort)}",
             "reasoning_effort",
         )
     values = {"reasoning_effort": effort} | dict.fromkeys(SWITCHES, effort != "none")

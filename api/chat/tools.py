@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from api.errors import invalid
+from api.errors import cut, invalid, quoted
 from api.inference.fields import Strict
 from api.tool_calls.reading.deltas import Tool
 
@@ -83,7 +83,7 @@ def read_functions(
 
 def function_of(tool: ToolSchema, name: str) -> FunctionSchema:
     if tool.type != "function":
-        raise invalid(f"`{name}.type` must be function. Given: {tool.type!r}", f"{name}.type")
+        raise invalid(f"`{name}.type` must be function. Given: {quoted(tool.type)}", f"{name}.type")
     if tool.function is None:
         raise invalid(f"`{name}.function` is required", f"{name}.function")
     return tool.function
@@ -141,7 +141,7 @@ def name_of(choice: Any, field: str) -> str:
 
 def find_tool(tools: Mapping[str, Tool], name: str, field: str) -> Tool:
     if name not in tools:
-        raise invalid(f"`{field}` names {name[:128]!r}, which is not among {', '.join(tools)}", field)
+        raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(tools))}", field)
     return tools[name]
 
 
@@ -153,14 +153,14 @@ def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Too
     for one in functions:
         if not NAME.fullmatch(one.name):
             words = "must have names of 1 to 128 letters, digits and _ . : / -"
-            raise invalid(f"`{field}` {words}. Given: {one.name[:129]!r}", field)
+            raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}", field)
         if one.name in names:
-            raise invalid(f"`{field}` has the name {one.name!r} twice", field)
+            raise invalid(f"`{field}` has the name {quoted(one.name)} twice", field)
         names.add(one.name)
         kind = parameters_of(one).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             parameters = f"{field}.{one.name}.parameters"
-            words = f"must be the JSON schema of an object. Given the type: {kind!r}"
+            words = f"must be the JSON schema of an object. Given the type: {quoted(kind)}"
             raise invalid(f"`{parameters}` {words}", parameters)
     return [Tool(one.name, parameters_of(one), bool(one.strict)) for one in functions]
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.heir.keeper_channel import KeeperChannel
-from api.heir.rest_of_answer import RestOfAnswer
+from api.heir.rest_of_answer import RestOfAnswer, WrittenHead
 from api.heir.tcp_info import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
@@ -21,12 +21,14 @@ log = logging.getLogger(__name__)
 CYCLE = "tokenfleet.cycle"
 """Extension of a scope: the server's own object for a request and its response."""
 STATE_KEY = "answer_socket"
-FORMAT = "5"
+FORMAT = "6"
 """Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway
 of another format cannot go on in the middle of an answer.
 """
 HEADERS = (b"origin", b"x-request-id")
 """Headers of a request that the head of its response depends on."""
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What may be written before the head of a response; clients of HTTP/1.1 skip it."""
 TELL_S = 5.0
 """How long an answer's head waits for a keeper that does not read, as on a machine with too much to do."""
 
@@ -81,7 +83,9 @@ class AnswerSocket:
             return
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         place = (request_id, base, FORMAT, connection, num_seen)
-        self.answer = KeptAnswer(*place, comment=comment, headers=headers, requests=requests)
+        self.answer = KeptAnswer(
+            *place, comment=comment, headers=headers, requests=requests, http_version=scope["http_version"]
+        )
         if extra is not None:
             await self.tell(replace(self.answer, extra=list(extra.items())))
 
@@ -133,6 +137,22 @@ class AnswerSocket:
         self.answer = answer
         return True
 
+    def probe(self) -> None:
+        """Write an interim response in front of the answer: a client that sends no more skips it if it reads,
+        and its kernel refuses it if it has gone.
+        """
+        transport = self.cycle.transport
+        if isinstance(transport, RestOfAnswer):
+            transport = transport.untouched
+        if transport is None or self.cycle.response_started or self.cycle.scope["http_version"] < "1.1":
+            return
+        if self.answer is not None:
+            answer = replace(self.answer, base=self.answer.base + len(INTERIM))
+            if not self.channel.send_now(KeeperMessage(keep=answer)):
+                return
+            self.answer = answer
+        transport.write(INTERIM)
+
     # --- end ------------------------------------------------------------------------------------------------
 
     def hand_over(self) -> None:
@@ -182,16 +202,6 @@ def position(transport: Any, answer: KeptAnswer) -> int | None:
         return None
     buffered: int = transport.get_write_buffer_size()
     return written + buffered - answer.base
-
-
-class WrittenHead:
-    """A transport for the head of one response: it keeps the bytes."""
-
-    def __init__(self) -> None:
-        self.head = b""
-
-    def write(self, data: bytes) -> None:
-        self.head += data
 
 
 @functools.cache

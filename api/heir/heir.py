@@ -6,13 +6,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from api.heir.answer_socket import CYCLE, FORMAT, STATE_KEY, AnswerSocket
+from api.heir.answer_socket import CYCLE, FORMAT, INTERIM, STATE_KEY, AnswerSocket
 from api.heir.keeper_channel import KeeperChannel
-from api.heir.rest_of_answer import RestOfAnswer
+from api.heir.rest_of_answer import RestOfAnswer, framed
 from api.heir.tcp_info import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer
 
@@ -22,7 +23,7 @@ INHERITED = "inherited"
 """Key of a scope's state: the answer that was inherited."""
 
 
-NewConnection = Callable[[], HttpToolsProtocol]
+NewConnection = Callable[[], H11Protocol]
 """Makes a connection of the server that reads nothing."""
 
 
@@ -52,7 +53,7 @@ class Heir:
         try:
             connection.setblocking(False)
             num_written = bytes_written(connection) - answer.base
-            if answer.format != FORMAT or num_written < 0:
+            if answer.format != FORMAT or num_written < -len(INTERIM):
                 raise OSError(f"format {answer.format}, {num_written} bytes written")
             protocol = self.new_connection()
             transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
@@ -62,7 +63,8 @@ class Heir:
             self.channel.post(KeeperMessage(drop=answer.name))
             return
         log.debug("request %s goes on here at byte %d of its answer", answer.request_id, num_written)
-        rest = RestOfAnswer(transport, num_written, answer.comment, answer.comments)
+        comment = framed(answer.comment, answer.http_version)
+        rest = RestOfAnswer(transport, num_written, comment, answer.comments)
         cycle = self.begin(answer, protocol, rest)
         try:
             await self.app(cycle.scope, cycle.receive, cycle.send)
@@ -70,20 +72,28 @@ class Heir:
             log.exception("request %s", answer.request_id)
             transport.abort()
 
-    def begin(self, answer: KeptAnswer, protocol: HttpToolsProtocol, rest: RestOfAnswer) -> Any:
+    def begin(self, answer: KeptAnswer, protocol: H11Protocol, rest: RestOfAnswer) -> Any:
         """The server's object for a request that has arrived and is answered on an inherited connection."""
-        protocol.on_message_begin()
-        scope: Any = protocol.scope
-        scope |= {
+        read_request(protocol.conn, answer.http_version)
+        state = protocol.app_state | {"request_id": answer.request_id, INHERITED: answer}
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": protocol.asgi_version, "spec_version": "2.3"},
+            "http_version": answer.http_version,
+            "server": protocol.server,
+            "client": protocol.client,
+            "scheme": protocol.scheme,
             "method": "POST",
+            "root_path": protocol.root_path,
             "path": "/",
             "raw_path": b"/",
             "query_string": b"",
             "headers": answer.headers,
+            "state": state,
         }
-        scope["state"] |= {"request_id": answer.request_id, INHERITED: answer}
         cycle = RequestResponseCycle(
             scope=scope,
+            conn=protocol.conn,
             transport=rest,  # type: ignore[arg-type]
             flow=protocol.flow,
             logger=protocol.logger,
@@ -91,13 +101,18 @@ class Heir:
             access_log=False,
             default_headers=self.state.default_headers,
             message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=False,
             on_response=protocol.on_response_complete,
         )
         cycle.more_body = False
         cycle.message_event.set()  # its body has arrived
         protocol.cycle = cycle
         scope["extensions"] = {CYCLE: cycle}
-        scope["state"][STATE_KEY] = AnswerSocket(self.channel, cycle, answer)
+        state[STATE_KEY] = AnswerSocket(self.channel, cycle, answer)
         return cycle
+
+
+def read_request(connection: h11.Connection, http_version: str) -> None:
+    """Have a connection read a request like the one that its first gateway has read; it is the last one."""
+    connection.receive_data(f"POST / HTTP/{http_version}\r\nhost: -\r\nconnection: close\r\n\r\n".encode())
+    while not isinstance(connection.next_event(), h11.EndOfMessage):
+        pass

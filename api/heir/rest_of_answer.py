@@ -13,6 +13,7 @@ class RestOfAnswer:
     """Leaves out the first `num_written` bytes, and puts back the comments that the predecessor sent.
 
     Attributes:
+        comment: as it stands in the body.
         position: offset in the answer up to which it was rendered.
         comments: offsets of comments that have not been put back yet.
     """
@@ -20,7 +21,7 @@ class RestOfAnswer:
     def __init__(self, transport: Any, num_written: int, comment: bytes, comments: Sequence[int]) -> None:
         self.transport = transport
         self.num_written = num_written
-        self.comment_chunk = b"%x\r\n%b\r\n" % (len(comment), comment)
+        self.comment = comment
         self.comments = [*comments]
         self.position = 0
 
@@ -32,6 +33,11 @@ class RestOfAnswer:
         """Whether the predecessor has written more than was rendered."""
         return self.position < self.num_written
 
+    @property
+    def untouched(self) -> Any:
+        """The connection, as long as no byte of the answer is on it; else None."""
+        return None if max(self.position, self.num_written) > 0 else self.transport
+
     def write(self, data: bytes) -> None:
         """Write what is new of `data`: the head, a chunk, or a whole body."""
         self.insert_comments()
@@ -41,7 +47,7 @@ class RestOfAnswer:
         while self.comments and self.comments[0] <= self.position:
             if self.comments.pop(0) < self.position:
                 self.cut("a comment is in the middle of a chunk")
-            self.put(self.comment_chunk)
+            self.put(self.comment)
 
     def put(self, data: bytes) -> None:
         num_skipped = min(max(0, self.num_written - self.position), len(data))
@@ -59,3 +65,18 @@ class RestOfAnswer:
         """Cut the connection: what is rendered here is not what was written, so nothing may follow it."""
         log.error("an inherited answer is cut: %s", why)
         self.transport.abort()
+
+
+class WrittenHead:
+    """A transport for the head of one response: it keeps the bytes."""
+
+    def __init__(self) -> None:
+        self.head = b""
+
+    def write(self, data: bytes) -> None:
+        self.head += data
+
+
+def framed(part: bytes, http_version: str) -> bytes:
+    """A part of a body of unknown length, as h11 frames it: a chunk, which HTTP/1.0 does not have."""
+    return b"%x\r\n%b\r\n" % (len(part), part) if http_version >= "1.1" else part

@@ -4,6 +4,7 @@ The kernel's count is what a killed gateway cannot take with it: bytes in a proc
 neither this count nor the connection. Linux only.
 """
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -14,6 +15,8 @@ BYTES_ACKED = struct.Struct("<Q")
 BYTES_ACKED_AT = 120
 """Where `tcpi_bytes_acked` is in `struct tcp_info` (Linux 4.1 and later)."""
 INT = struct.Struct("=i")
+STATE_CLOSED = 7
+"""`TCP_CLOSE`, in the first byte of `struct tcp_info`."""
 
 
 def bytes_written(connection: socket.socket) -> int:
@@ -44,3 +47,12 @@ def bytes_queued(connection: socket.socket) -> int:
     """SIOCOUTQ: bytes that the client has not acknowledged, sent or not."""
     count: int = INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(INT.size)))[0]
     return count
+
+
+def is_reset(connection: socket.socket | None) -> bool:
+    """Whether the client has refused what was written since it closed the connection."""
+    if connection is None or sys.platform != "linux":
+        return False
+    with contextlib.suppress(OSError):  # no TCP, or closed here
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == STATE_CLOSED
+    return False

@@ -1,11 +1,25 @@
-"""API key: checks `Authorization: Bearer <key>` if the fleet has a key."""
+"""Access to the routes that take a prompt or show the fleet. With an API key whoever sends it has access, as
+`Authorization: Bearer <key>`; without one everybody who reaches the port, but no web page of another origin.
+"""
 
+import ipaddress
+import re
 import secrets
+import socket
 
 from fastapi import Request
 
 from api.errors import ApiError
 from api.http.state import own_pool
+
+LOCAL_ORIGINS = (
+    r"https?://(localhost|127(\.\d+){3}|\[::1\]|0\.0\.0\.0)(:\d+)?"
+    r"|(app|tauri|vscode-webview|vscode-file|[a-z]+-extension)://.+"
+)
+"""Origins of pages that come from this machine, or from a program on it: no website has one. As in Ollama."""
+LOCAL_NAME = re.compile(r"[^.]*|.+\.(localhost|local|internal)")
+"""Names of hosts that nobody can register in the public DNS. As in Ollama."""
+SHOWN = 200
 
 
 def check_key(request: Request) -> None:
@@ -17,3 +31,54 @@ def check_key(request: Request) -> None:
     ):
         why = "Incorrect API key: expected the header `Authorization: Bearer <key>`"
         raise ApiError(401, "unauthorized", why)
+
+
+def check_page(request: Request) -> None:
+    """Raises ApiError (403) for what a browser sends for a page of another origin, unless that is allowed.
+
+    That browsers keep the answer from such a page is not enough: a request may act without being read. A page
+    whose host's name leads to this machine (DNS rebinding) has our origin as far as its browser knows. So
+    over a loopback address only names that lead nowhere else are taken.
+    """
+    allowed = own_pool(request).settings.cors_allow_origin
+    if "*" in allowed:
+        return
+    host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
+    if origin is not None and host_of(origin) != host and not is_allowed(origin, allowed):
+        raise refused(f"pages of the origin {origin[:SHOWN]!r}")
+    if origin is None and request.headers.get("sec-fetch-site") == "cross-site":
+        raise refused("pages of other sites")
+    server, _ = request.scope.get("server") or ("", None)
+    if is_loopback(server) and not is_local(host) and host not in map(host_of, allowed):
+        raise refused(f"pages of the host {host[:SHOWN]!r}, which is not known to be this machine,")
+
+
+def refused(who: str) -> ApiError:
+    why = f"{who} may not call here: while there is no API_KEY, CORS_ALLOW_ORIGIN names who else may"
+    return ApiError(403, "forbidden", why[0].upper() + why[1:])
+
+
+def host_of(origin: str) -> str:
+    return origin.partition("://")[2].lower()
+
+
+def is_allowed(origin: str, allowed: tuple[str, ...]) -> bool:
+    return origin in allowed if allowed else re.fullmatch(LOCAL_ORIGINS, origin) is not None
+
+
+def is_local(host: str) -> bool:
+    """Whether a `Host` header has an address, or a name that no stranger's DNS makes lead here."""
+    name = re.sub(r":\d*$", "", host).strip("[]")
+    return is_address(name) or LOCAL_NAME.fullmatch(name) is not None or name == socket.gethostname().lower()
+
+
+def is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback if is_address(host) else host == "localhost"

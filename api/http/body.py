@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop.offload import offload
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -61,20 +61,20 @@ def schema_error(error: ValidationError) -> ApiError:
 
 def words_of(problem: ErrorDetails) -> str:
     """What is wrong; where one of a few values is expected, with the one that was given."""
-    given = f". Given: {problem['input']!r:.60}" if problem["type"] == "literal_error" else ""
+    given = f". Given: {quoted(problem['input'])}" if problem["type"] == "literal_error" else ""
     return problem["msg"] + given
 
 
 def field_name(path: Sequence[str | int]) -> str:
     """`messages[0].content`, of the names and indices that lead to a field; `body` for none."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return "".join(steps).removeprefix(".") or "body"
+    return cut("".join(steps).removeprefix(".")) or "body"
 
 
 def check_content_type(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        why = f"Bodies are not decoded: send them without `Content-Encoding: {encoding[:32]}`"
+        why = f"Bodies are not decoded: send them without `Content-Encoding: {cut(encoding)}`"
         raise ApiError(415, "unsupported_media_type", why)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

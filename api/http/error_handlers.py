@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from api.errors import ApiError, family_of, internal_error, invalid
+from api.errors import ADMITTED, ApiError, cut, family_of, internal_error, invalid
 from api.http.openapi import build_document
 from api.inference import metrics
 from api.json import to_json
@@ -26,8 +26,9 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
         all_headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         all_headers["retry-after"] = str(error.retry_after_s)
-    if error.status == 424:
-        # OpenAI's clients retry after a 500: a request that kills workers must not come back.
+    if error.status in ADMITTED:
+        # OpenAI's clients retry after a 408 or a 500: a request that kills workers must not come back, nor
+        # one whose answer its client wanted by now.
         all_headers["x-should-retry"] = "false"
     return Response(to_json(body), status, all_headers, "application/json")
 
@@ -48,7 +49,8 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
     """Answer a request for no route, or with a method that the route does not have."""
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
     hint = what_exists(request) if status == 404 else ""
-    error = ApiError(status, error_type, f"{exception.detail}: {request.method} {request.url.path}{hint}")
+    asked = f"{cut(request.method)} {cut(request.url.path)}"
+    error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
     headers = {"allow": allowed_methods(request)} if status == 405 else exception.headers
     return error_response(error, request.url.path, headers)
 

@@ -4,6 +4,7 @@ Routes read and validate their bodies themselves (api/http/body.py), so FastAPI 
 schemas: each route names them here.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -87,14 +88,14 @@ def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str
     return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
 
 
-def event_stream(shape: type[BaseModel], *texts: str) -> dict[str, Any]:
-    """The content of a response that is a stream of server-sent events: objects of this shape, or one of
+def event_stream(shapes: Sequence[type[BaseModel]], *texts: str) -> dict[str, Any]:
+    """The content of a response that is a stream of server-sent events: objects of these shapes, or one of
     these texts.
     """
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": schema(shape, "serialization"),
+        "contentSchema": {"anyOf": [schema(shape, "serialization") for shape in shapes]},
     }
     if texts:
         data = {"anyOf": [{"enum": list(texts)}, data]}

@@ -12,6 +12,8 @@ from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.heir.answer_socket import CYCLE, socket_of
+from api.heir.rest_of_answer import framed
+from api.http.unread import is_half_closed
 from api.streams.feed import MAX_ITEMS, Feed
 from common.process.first_end import run_until_one_ends
 
@@ -42,6 +44,7 @@ class RawEventSourceResponse(EventSourceResponse):
         self.raw_send: Send = scope["state"][STATE_KEY]
         self.answer_socket = socket_of(scope)
         self.cycle = scope["extensions"][CYCLE]
+        self.scope = scope
         await run_until_one_ends(
             self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send)
         )
@@ -82,18 +85,28 @@ class RawEventSourceResponse(EventSourceResponse):
                 return
             new = self.frames.take()
             for frame in new:
-                self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))
+                self.cycle.transport.write(framed(frame, self.scope["http_version"]))
             if self.frames.ended or len(new) >= MAX_ITEMS:
                 self.interrupted.set_result(None)
         except Exception as error:
             self.interrupted.set_exception(error)
 
     async def _ping(self, send: Send) -> None:
-        """Send comments as the library does; where a socket is kept, its keeper knows the place of each."""
+        """Send comments as the library does."""
         while self.active:
             await asyncio.sleep(self._ping_interval)
-            async with self._send_lock:
-                if self.active and (self.answer_socket is None or self.answer_socket.may_comment()):
-                    await self.raw_send(
-                        {"type": "http.response.body", "body": self.comment, "more_body": True}
-                    )
+            await self.send_comment()
+
+    async def _listen_for_disconnect(self, receive: Receive) -> None:
+        """Return when the client has gone. One that sends no more may still read: a comment shows whether it
+        does, since the kernel of one that has gone refuses it.
+        """
+        while (await receive())["type"] != "http.disconnect":
+            if is_half_closed(self.scope):
+                await self.send_comment()
+
+    async def send_comment(self) -> None:
+        """Send a comment; where a socket is kept, its keeper knows the place of each."""
+        async with self._send_lock:
+            if self.active and (self.answer_socket is None or self.answer_socket.may_comment()):
+                await self.raw_send({"type": "http.response.body", "body": self.comment, "more_body": True})

@@ -11,8 +11,10 @@ import contextlib
 import logging
 import time
 
+from starlette.types import Scope
+
 from api.event_loop.pace import Pace
-from api.heir.tcp_info import bytes_acked
+from api.heir.tcp_info import bytes_acked, is_reset
 from api.streams.stream import Stream
 from common.beats import until_beat
 from common.metrics import catalogue
@@ -35,6 +37,7 @@ class Unread:
         since_s: monotonic time since when something waits; None if nothing does.
         taken: what `bytes_taken` was at the last look; 0 when nothing waited.
         taken_s: monotonic time since when it has taken no more.
+        is_half_closed: whether its client sends no more. It may still read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -43,6 +46,7 @@ class Unread:
         self.since_s: float | None = None
         self.taken = 0
         self.taken_s = 0.0
+        self.is_half_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +74,12 @@ def bytes_taken(transport: asyncio.Transport) -> int:
     return -transport.get_write_buffer_size()
 
 
+def is_half_closed(scope: Scope) -> bool:
+    """Whether the client of a request sends no more."""
+    unread: Unread | None = scope["state"].get(UNREAD)
+    return unread is not None and unread.is_half_closed
+
+
 class UnreadAnswers:
     """The connections of a gateway, and the limits of what they may hold."""
 
@@ -88,6 +98,9 @@ class UnreadAnswers:
     async def check_time(self) -> None:
         pace = Pace()
         for unread in [*self.connections]:
+            if unread.is_half_closed and is_reset(unread.transport.get_extra_info("socket")):
+                unread.transport.abort()  # nothing is read from it, so the kernel tells nobody
+                continue
             unread.look(time.monotonic())
             if time.monotonic() - unread.taken_s > self.timeout_s and unread in self.connections:
                 self.cut(unread, "timeout", f"it took nothing for {self.timeout_s:g} s (WRITE_TIMEOUT_S)")

@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from api.errors import failed
 from api.event_loop.offload import offload
-from api.heir.answer_socket import flush_socket
+from api.heir.answer_socket import flush_socket, socket_of
 from api.http.release import Release, keep_socket, release_all
+from api.http.unread import is_half_closed
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 from common.process.first_end import run_until_one_ends
@@ -101,5 +102,8 @@ async def all_finished(streams: Sequence[Stream]) -> None:
 
 
 async def wait_for_disconnect(request: Request) -> None:
+    """Return when the client has gone. One that sends no more may still read, so it is tried."""
+    answer_socket = socket_of(request.scope)
     while (await request.receive())["type"] != "http.disconnect":
-        pass
+        if answer_socket is not None and is_half_closed(request.scope):
+            answer_socket.probe()

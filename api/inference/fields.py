@@ -12,13 +12,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from api.errors import invalid
 from api.service.terms import TIERS
@@ -42,6 +43,35 @@ def with_one_error(text: str) -> WrapValidator:
             raise PydanticCustomError("shape", text) from error
 
     return WrapValidator(check)
+
+
+class WholeNumber:
+    """A number without a fraction, as JSON Schema's `integer`: 2.0 is 2. No text or truth value is one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        number = core_schema.float_schema(strict=True, allow_inf_nan=False)
+        return core_schema.union_schema(
+            [
+                core_schema.int_schema(strict=True),
+                core_schema.no_info_after_validator_function(to_whole, number),
+            ],
+            mode="left_to_right",
+            custom_error_type="int_type",
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"type": "integer"}
+
+
+def to_whole(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+Whole = Annotated[int, WholeNumber()]
 
 
 class Strict(BaseModel):
@@ -92,7 +122,7 @@ class SamplingFields(Strict, extra="allow"):
     temperature: float | None = ranged(
         "temperature", "Default: 1. With 0, the most likely token is taken (greedy decoding)."
     )
-    top_k: int | None = ranged("top_k", "Sample from so many most likely tokens. 0 and -1 mean all tokens.")
+    top_k: Whole | None = ranged("top_k", "Sample from so many most likely tokens. 0 and -1 mean all tokens.")
     top_p: float | None = ranged(
         "top_p", "Sample from the most likely tokens whose probabilities add up to this."
     )
@@ -102,7 +132,7 @@ class SamplingFields(Strict, extra="allow"):
     top_p_min: float | None = ranged(
         "top_p_min", "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001."
     )
-    top_p_reset_ids: Listed[int] | None = token_ids(
+    top_p_reset_ids: Listed[Whole] | None = token_ids(
         "Token ids after which a decayed `top_p` returns to its initial value."
     )
     min_p: float | None = ranged(
@@ -111,7 +141,7 @@ class SamplingFields(Strict, extra="allow"):
     typical_p: float | None = ranged(
         "typical_p", "Locally typical sampling: the probability mass of the tokens that are kept."
     )
-    seed: int | None = ranged("seed", "Seed of the random numbers. Default: a random seed.")
+    seed: Whole | None = ranged("seed", "Seed of the random numbers. Default: a random seed.")
     repetition_penalty: float | None = ranged(
         "repetition_penalty", "Penalty for tokens that the prompt or the text has already. 1 means none."
     )
@@ -123,8 +153,8 @@ class SamplingFields(Strict, extra="allow"):
         description="Words that are never generated.",
         json_schema_extra={"items": {"pattern": r"\S"}},
     )
-    stop_token_ids: Listed[int] | None = token_ids("Token ids that end the text.")
-    allowed_token_ids: Listed[int] | None = Field(
+    stop_token_ids: Listed[Whole] | None = token_ids("Token ids that end the text.")
+    allowed_token_ids: Listed[Whole] | None = Field(
         default=None,
         description="The only token ids that are generated (vLLM). Not beside a structured output.",
         json_schema_extra={"minItems": 1, "items": {"minimum": 0}},
@@ -166,10 +196,10 @@ class SamplingFields(Strict, extra="allow"):
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+        cls, schema_of_fields: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         """The schema for /docs: a body's own fields come before the fields that routes share."""
-        reference = handler(core_schema)
+        reference = handler(schema_of_fields)
         schema = handler.resolve_ref_schema(reference)
         names = dict.fromkeys(name for base in cls.__mro__ for name in inspect.get_annotations(base))
         schema["properties"] = {
@@ -188,7 +218,7 @@ class ServedFields(SamplingFields):
     )
     stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
     resume_s: float | None = RESUME_S
-    priority: int | str | None = Field(
+    priority: Whole | str | None = Field(
         default=None,
         description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, "
         "above 0 `batch`; these names are taken, too. The header `x-priority` comes before it.",

@@ -6,7 +6,8 @@ import logging
 import time
 from contextvars import ContextVar
 
-from api.inference.validate import Limits
+from api.errors import ADMITTED
+from api.inference.limits import Limits
 from api.streams.stream import Stream
 from common.metrics import catalogue
 from common.plural import plural
@@ -35,8 +36,8 @@ def count_arrival() -> None:
 
 
 def count_error(status: int, error_type: str) -> None:
-    """Count an error response. A request that failed after its admission (424) is counted with its stream."""
-    if ARRIVED_S.get() and status != 424:
+    """Count an error response. A request that failed after its admission is counted with its stream."""
+    if ARRIVED_S.get() and status not in ADMITTED and error_type != "grammar":
         catalogue.REQUEST_FAILURE.add(1, FAILURES.get(error_type, "validation"))
 
 
@@ -49,12 +50,14 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     request_id, age_s = stream.request.request_id, time.monotonic() - stream.times.started_s
+    why = f": {stream.terminal.error}" if stream.terminal and stream.terminal.error else ""
     log.info(
-        "request %s: %s after %s and %.3f s",
+        "request %s: %s after %s and %.3f s%s",
         request_id,
         reason,
         plural(stream.num_tokens, "token"),
         age_s,
+        why,
         extra=for_request(request_id),
     )
     catalogue.REQUESTS.add(1, stream.request.service_class, reason)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from api.errors import ApiError, invalid
+from api.prompt_text.control_texts import Guarded
 from api.structured_output.grammar import CompiledGrammar, Grammar
 from common.messages.request import SamplingParams, StoppingParams
 
@@ -19,9 +21,11 @@ class GenerationParams:
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
+        guarded: `text` with guards, where a client wrote control tokens' texts into messages.
         add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
             chat template adds them itself.
         truncate: only the last so many tokens of the prompt are used.
+        truncates_to_fit: only as many as fit are used.
         do_sample: whether tokens are sampled; some sampling parameters also turn sampling on
             (api/inference/sampling.py).
         stopping: without `max_new_tokens`.
@@ -36,9 +40,11 @@ class GenerationParams:
     """
 
     text: str | None = None
+    guarded: Guarded | None = None
     prompt_ids: list[int] | None = None
     add_special_tokens: bool = True
     truncate: int | None = None
+    truncates_to_fit: bool = False
     max_new_tokens: int | None = None
     stopping: StoppingParams
     do_sample: bool = False
@@ -61,3 +67,8 @@ class GenerationParams:
     def name(self, field: str) -> str:
         """A parameter as the client wrote it."""
         return self.names.get(field, field)
+
+
+def invalid_field(params: GenerationParams, field: str, words: str) -> ApiError:
+    """`words` continue a sentence that begins with the field's name."""
+    return invalid(f"`{params.name(field)}` {words}", params.name(field))

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 
 from api.event_loop.background import background_task
+from api.event_loop.text_budget import TextBudget
 from api.inference.admission import Admission
 from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.sampling import load_sampling_defaults
@@ -74,8 +75,8 @@ class Pool:
             yield self
 
 
-def load_tokenizer(settings: Settings) -> ModelTokenizer:
-    """The tokenizer of the settings' model. Raises SettingError."""
+def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:
+    """The tokenizer of the settings' model; with `budget`, it shares that of others. Raises SettingError."""
     # A gateway tokenises one prompt at a time: a thread pool would only cost.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
@@ -84,6 +85,8 @@ def load_tokenizer(settings: Settings) -> ModelTokenizer:
         settings.tokenizer_config_path,
         settings.chat_template,
         load_sampling_defaults(path, settings),
+        budget or TextBudget(settings.max_tokenized_bytes),
+        settings.control_tokens_in_messages,
     )
 
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 
-from api.errors import asking_broker, model_not_found, unavailable
+from api.errors import asking_broker, cut, model_not_found, unavailable
 from api.inference.pool import Pool, load_tokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
@@ -61,7 +61,7 @@ class PoolRegistry:
         if pool is None and self.own.settings.any_model_name:
             return self.own
         if pool is None:
-            raise model_not_found(f"The model `{model}` does not exist")
+            raise model_not_found(f"The model `{cut(model)}` does not exist")
         return pool
 
     async def named(self, name: str) -> Pool:
@@ -117,7 +117,7 @@ class PoolRegistry:
     async def open(self, name: str, worker: WorkerCapacity) -> OpenPool:
         settings = foreign_settings(self.own.settings, name, worker)
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, settings)
+            tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
         except SettingError as error:
             raise unavailable(f"pool {name}: {error}") from error
         stack = contextlib.AsyncExitStack()

@@ -1,19 +1,19 @@
 """Validation: makes requests of generation parameters, or refuses them by the name of the field at fault."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from api.errors import ApiError, invalid, too_long
+from api.errors import invalid, quoted
 from api.event_loop.offload import offload
-from api.inference.params import GenerationParams
+from api.inference.lengths import check_ids, encode_prompt, max_new_tokens, with_truncate
+from api.inference.limits import Limits
+from api.inference.params import GenerationParams, invalid_field
 from api.inference.sampling import sampling_params
 from api.structured_output.grammar import CompiledGrammar, compile_grammar
 from api.tokenizer import ModelTokenizer
 from common.messages.packing import pack_ids
 from common.messages.request import Generate
 from common.ranges import BIASES, MAX_STOP_CHARS, RANGES
-from common.settings.settings import Settings
 
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
@@ -21,27 +21,12 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the fleet's settings, and its workers, say of each request. `max_total_tokens` counts prompt and
-    new tokens together.
-    """
-
-    max_input_tokens: int
-    max_total_tokens: int
-    settings: Settings
-
-    @property
-    def max_client_batch_size(self) -> int:
-        """Prompts of one request."""
-        return self.settings.max_client_batch_size or self.settings.max_concurrent_requests
-
-
 async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[Generate]:
     """One request for each of the `n` answers, without what admission adds: id, digest, deadline, channel.
 
     Raises ApiError (422) naming the field at fault and its limit.
     """
+    params = with_truncate(params, limits)
     check(params, limits, tokenizer)
     prompt_ids = await encode_prompt(params, limits, tokenizer)
     own = {"grammar": await grammar_source(params, limits, tokenizer)} | watermark(params, limits)
@@ -74,11 +59,6 @@ def numbered(request: Generate, i: int) -> Generate:
     return replace(request, sampling=replace(request.sampling, choice=i)) if request.sampling else request
 
 
-def invalid_field(params: GenerationParams, field: str, words: str) -> ApiError:
-    """`words` continue a sentence that begins with the field's name."""
-    return invalid(f"`{params.name(field)}` {words}", params.name(field))
-
-
 # --- parameters ---------------------------------------------------------------------------------------------
 
 
@@ -86,7 +66,7 @@ def check_ranges(params: GenerationParams) -> None:
     for name, allowed in RANGES.items():
         value = params.value(name)
         if value is not None and not allowed.holds(value):
-            raise invalid_field(params, name, f"must be {allowed}. Given: {value}")
+            raise invalid_field(params, name, f"must be {allowed}. Given: {quoted(value)}")
 
 
 def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
@@ -107,16 +87,6 @@ def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokeni
     check_ids(params, "logit_bias", [token_id for token_id, _ in params.sampling.logit_bias], tokenizer)
 
 
-def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < tokenizer.size:
-            raise invalid_field(
-                params,
-                field,
-                f"must have token ids of at least 0 and below {tokenizer.size}. Given: {token_id}",
-            )
-
-
 def check_items(params: GenerationParams) -> None:
     """Stop strings, biases and bad words, one by one."""
     stops = params.stopping.stop
@@ -127,7 +97,7 @@ def check_items(params: GenerationParams) -> None:
         raise invalid_field(params, "stop", words)
     for _, value in params.sampling.logit_bias:
         if not BIASES.holds(value):
-            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {value}")
+            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {quoted(value)}")
     for word in params.bad_words:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
             words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
@@ -151,7 +121,7 @@ def check_top_n(params: GenerationParams, limits: Limits) -> None:
         number = params.value(field) or 0
         if number > limits.settings.max_top_n_tokens:
             raise invalid_field(
-                params, field, f"must be at most {limits.settings.max_top_n_tokens}. Given: {number}"
+                params, field, f"must be at most {limits.settings.max_top_n_tokens}. Given: {quoted(number)}"
             )
 
 
@@ -177,55 +147,3 @@ async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: Mo
     if isinstance(grammar, CompiledGrammar):
         return grammar.source
     return await compile_grammar(grammar, tokenizer)
-
-
-# --- lengths ------------------------------------------------------------------------------------------------
-
-
-async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[int]:
-    """The prompt's token ids; the last `truncate` ones where that is given."""
-    field = "text" if params.prompt_ids is None else "prompt_ids"
-    if params.truncate is not None and params.truncate > limits.max_input_tokens:
-        raise invalid_field(
-            params, "truncate", f"must be at most {limits.max_input_tokens}. Given: {params.truncate}"
-        )
-    if params.prompt_ids is not None:
-        ids = params.prompt_ids
-    elif params.text:
-        ids = await tokenizer.encode_prompt(params.text, params.add_special_tokens)
-    else:
-        raise invalid_field(params, field, "cannot be empty")
-    ids = ids[-(params.truncate or 0) :]
-    if not ids:
-        raise invalid_field(params, field, "has no tokens")
-    if len(ids) > limits.max_input_tokens:
-        name = params.name(field)
-        raise too_long(
-            f"`{name}` must have at most {limits.max_input_tokens} tokens. Given: {len(ids)}",
-            name,
-            limits.max_total_tokens,
-        )
-    if params.prompt_ids is not None:
-        check_ids(params, field, ids, tokenizer)
-    return ids
-
-
-def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Limits) -> int:
-    """How many tokens are generated at most: as many as are asked for; by default, as many as fit behind the
-    prompt.
-    """
-    room = limits.max_total_tokens - num_prompt_tokens
-    least, most = params.stopping.min_new_tokens, params.max_new_tokens
-    if most is not None and most > room:
-        name = params.name("max_new_tokens")
-        prompt_name = params.name("text" if params.prompt_ids is None else "prompt_ids")
-        raise too_long(
-            f"`{prompt_name}` tokens + `{name}` must be at most {limits.max_total_tokens}. "
-            f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {most} `{name}`",
-            name,
-            limits.max_total_tokens,
-        )
-    most = room if most is None else most
-    if least > most:
-        raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {least}")
-    return most

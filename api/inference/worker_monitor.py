@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from api.errors import unavailable
-from api.inference.validate import Limits
+from api.inference.limits import Limits
 from common.beats import until_beat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient

@@ -130,7 +130,7 @@ class JobConsumer:
         await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def accept(self, entry_id: str, fields: Fields) -> None:
-        if b"cancel" in fields:  # cancels do not wait for a permit
+        if is_cancel(fields):  # cancels do not wait for a permit
             await self.cancel(fields[b"cancel"])
             await self.delete_entry(entry_id)
         else:
@@ -177,7 +177,7 @@ class JobConsumer:
                 lambda: self.redis.xrange(self.keys.submit, entry_id, entry_id)
             )
             for _, fields in entries:
-                if b"cancel" in fields:
+                if is_cancel(fields):
                     await self.cancel(fields[b"cancel"])
                 else:
                     await self.serve(await self.parse(entry_id, fields))
@@ -236,3 +236,8 @@ class JobConsumer:
         known = await self.redis.exists(self.keys.job(job.id))
         await Reply(self.pool, job).send_error(overloaded(), entry_id if known else job.id)
         await self.delete_entry(entry_id)
+
+
+def is_cancel(fields: Fields) -> bool:
+    """Whether an entry is a cancel. One that is a job, too, is faulty, and answered as such."""
+    return b"cancel" in fields and b"job" not in fields

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import ApiError, Family, invalid, openai, tgi
 from api.http.body import parse_body
+from api.inference.fields import Whole
 from api.service.terms import ServiceTerms, chosen_class, read_class, read_deadline, read_tenant
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
@@ -32,9 +33,9 @@ class JobBody(BaseModel):
     messages: Any = None
     parameters: dict[str, Any] | None = None
     model: str | None = None
-    priority: int | str | None = None
+    priority: Whole | str | None = None
     tenant: str | None = None
-    deadline_ms: int | None = None
+    deadline_ms: Whole | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
 
@@ -131,6 +132,8 @@ def first_entry_id(fields: Mapping[bytes, bytes]) -> str:
 def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
     """The field `job` as an object. Raises ApiError: 413, 400, 422."""
     data = fields.get(b"job")
+    if data is not None and b"cancel" in fields:
+        raise invalid("an entry has `job` or `cancel`, not both", "cancel")
     if data is None:
         raise invalid("the entry has no field `job`", "job")
     if len(data) > max_bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from api.answer import address
-from api.errors import ApiError, failed, internal_error, model_not_found, overloaded, unavailable
+from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
 from api.event_loop.offload import offload
 from api.inference import metrics
 from api.inference.pool import Pool
@@ -211,7 +211,7 @@ def check_model(job: Job, settings: Settings) -> None:
     model = job.body and job.body.model
     if model and not names_own(model, settings):
         raise model_not_found(
-            f"The model `{model}` is not served here: a job goes to the stream of its own pool"
+            f"The model `{cut(model)}` is not served here: a job goes to the stream of its own pool"
         )
 
 

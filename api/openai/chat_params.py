@@ -15,8 +15,10 @@ from api.inference.params import GenerationParams
 from api.inference.pool import Pool
 from api.openai.params import from_chat
 from api.openai.request_schemas import ChatRequest
+from api.prompt_text.control_texts import Rendered
 from api.structured_output.grammar import Grammar, is_json
 from api.templates.chat_template import ChatTemplate
+from api.tokenizer import ModelTokenizer
 from common.messages.answer import Reading, Rendering
 
 log = logging.getLogger(__name__)
@@ -52,8 +54,9 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     """
     tools = tool_choice(body)
     check_effort(body, pool)
-    chat, prompt = await render_chat(body, tools, pool.tokenizer.chat_template)
-    reading = None if chat.is_open else new_reading(body, pool, tools, prompt[-PROMPT_END_CHARS:])
+    continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
+    chat, prompt = await render_chat(body, tools, continues, pool.tokenizer)
+    reading = None if chat.is_open else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
     params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = grammar or body.grammar()
@@ -77,12 +80,16 @@ def note_effort(model: str) -> None:
 
 
 async def render_chat(
-    body: ChatRequest, tools: ToolChoice | None, template: ChatTemplate | None
-) -> tuple[Chat, str]:
+    body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
+) -> tuple[Chat, Rendered]:
     """The chat, and its prompt; beside the streams where there are many messages. Raises ApiError."""
-    chat = read_messages(body, tools, template)
-    size = CHARS_OF_MESSAGE * (len(chat.messages) + (len(tools.tools) if tools else 0))
-    return chat, await offload(size, lambda: render_prompt(chat, template))
+
+    def render() -> tuple[Chat, Rendered]:
+        chat = read_messages(body, tools, continues, tokenizer.chat_template)
+        return chat, render_prompt(chat, tokenizer.chat_template, tokenizer.controls)
+
+    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
+    return await offload(size, render)
 
 
 def tool_choice(body: ChatRequest) -> ToolChoice | None:
@@ -96,19 +103,19 @@ def tool_choice(body: ChatRequest) -> ToolChoice | None:
     return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
-def read_messages(body: ChatRequest, tools: ToolChoice | None, template: ChatTemplate | None) -> Chat:
+def read_messages(
+    body: ChatRequest, tools: ToolChoice | None, continues: bool, template: ChatTemplate | None
+) -> Chat:
     """Raises ApiError."""
-    messages = template_messages(body.messages)
-    is_open = bool(messages) and continues_last_message(body)
-    if is_open and tools is not None and tools.is_forced:
+    if continues and tools is not None and tools.is_forced:
         raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
     return Chat(
-        messages=messages,
+        messages=template_messages(body.messages),
         tools=tools,
         tool_prompt=body.tool_prompt,
         variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
         add_generation_prompt=body.add_generation_prompt is not False,
-        is_open=is_open,
+        is_open=continues,
     )
 
 
@@ -130,8 +137,12 @@ def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_
     )
 
 
-def continues_last_message(body: ChatRequest) -> bool:
-    """Whether the model continues the last message. Raises ApiError for contradicting fields."""
+def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
+    """Whether the model continues the last message. Raises ApiError for contradicting fields.
+
+    Args:
+        by_default: what happens where the fields say nothing.
+    """
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "`continue_final_message` and `add_generation_prompt` exclude each other",
@@ -140,10 +151,13 @@ def continues_last_message(body: ChatRequest) -> bool:
     if body.continue_final_message is not None:
         return body.continue_final_message
     last = body.messages[-1]
-    return last.role == "assistant" and not last.has_calls and not body.add_generation_prompt
+    asked = by_default if body.add_generation_prompt is None else not body.add_generation_prompt
+    return asked and last.role == "assistant" and not last.has_calls
 
 
 def echoed_message(body: ChatRequest) -> str:
     """The text that the response begins with because of `echo`: the message that the model continues."""
     last = body.messages[-1]
-    return join_parts(last.content or "", "") if body.echo and last.role == "assistant" else ""
+    return (
+        join_parts(last.content or "", "", may_refuse=True) if body.echo and last.role == "assistant" else ""
+    )

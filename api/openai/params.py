@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.inference.params import GenerationParams
 from api.openai.request_schemas import ChatRequest, CompletionRequest
 from api.openai.shared_fields import OpenAIRequest
+from api.prompt_text.control_texts import Rendered
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -17,10 +18,11 @@ NAMES = {
 }
 CHAT_NAMES = {**NAMES, "text": "messages", "top_n_tokens": "top_logprobs"}
 PROMPT_NAMES = {**NAMES, "text": "prompt", "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
+TextsOrIds = list[str] | list[list[int]]
 ID = re.compile(r"-?[0-9]{1,10}")
 
 
-def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
+def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     """The parameters of a chat whose template rendered `prompt`. Raises ApiError."""
     most, newer = body.max_tokens, body.max_completion_tokens
     if most is not None and newer is not None and most != newer:
@@ -32,7 +34,8 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
     names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
     return replace(
         common(body, names),
-        text=prompt,
+        text=prompt.text,
+        guarded=prompt.guarded,
         add_special_tokens=bool(body.add_special_tokens),
         max_new_tokens=most if newer is None else newer,
         top_n_tokens=body.top_logprobs or 0,
@@ -40,7 +43,7 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
     )
 
 
-def from_completion(body: CompletionRequest) -> list[GenerationParams]:
+def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[GenerationParams]:
     """The parameters for each prompt. Raises ApiError."""
     params = replace(
         common(body, PROMPT_NAMES),
@@ -51,7 +54,7 @@ def from_completion(body: CompletionRequest) -> list[GenerationParams]:
     )
     return [
         replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
-        for prompt in prompts(body)
+        for prompt in prompts
     ]
 
 
@@ -61,22 +64,23 @@ def most_prompt_tops(body: CompletionRequest) -> int | None:
     return max((number for number in wanted if number is not None), default=None)
 
 
-def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> TextsOrIds:
     """The prompts of a body, each a text or token ids. Raises ApiError."""
-    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise invalid("`prompt` cannot be empty", "prompt")
-    return [prompt] if isinstance(prompt[0], int) else prompt  # all items have the first one's type
+    return [prompt] if isinstance(prompt[0], int) else prompt
 
 
 def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     """The parameters that both routes have. The default temperature is 1; `with_defaults` has put the model's
     own values into the body.
     """
+    to_fit = body.truncate_prompt_tokens == -1
     return GenerationParams(
-        truncate=body.truncate_prompt_tokens,
+        truncate=None if to_fit else body.truncate_prompt_tokens,
+        truncates_to_fit=to_fit,
         cache_salt=body.salt(),
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
@@ -98,5 +102,5 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
 def logit_bias(biases: Mapping[str, float]) -> list[tuple[int, float]]:
     for key in biases:
         if not ID.fullmatch(key):
-            raise invalid(f"`logit_bias` must have token ids as keys. Given: {key[:20]!r}", "logit_bias")
+            raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
     return [*{int(key): value for key, value in biases.items()}.items()]

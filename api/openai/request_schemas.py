@@ -8,12 +8,12 @@ from pydantic import Field
 from api.chat.messages import ChatMessage
 from api.chat.prompt import EFFORTS, TOOL_PROMPT
 from api.chat.tools import FunctionSchema, ToolSchema
-from api.inference.fields import Listed, least, with_one_error
+from api.inference.fields import Listed, Whole, least, with_one_error
 from api.openai.shared_fields import OpenAIRequest, openai_fields
 from common.messages.answer import Rendering
 
 Prompt = Annotated[
-    str | Listed[str] | Listed[int] | Listed[Listed[int]],
+    str | Listed[str] | Listed[Whole] | Listed[Listed[Whole]],
     with_one_error(
         "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
     ),
@@ -28,22 +28,22 @@ class ChatRequest(OpenAIRequest):
     """The body of /v1/chat/completions."""
 
     messages: Listed[ChatMessage] = Field(description="The chat so far.", json_schema_extra={"minItems": 1})
-    max_completion_tokens: int | None = least(1, "The newer name of `max_tokens`.")
+    max_completion_tokens: Whole | None = least(1, "The newer name of `max_tokens`.")
     logprobs: bool | None = Field(
         default=None, description="Return each token with its log-probability. Default: false."
     )
-    top_logprobs: int | None = least(
+    top_logprobs: Whole | None = least(
         0, "With `logprobs`: return so many of the most likely tokens at each position."
     )
     add_generation_prompt: bool | None = Field(
         default=None,
         description="End the prompt with the beginning of a new assistant message. Default: true unless the "
-        "last message is continued.",
+        "last message is continued; false continues it, if it is the assistant's and calls no tools.",
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="Continue the last message. Default: true if its role is `assistant`, it calls no tools, "
-        "and `add_generation_prompt` is not true.",
+        description="Continue the last message. Default: false; with CONTINUE_FINAL_MESSAGE true, if it is "
+        "the assistant's and calls no tools.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,
@@ -87,7 +87,7 @@ class ChatRequest(OpenAIRequest):
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions."""
 
-    max_tokens: int | None = least(
+    max_tokens: Whole | None = least(
         0,
         "The most tokens to generate. Default: what is left of the model's context. With `echo`, 0 returns "
         "the prompt only.",
@@ -101,7 +101,7 @@ class CompletionRequest(OpenAIRequest):
             "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
         },
     )
-    logprobs: int | None = least(
+    logprobs: Whole | None = least(
         0,
         "Return each token with its log-probability, and so many of the most likely tokens at its position; "
         "with `echo`, also for the prompt.",

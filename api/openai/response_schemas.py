@@ -209,7 +209,9 @@ ERROR_RESPONSES = error_responses(
     {
         400: "The body is not JSON, or the field `param` is wrong or not supported",
         401: "The API key is missing or wrong",
+        403: "A page of another origin has sent the request",
         404: "There is no such model",
+        408: "The deadline passed before the request was finished",
         413: "The body is too large",
         415: "The Content-Type is not application/json",
         429: "Too many requests",
@@ -224,4 +226,4 @@ def response_or_chunks(
     whole: type[CompletionObject], chunk: type[CompletionObject]
 ) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: the field `stream` decides between the whole and chunks."""
-    return {200: {"model": whole, "content": event_stream(chunk, "[DONE]")}}
+    return {200: {"model": whole, "content": event_stream([chunk, OpenAIError], "[DONE]")}}

@@ -15,6 +15,7 @@ STARTED = int(time.time())
 """Unix time at which this gateway started, which stands for the time at which its models were created."""
 
 
+@router.get("/v1/models/", include_in_schema=False)
 @router.get(
     "/v1/models", summary="List models", responses={200: {"model": ModelList}, 503: ERROR_RESPONSES[503]}
 )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
@@ -19,6 +19,7 @@ from api.inference.fields import (
     SamplingFields,
     ServedFields,
     Strict,
+    Whole,
     least,
     ranged,
     with_one_error,
@@ -67,7 +68,7 @@ UNSUPPORTED: UnsupportedFields = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-"""Fields of OpenAI's, vLLM's and TGI's requests that these routes refuse by name."""
+"""Fields that these routes refuse by name."""
 TGI_FIELDS = frozenset(
     {
         "adapter_id",
@@ -109,10 +110,12 @@ class OpenAIRequest(ServedFields):
     stream_options: StreamOptions | None = None
     detached: bool | None = DETACHED
 
-    max_tokens: int | None = least(
+    max_tokens: Whole | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."
     )
-    min_tokens: int | None = least(0, "Until so many tokens are generated, only `max_tokens` ends the text.")
+    min_tokens: Whole | None = least(
+        0, "Until so many tokens are generated, only `max_tokens` ends the text."
+    )
     stop: Stop | None = Field(
         default=None,
         description="A stop string or several: the text ends before the first of them that appears.",
@@ -125,17 +128,17 @@ class OpenAIRequest(ServedFields):
     include_stop_str_in_output: bool | None = Field(
         default=None, description="Let the text include its stop string or stop token. Default: false."
     )
-    skip_special_tokens: bool | None = Field(
-        default=None, description="Leave special tokens out of the text. Default: true."
-    )
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out. Default: true.")
     add_special_tokens: bool | None = Field(
         default=None,
         description="Add the special tokens that the tokenizer puts around a prompt. Default: true for "
         "completions; false for chats, whose template has them.",
     )
-    truncate_prompt_tokens: int | None = least(1, "Use only so many tokens of the prompt: its last ones.")
-    n: int | None = ranged("n", "The number of choices for each prompt. Default: 1.")
-    best_of: int | None = Field(
+    truncate_prompt_tokens: Whole | None = least(
+        -1, "Use the prompt's last so many tokens. -1: all that fit."
+    )
+    n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
+    best_of: Whole | None = Field(
         default=None,
         description="1 or `n`: all texts that are generated are returned.",
         json_schema_extra={"const": 1},
@@ -148,7 +151,7 @@ class OpenAIRequest(ServedFields):
         description="Numbers to add to the logits, by token id.",
         json_schema_extra=BIAS_SCHEMA,
     )
-    prompt_logprobs: int | None = least(
+    prompt_logprobs: Whole | None = least(
         0,
         "Return the prompt's tokens with their log-probabilities, and so many of the most likely tokens in "
         "place of each (vLLM). Not for streams.",
@@ -237,10 +240,8 @@ class OpenAIRequest(ServedFields):
         if self.stream and self.prompt_logprobs:
             raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
         if self.best_of not in (None, 1, self.n):
-            raise invalid(
-                f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {self.best_of}",
-                "best_of",
-            )
+            words = f"must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}"
+            raise invalid(f"`best_of` {words}", "best_of")
 
 
 @functools.cache

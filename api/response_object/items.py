@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from api.chat.answer import is_json
+
 Event = dict[str, Any]
 """An event of a stream, without its sequence number."""
 Item = dict[str, Any]
@@ -151,9 +153,14 @@ class CallItem(OutputItem):
         self.text += text
         return [self.event("response.function_call_arguments.delta", delta=text)]
 
+    def end(self, status: str) -> list[Event]:
+        return super().end(status if is_json(self.text) else "incomplete")
+
     def done_events(self) -> list[Event]:
-        done = self.event("response.function_call_arguments.done", name=self.name, arguments=self.text)
-        return [done]
+        """Clients do what a call says when its arguments are done: those of one that is cut never are."""
+        if self.status != "completed":
+            return []
+        return [self.event("response.function_call_arguments.done", name=self.name, arguments=self.text)]
 
     def render(self) -> Item:
         return {

@@ -17,6 +17,8 @@ from common.messages.answer import HttpAnswer
 ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 """Last events by status; any other end is a failure."""
 SUPERSEDED = "superseded"
+CODES = {408: "timeout", 424: "server_error"}
+"""Codes of a response that failed, by the status of its error; others are faults of the request."""
 
 
 def response_id(request_id: str) -> str:
@@ -135,7 +137,8 @@ class ResponseObjectRenderer:
         if terminal is None:
             return "in_progress" if self.stream.ids or self.stream.worker else "queued"
         if self.stream.finished:
-            return "completed" if terminal.reason != "length" or self.is_whole else "incomplete"
+            is_cut = self.is_within_call or (terminal.reason == "length" and not self.is_whole)
+            return "incomplete" if is_cut else "completed"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
 
     @property
@@ -145,12 +148,21 @@ class ResponseObjectRenderer:
             return False
         return self.choice.is_whole_json or (self.parser is not None and self.parser.ends_in_call)
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether it ends before its last call is complete, as at a stop string."""
+        return self.ended and self.parser is not None and self.parser.is_within_call
+
     def render(self, status: str) -> dict[str, Any]:
         """The response as it is now."""
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        terminal = self.stream.terminal
+        is_cut = status == "incomplete" and terminal is not None and terminal.reason == "length"
+        incomplete = {"reason": "max_output_tokens"} if is_cut else None
         error = None
         if status == "failed" and self.stream.terminal is not None:
-            error = {"code": "server_error", "message": failed(self.stream.terminal).text}
+            cause = failed(self.stream.terminal)
+            code = CODES.get(cause.status, "invalid_prompt")
+            error = {"code": code, "message": cause.text}
         return {
             "id": response_id(self.answer.request_id),
             "object": "response",

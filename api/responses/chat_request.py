@@ -9,11 +9,12 @@ from pydantic import ValidationError
 
 from api.chat.messages import ChatMessage
 from api.chat.tools import ToolSchema
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, quoted
+from api.event_loop.offload import offload
 from api.http.body import schema_error
 from api.inference.fields import SamplingFields
 from api.inference.pool import Pool
-from api.openai.chat_params import ChatParams, read_chat
+from api.openai.chat_params import CHARS_OF_MESSAGE, ChatParams, read_chat
 from api.openai.params import CHAT_NAMES
 from api.openai.request_schemas import ChatRequest
 from api.response_object.items import Item
@@ -34,7 +35,8 @@ OWN_NAMES = {
 async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
     try:
-        found = await read_chat(to_chat(body, items), pool, text_grammar(body))
+        chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
+        found = await read_chat(chat, pool, text_grammar(body))
     except ApiError as error:
         raise with_own_names(error) from error
     return replace(found, params=replace(found.params, names=NAMES))
@@ -71,7 +73,7 @@ def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
     if tool.get("type") != "function":
         kind = tool.get("type")
         raise invalid(
-            f"`{name}.type` must be function: no tool is built in. Given: {kind!r:.40}", f"{name}.type"
+            f"`{name}.type` must be function: no tool is built in. Given: {quoted(kind)}", f"{name}.type"
         )
     function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
     try:
@@ -134,5 +136,5 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
         case kind:
             allowed = "text, json_object, json_schema"
             raise invalid(
-                f"`text.format.type` must be one of {allowed}. Given: {kind!r:.40}", "text.format.type"
+                f"`text.format.type` must be one of {allowed}. Given: {quoted(kind)}", "text.format.type"
             )

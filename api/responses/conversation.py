@@ -2,7 +2,7 @@
 
 from starlette.requests import Request
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid, quoted
 from api.response_object.items import Item
 from api.response_object.response import response_id
 from api.responses.input_items import ITEM_ID
@@ -17,7 +17,7 @@ async def read_conversation(request: Request, previous_id: str | None) -> list[I
         return []
     stored = await find_response(request, previous_id)
     if stored is None:
-        text = f"Previous response with id '{previous_id[:80]}' not found."
+        text = f"Previous response with id '{cut(previous_id)}' not found."
         raise ApiError(422, "validation", text, PREVIOUS, f"{PREVIOUS.removesuffix('_id')}_not_found")
     output = await read_output(stored)
     if output is None:
@@ -43,7 +43,7 @@ async def resolve_references(request: Request, items: list[Item]) -> list[Item]:
                 known[request_id] = await read_all_items(request, request_id)
             if item["id"] not in known[request_id]:
                 name = f"input[{i}].id"
-                raise invalid(f"`{name}`: there is no stored item {item['id'][:80]!r}", name)
+                raise invalid(f"`{name}`: there is no stored item {quoted(item['id'])}", name)
             item = known[request_id][item["id"]]
         resolved.append(item)
     return resolved

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.response_object.items import Item, item_id
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -30,7 +30,7 @@ def read_item(given: Mapping[str, Any], name: str, request_id: str, place: int) 
         return {"type": kind, "id": text_of(given, "id", name)}
     if kind not in PREFIXES:
         allowed = ", ".join((*PREFIXES, "item_reference"))
-        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {kind[:40]!r}", f"{name}.type")
+        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{name}.type")
     if given.get("id") is not None:
         text_of(given, "id", name)
     about = {
@@ -64,7 +64,9 @@ def kind_of(given: Mapping[str, Any]) -> str:
 def read_message(given: Mapping[str, Any], name: str) -> Item:
     role = given.get("role")
     if role not in ROLES:
-        raise invalid(f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {role!r:.40}", f"{name}.role")
+        raise invalid(
+            f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {quoted(role)}", f"{name}.role"
+        )
     content, kind = given.get("content"), "output_text" if role == "assistant" else "input_text"
     parts = (
         [new_part(content, kind)]
@@ -92,7 +94,7 @@ def read_part(given: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
         return new_part(text_of(given, "refusal", name), kind)
     if given.get("type") not in TEXTS:
         raise invalid(
-            f"`{name}` is of type {given.get('type')!r:.40}: this model takes text only", f"{name}.type"
+            f"`{name}` is of type {quoted(given.get('type'))}: this model takes text only", f"{name}.type"
         )
     return new_part(text_of(given, "text", name), kind)
 

@@ -14,6 +14,7 @@ from api.inference.fields import (
     Listed,
     ServedFields,
     Strict,
+    Whole,
     least,
     with_one_error,
 )
@@ -112,7 +113,7 @@ class ResponsesRequest(ServedFields):
     instructions: str | None = Field(
         default=None, description="A system message before the conversation, for this response only."
     )
-    max_output_tokens: int | None = least(
+    max_output_tokens: Whole | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."
     )
     stream_options: ResponseStreamOptions | None = None
@@ -147,14 +148,14 @@ class ResponsesRequest(ServedFields):
         json_schema_extra={"enum": ["auto", "none", None]},
     )
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = Field(default=None, description="Has no effect: no tool is built in.")
+    max_tool_calls: Whole | None = Field(default=None, description="Has no effect: no tool is built in.")
     truncation: Literal["disabled"] | None = Field(
         default=None, description="`disabled`: an input that does not fit into the context is refused."
     )
     include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         default=None, description="Additional parts of the output."
     )
-    top_logprobs: int | None = least(
+    top_logprobs: Whole | None = least(
         0, f"Report so many of the likeliest tokens; `include` must have `{LOGPROBS}`."
     )
     prompt_cache_key: str | None = None

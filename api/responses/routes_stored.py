@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid, quoted
 from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream
 from api.http.sse import HEADERS, TokenStream
 from api.json import to_json
@@ -21,7 +21,7 @@ from api.responses.response_schemas import (
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
 from api.resume import attach
 
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 500, 503)}
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 403, 500, 503)}
 ERRORS |= error_responses(OpenAIError, {404: "There is no such response, or it belongs to another API key"})
 router = APIRouter(responses=ERRORS, tags=[OPENAI])
 
@@ -30,7 +30,7 @@ async def find_own_response(request: Request, response_id: str) -> StoredRespons
     """Raises ApiError: 404, 503."""
     stored = await find_response(request, response_id)
     if stored is None:
-        raise ApiError(404, "not_found", f"Response with id '{response_id[:80]}' not found.")
+        raise ApiError(404, "not_found", f"Response with id '{cut(response_id)}' not found.")
     return stored
 
 
@@ -41,7 +41,7 @@ def json_response(content: dict[str, Any]) -> Response:
 @router.get(
     "/v1/responses/{response_id}",
     summary="Retrieve a response",
-    responses={200: {"model": ResponseObject, "content": event_stream(ResponseEvent)}},
+    responses={200: {"model": ResponseObject, "content": event_stream([ResponseEvent])}},
 )
 async def retrieve_response(
     request: Request,
@@ -74,7 +74,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     except ApiError as error:
         if error.param == attach.HEADER:
             text = "`starting_after` must be the sequence number of an event that was sent"
-            raise invalid(f"{text}. Given: {num_seen - 1}", "starting_after") from error
+            raise invalid(f"{text}. Given: {quoted(num_seen - 1)}", "starting_after") from error
         raise
     if behind is None:
         return Response(b"", 200, HEADERS)
@@ -127,7 +127,7 @@ async def list_input_items(
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise invalid(f"`after`: there is no item {after[:80]!r}", "after")
+            raise invalid(f"`after`: there is no item {quoted(after)}", "after")
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     return json_response(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.answer import address, keep_as_asked
-from api.errors import ApiError, asking_broker, failed, family_of, invalid, openai
+from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
 from api.http.respond import AnswerRenderer
 from api.inference.pool import Pool
 from api.openai import respond
@@ -30,12 +30,15 @@ def unknown_answer(request_id: str) -> ApiError:
     return ApiError(
         404,
         "not_found",
-        f"There is no streamed answer {request_id}: it is not yours, its id is wrong, or its time is over",
+        f"There is no streamed answer {cut(request_id)}: "
+        "it is not yours, its id is wrong, or its time is over",
     )
 
 
 def cancelled_answer(request_id: str) -> ApiError:
-    return ApiError(410, "gone", f"The answer {request_id} was cancelled: nobody came back for it in time")
+    return ApiError(
+        410, "gone", f"The answer {cut(request_id)} was cancelled: nobody came back for it in time"
+    )
 
 
 def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
@@ -98,7 +101,7 @@ async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen:
     if frames.num_seen:
         raise invalid(
             f"`{HEADER}` must be the id of a frame that was sent: this answer has "
-            f"{num_seen - frames.num_seen} so far. Given: {num_seen}",
+            f"{num_seen - frames.num_seen} so far. Given: {quoted(num_seen)}",
             HEADER,
         )
     if not frames.first and all(stream.terminal for stream in streams):

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from api.errors import ApiError, asking_broker
+from api.errors import ApiError, asking_broker, cut
 from api.resume import attach
 from api.resume.admitted import Admitted, find_own
 from api.streams.stream import Stream
@@ -92,4 +92,4 @@ async def find_request(request: Request, request_id: str) -> Admitted:
 
 def unknown_request(request_id: str) -> ApiError:
     why = "it is not yours, its id is wrong, or it was answered"
-    return ApiError(404, "not_found", f"There is no request {request_id[:40]}: {why}")
+    return ApiError(404, "not_found", f"There is no request {cut(request_id)}: {why}")

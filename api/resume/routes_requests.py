@@ -12,7 +12,7 @@ from api.resume import requests
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 503)}
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 403, 503)}
 ERRORS |= error_responses(ErrorResponse, {404: "There is no such request, or it belongs to another API key"})
 router = APIRouter(responses=ERRORS, tags=[RESUME])
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.http.sse import TokenStream
 from api.resume import attach
@@ -20,7 +20,7 @@ LAST_EVENT_ID = {
     "description": "The `id` of the last frame that the client has. Default: it has none.",
     "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 422, 503)}
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 403, 422, 503)}
 ERRORS |= error_responses(
     ErrorResponse,
     {
@@ -66,6 +66,6 @@ def read_last_event_id(request: Request) -> int:
     given = request.headers.get(attach.HEADER, "0")
     if not ORDINAL.fullmatch(given):
         raise invalid(
-            f"`{attach.HEADER}` must be the id of a frame, a number. Given: {given[:40]!r}", attach.HEADER
+            f"`{attach.HEADER}` must be the id of a frame, a number. Given: {quoted(given)}", attach.HEADER
         )
     return int(given)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from common.messages.request import Generate
 from common.messages.service_class import DEFAULT_CLASS, SERVICE_CLASSES
 from common.settings.settings import Settings
@@ -57,7 +57,7 @@ def read_class(value: str | int, name: str) -> str:
         classes = ", ".join(SERVICE_CLASSES)
         raise invalid(
             f"`{name}` must be one of {classes}, or a whole number (the lower, the sooner). "
-            f"Given: {value[:40]!r}",
+            f"Given: {quoted(value)}",
             name,
         )
     return value
@@ -67,7 +67,7 @@ def read_tenant(tenant: str, name: str) -> str:
     """Raises ApiError (422)."""
     if re.fullmatch(TENANT, tenant) is None:
         raise invalid(
-            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {tenant[:80]!r}", name
+            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {quoted(tenant)}", name
         )
     return tenant
 
@@ -76,7 +76,7 @@ def read_deadline(value: str | int, name: str) -> int:
     """Milliseconds. Raises ApiError (422)."""
     text = str(value).strip()
     if NUMBER.fullmatch(text) is None or not 1 <= int(text) <= MAX_DEADLINE_MS:
-        raise invalid(f"`{name}` must be 1 to {MAX_DEADLINE_MS} milliseconds. Given: {text[:40]!r}", name)
+        raise invalid(f"`{name}` must be 1 to {MAX_DEADLINE_MS} milliseconds. Given: {quoted(text)}", name)
     return int(text)
 
 
@@ -84,6 +84,6 @@ def chosen_class(priority: str | int | None, tier: str | None, default: str = DE
     """The class that a body asks for: by `priority`, or else by `service_tier`. Raises ApiError (422)."""
     if tier is not None and tier not in TIERS:
         tiers = ", ".join(TIERS)
-        raise invalid(f"`service_tier` must be one of {tiers}. Given: {tier[:40]!r}", "service_tier")
+        raise invalid(f"`service_tier` must be one of {tiers}. Given: {quoted(tier)}", "service_tier")
     tier_class = default if tier in (None, "auto") else TIERS[tier]
     return tier_class if priority is None else read_class(priority, "priority")

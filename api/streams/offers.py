@@ -29,6 +29,7 @@ from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
 
+FORGOTTEN = "the broker does not know the request any more: its data was deleted, or lost"
 NUM_STREAMS = 16
 """Streams that are offered at once."""
 
@@ -82,7 +83,7 @@ class Offers:
         if time.monotonic() > stream.deadline_s:
             time_out(stream)
         elif stream.released:
-            stream.fail("the request is not known any more")
+            stream.fail(FORGOTTEN)
         else:
             self.request([stream])
 
@@ -158,7 +159,7 @@ class Offers:
             case "superseded":
                 supersede(stream)
             case "foreign":
-                stream.fail("the request is not known any more")
+                stream.fail(FORGOTTEN)
         stream.offered(*placed)
 
     async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> list[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid, quoted
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
@@ -41,10 +41,10 @@ def checked(value: Any, field: str) -> Mapping[str, Any]:
     kind = form.get("type")
     if not isinstance(kind, str) or kind not in FIELDS:
         allowed = ", ".join(FIELDS)
-        raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
+        raise invalid(f"`{field}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{field}.type")
     for name, item in form.items():
         if name not in (*FIELDS[kind], "type") and item not in (None, False, []):
-            raise invalid(f"`{field}.{name}` is not supported", f"{field}.{name}")
+            raise invalid(f"`{field}.{cut(name)}` is not supported", f"{field}.{cut(name)}")
     return form
 
 
@@ -62,7 +62,7 @@ def token_of(value: Any, field: str) -> Any:
     """The token in a mark that is a format. Raises ApiError for a mark that is none."""
     form = object_of(value, field)
     if form.get("type", "token") != "token":
-        raise invalid(f"`{field}.type` must be token. Given: {form['type']!r}", f"{field}.type")
+        raise invalid(f"`{field}.type` must be token. Given: {quoted(form['type'])}", f"{field}.type")
     return form.get("token")
 
 
@@ -76,12 +76,17 @@ def texts_of(form: Mapping[str, Any], name: str, field: str) -> list[str]:
 
 def number_of(form: Mapping[str, Any], name: str, field: str, lowest: int = 0) -> int | None:
     """A count; None where it is missing."""
-    value = form.get(name)
+    value = as_whole(form.get(name))
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= MAX_NUMBER:
         raise needed(f"{field}.{name}", f"an integer of at least {lowest} and at most {MAX_NUMBER}")
     return value
+
+
+def as_whole(value: Any) -> Any:
+    """A number without a fraction is a whole one, as in JSON Schema."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def flag_of(form: Mapping[str, Any], name: str, field: str, default: bool = False) -> bool:

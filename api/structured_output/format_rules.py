@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, quoted
 from api.structured_output.behind import END, Behind, firsts_of
 from api.structured_output.format_fields import as_text, checked, items_of, number_of, text_of
 from api.structured_output.lark import NOTHING, Lark, Mark, one_of, token
@@ -92,7 +92,9 @@ class FormatRules:
             return self.lark.json(schema)
         if not isinstance(style, str) or style not in STYLES:
             allowed = ", ".join(["json", *STYLES])
-            raise invalid(f"`{field}.style` must be one of {allowed}. Given: {style!r}", f"{field}.style")
+            raise invalid(
+                f"`{field}.style` must be one of {allowed}. Given: {quoted(style)}", f"{field}.style"
+            )
 
         def refuse(keyword: str) -> ApiError:
             cause = f"the keyword `{keyword}` is not supported in the style {style}"

@@ -13,10 +13,12 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid
 from api.event_loop.offload import LONG, offload
-from api.structured_output.check import error_of
+from api.structured_output.check import error_of, is_space
 from api.structured_output.format_rules import Compiler
+from api.structured_output.lark import literal
+from api.structured_output.patterns import list_names
 from api.structured_output.schemas import WHITESPACE, all_schemas, close_objects, map_schemas
 from api.structured_output.structural_tag import source_of_tag
 from api.structured_output.vocabulary import BYTES, Vocabulary
@@ -26,7 +28,9 @@ MAX_SCHEMA_DEPTH = 64
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Formats that are enforced; others are annotations, as in JSON Schema."""
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
-UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*)"\]')
+UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
+"""Keeps llguidance from looking for a whole text that is forced: rules may force one without an end."""
+UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^]]*)"\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
 @functools.lru_cache(maxsize=256)
 def compile_cached(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
     try:
+        if not is_space(grammar.whitespace):
+            raise ValueError("its `whitespace_pattern` must match nothing but white space")
         source = source_of(grammar, vocabulary)
     except ValueError as error:
         raise refusal(grammar, str(error)) from error
@@ -104,7 +110,7 @@ def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
-            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
+            words = " | ".join(map(literal, json.loads(grammar.text)))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
             compiler = Compiler(functools.partial(embedded_schema, grammar.whitespace), embedded_grammar)
@@ -132,11 +138,11 @@ def embedded_grammar(text: str, field: str) -> str:
 
 
 def lark_of(text: str) -> str:
-    """A grammar in Lark, given as such or as GBNF, which as xgrammar has it may escape a dash. Raises
-    ValueError.
+    """A grammar in Lark, given as such or as GBNF, which as xgrammar has it may escape a dash; the model
+    chooses the tokens of its texts. Raises ValueError.
     """
     try:
-        return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text))
+        return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except Exception as error:  # the converter has no type of its own for rules that are missing
@@ -174,7 +180,7 @@ def as_compiled(schema: Any, closed: bool) -> Any:
     that is safe.
     """
     enforced = map_schemas(schema, without_annotations)
-    return close_objects(enforced) if closed else enforced
+    return map_schemas(close_objects(enforced) if closed else enforced, list_names)
 
 
 def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
@@ -187,17 +193,19 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(grammar: Grammar, cause: str) -> ApiError:
-    """The error for a grammar that cannot be compiled."""
-    if (found := UNIMPLEMENTED.fullmatch(cause)) is not None:
+    """The error for a grammar that cannot be compiled, which its cause may repeat."""
+    if (found := UNIMPLEMENTED.match(cause)) is not None:
         keyword = found[1].split('", "')[0]
         place = place_of(keyword, json.loads(grammar.text))
-        cause = f"the keyword `{keyword}`{f' (at `{place}`)' if place else ''} is not supported"
+        cause = f"the keyword `{keyword}`{f' (at `{cut(place)}`)' if place else ''} is not supported"
     elif cause.startswith("oneOf constraints"):
         place = place_of("oneOf", json.loads(grammar.text))
         cause = (
-            f"the keyword `oneOf` (first at `{place}`) is supported only where no value can match two of "
-            "its schemas"
+            f"the keyword `oneOf` (first at `{cut(place)}`) is supported only where no value can match two "
+            "of its schemas"
         )
+    else:
+        cause = cut(cause)
     return invalid(f"`{grammar.field}` cannot be compiled: {cause}", grammar.field)
 
 

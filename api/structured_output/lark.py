@@ -93,7 +93,8 @@ def without(pattern: str, parts: Iterable[str]) -> str:
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A text between quotes, where llguidance takes a delete character as an escape only."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def escaped(text: str) -> str:

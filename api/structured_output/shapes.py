@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid, quoted
 from api.structured_output.format_fields import as_text
 from api.structured_output.grammar import MAX_SCHEMA_DEPTH, Grammar, depth_of
 
@@ -55,7 +55,7 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
             return tag_grammar(value, field)
         case _:
             allowed = "text, json_object, json_schema, json, regex, structural_tag"
-            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
+            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{field}.type")
 
 
 def from_tgi(value: Mapping[str, Any]) -> Grammar | None:
@@ -71,7 +71,7 @@ def from_structured_outputs(value: Mapping[str, Any]) -> Grammar | None:
     given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}
     for name, item in value.items():
         if name not in (*KINDS, *WITHOUT_EFFECT, PATTERN) and item:
-            raise invalid(f"`{field}.{name}` is not supported yet", f"{field}.{name}")
+            raise invalid(f"`{field}.{cut(name)}` is not supported yet", f"{field}.{cut(name)}")
     if len(given) != 1:
         raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}", field)
     [(name, item)] = given.items()
@@ -129,7 +129,7 @@ def tag_grammar(value: Any, field: str) -> Grammar:
     try:
         tag = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise invalid(f"`{field}` is not JSON: {error}", field) from error
+        raise invalid(f"`{field}` is not JSON: {cut(str(error))}", field) from error
     if not isinstance(tag, Mapping):
         raise invalid(f"`{field}` must be a structural tag", field)
     if (depth := depth_of(tag)) > MAX_SCHEMA_DEPTH:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from api.errors import invalid
+from api.errors import cut, invalid
 from api.structured_output.behind import ANYTHING, Behind
 from api.structured_output.check import can_go_on
 from api.structured_output.format_fields import checked, items_of, number_of, text_of, texts_of
@@ -46,7 +46,7 @@ def ending(part: Part, firsts: Sequence[str]) -> str:
         if not first or not can_go_on(part.pattern, first):
             return part.pattern
     except ValueError as error:
-        raise invalid(f"`{field}` cannot be compiled: {error}", field) from error
+        raise invalid(f"`{field}` cannot be compiled: {cut(str(error))}", field) from error
     if not part.is_free or ANYTHING in firsts:
         words = "it must be the last, or a text must stand behind it with which it cannot go on"
         raise invalid(f"`{field}` has no end: {words}", field)

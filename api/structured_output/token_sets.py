@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.structured_output.behind import Behind
-from api.structured_output.format_fields import as_text, number_of, token_of
+from api.structured_output.format_fields import as_text, as_whole, number_of, token_of
 from api.structured_output.lark import NOTHING, Lark, Mark
 from api.structured_output.vocabulary import Vocabulary, ranges_without
 
@@ -22,13 +22,14 @@ class TokenSets:
         """The id of a token that is given by it, or by the token's text. Raises ApiError."""
         if isinstance(value, str):
             if (found := self.vocabulary.id_of(value)) is None:
-                raise invalid(f"`{field}` must be the text of one token. Given: {value[:100]!r}", field)
+                raise invalid(f"`{field}` must be the text of one token. Given: {quoted(value)}", field)
             return found
+        value = as_whole(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise invalid(f"`{field}` must be the id or the text of a token", field)
         if not 0 <= value < self.vocabulary.size:
             limit = self.vocabulary.size
-            raise invalid(f"`{field}` must be at least 0 and below {limit}. Given: {value}", field)
+            raise invalid(f"`{field}` must be at least 0 and below {limit}. Given: {quoted(value)}", field)
         return value
 
     def mark_of(self, value: Any, field: str) -> Mark:

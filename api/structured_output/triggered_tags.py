@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from api.errors import invalid
+from api.errors import invalid, quoted
 from api.structured_output.behind import ANYTHING, END, Behind, firsts_of
 from api.structured_output.format_fields import (
     as_text,
@@ -135,7 +135,7 @@ def tags_of(form: Mapping[str, Any], field: str) -> list[Tag]:
     for value, place in items_of(form, "tags", field):
         tag = {"type": "tag", **object_of(value, place)}
         if tag["type"] != "tag":
-            raise invalid(f"`{place}.type` must be tag. Given: {tag['type']!r}", f"{place}.type")
+            raise invalid(f"`{place}.type` must be tag. Given: {quoted(tag['type'])}", f"{place}.type")
         found.append((place, tag))
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Template, TemplateError, meta
 
-from api.errors import ApiError
+from api.errors import ApiError, cut
 from api.templates.environment import environment
 from common.model_config import read_json
 from common.settings.settings import SettingError
@@ -172,4 +172,4 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def template_error(cause: str) -> ApiError:
-    return ApiError(422, "template_error", cause, "messages", "template_error")
+    return ApiError(422, "template_error", cut(cause), "messages", "template_error")

@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from api.errors import invalid
+from api.errors import invalid, quoted
+from api.inference.limits import Limits
 from api.inference.params import GenerationParams
 from api.inference.sampling import SWITCH_NAMES, draws
-from api.inference.validate import Limits
 from api.streams.stream import Stream
 from common.messages.request import Generate
 
@@ -16,10 +16,10 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
     """Raises ApiError (422) if several texts are not possible, or would all be the same."""
     if params.n > limits.settings.max_best_of:
         raise invalid(
-            f"`best_of` must be at most {limits.settings.max_best_of}. Given: {params.n}", "best_of"
+            f"`best_of` must be at most {limits.settings.max_best_of}. Given: {quoted(params.n)}", "best_of"
         )
     if params.n > 1 and streamed:
-        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {params.n}", "best_of")
+        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {quoted(params.n)}", "best_of")
     if params.n > 1 and not draws(params):
         raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
     if params.n > 1 and params.seed is not None:

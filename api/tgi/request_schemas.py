@@ -10,7 +10,16 @@ from pydantic import Field
 
 from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
-from api.inference.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, SamplingFields, Strict, ranged
+from api.inference.fields import (
+    BIAS_SCHEMA,
+    DETACHED,
+    RESUME_S,
+    Listed,
+    SamplingFields,
+    Strict,
+    Whole,
+    ranged,
+)
 from api.inference.params import GenerationParams
 from api.inference.sampling import SWITCH_NAMES
 from api.openai.request_schemas import OPENAI_FIELDS
@@ -29,10 +38,10 @@ UNSUPPORTED: UnsupportedFields = {"adapter_id": ()}
 class GenerateParameters(SamplingFields):
     """Generation parameters. Null and absent mean the default."""
 
-    max_new_tokens: int | None = ranged(
+    max_new_tokens: Whole | None = ranged(
         "max_new_tokens", "The most tokens to generate. Default: what is left of the model's context."
     )
-    min_new_tokens: int | None = ranged(
+    min_new_tokens: Whole | None = ranged(
         "min_new_tokens", "Until so many tokens are generated, only `max_new_tokens` ends the text."
     )
     stop: Listed[str] | None = Field(
@@ -40,7 +49,7 @@ class GenerateParameters(SamplingFields):
         description="Stop strings: the text ends with the first of them that appears, and includes it.",
         json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
-    truncate: int | None = ranged("truncate", "Use only so many tokens of the prompt: its last ones.")
+    truncate: Whole | None = ranged("truncate", "Use only so many tokens of the prompt: its last ones.")
 
     do_sample: bool | None = Field(
         default=None,
@@ -57,7 +66,7 @@ class GenerateParameters(SamplingFields):
         json_schema_extra=BIAS_SCHEMA,
     )
 
-    best_of: int | None = Field(
+    best_of: Whole | None = Field(
         default=None,
         ge=0,
         description="Generate so many texts, and return the one with the highest mean log-probability.",
@@ -71,7 +80,7 @@ class GenerateParameters(SamplingFields):
         description="Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
         "Not for streams.",
     )
-    top_n_tokens: int | None = ranged(
+    top_n_tokens: Whole | None = ranged(
         "top_n_tokens", "Return so many of the most likely tokens at each position."
     )
     return_full_text: bool | None = Field(

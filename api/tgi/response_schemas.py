@@ -137,7 +137,9 @@ ERROR_RESPONSES = error_responses(
     {
         400: "The body is not JSON",
         401: "The API key is missing or wrong",
+        403: "A page of another origin has sent the request",
         404: "There is no such model",
+        408: "The deadline passed before the request was finished",
         413: "The body is too large",
         415: "The Content-Type is not application/json",
         422: "A field is wrong or not supported",
@@ -150,8 +152,8 @@ ERROR_RESPONSES = error_responses(
 """All error responses by status."""
 
 TOKENIZE_ERRORS: ErrorResponses = {
-    status: ERROR_RESPONSES[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)
+    status: ERROR_RESPONSES[status] for status in (400, 401, 403, 404, 413, 415, 422, 500, 503)
 }
 GENERATE_ERRORS: ErrorResponses = {
-    status: ERROR_RESPONSES[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)
+    status: ERROR_RESPONSES[status] for status in (400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)
 }

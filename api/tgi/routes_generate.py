@@ -14,13 +14,13 @@ from api.inference.validate import validate
 from api.tgi import best_of
 from api.tgi.answers import RENDERER
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
-from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
+from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, StreamResponse
 from common.messages.answer import Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 
 EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream(StreamResponse)}}
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream([StreamResponse, ErrorResponse])}}
 
 
 @router.post(

@@ -1,22 +1,24 @@
 """POST /tokenize and /chat_tokenize: the token ids of a text or of a chat, as in TGI, and as in vLLM."""
 
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.event_loop.offload import offload
+from api.event_loop.text_budget import utf8_size
 from api.http import body
 from api.http.openapi import TGI, json_body
 from api.http.state import accept, own_pool
-from api.json import to_json
+from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
+from api.prompt_text.control_texts import Rendered
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
 from api.tokenizer import ModelTokenizer
 from api.vllm.schemas import TokenizeResponse
-from api.vllm.tokenize import chat_text, tokenize_chat, tokenize_prompt
+from api.vllm.tokenize import chat_prompt, tokenize_chat, tokenize_prompt
 
 router = APIRouter(responses=TOKENIZE_ERRORS, tags=[TGI])
 TEXT = {"inputs": "The capital of France is"}
@@ -41,7 +43,8 @@ async def tokenize(request: Request) -> Response:
     if "inputs" not in names and "prompt" in names:
         return await tokenize_prompt(request, data)
     parsed = await offload(len(data), lambda: body.parse_body(TokenizeRequest, data))
-    content = await offload(len(parsed.inputs), lambda: to_json(simple_tokens(pool.tokenizer, parsed.inputs)))
+    prompt = Rendered(parsed.inputs)
+    content = await pool.tokenizer.run(prompt, lambda: list_to_json(simple_tokens(pool.tokenizer, prompt)))
     return Response(content, media_type="application/json")
 
 
@@ -56,22 +59,24 @@ async def chat_tokenize(request: Request) -> Response:
     longer than the model's context.
     """
     pool, chat = await accept(request, ChatRequest)
-    text = await chat_text(chat, pool)
+    prompt = await chat_prompt(chat, pool)
 
     def render() -> bytes:
-        tokens = simple_tokens(pool.tokenizer, text, bool(chat.add_special_tokens))
-        return to_json({"tokenize_response": tokens, "templated_text": text})
+        tokens = list_to_json(simple_tokens(pool.tokenizer, prompt, bool(chat.add_special_tokens)))
+        return b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, to_json(prompt.text))
 
-    return Response(await offload(len(text), render), media_type="application/json")
+    return Response(await pool.tokenizer.run(prompt, render), media_type="application/json")
 
 
 def simple_tokens(
-    tokenizer: ModelTokenizer, text: str, add_special_tokens: bool = True
-) -> list[dict[str, Any]]:
+    tokenizer: ModelTokenizer, prompt: Rendered, add_special_tokens: bool = True
+) -> Iterator[dict[str, Any]]:
     """TGI's `{id, text, start, stop}` for each token. Offsets count the bytes of the UTF-8 text."""
-    spans = tokenizer.spans(text, add_special_tokens)
-    offsets = [0, *accumulate(len(character.encode()) for character in text)]
-    return [
-        {"id": token_id, "text": text[start:end], "start": offsets[start], "stop": offsets[end]}
-        for token_id, start, end in spans
-    ]
+    text, chars, num_bytes = prompt.text, 0, 0  # the last two of the text before the token
+    for token_id, start, end in tokenizer.spans(prompt, add_special_tokens):
+        token = text[start:end]
+        if token:
+            num_bytes += utf8_size(text[chars:start])
+            chars = start
+        first = num_bytes if token else 0
+        yield {"id": token_id, "text": token, "start": first, "stop": first + utf8_size(token)}

@@ -9,16 +9,19 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, quoted
+from api.event_loop.offload import offload
+from api.event_loop.pace import Pace
 from api.http import body
 from api.http.openapi import TGI, generation_body
 from api.http.respond import new_answer, submit_and_respond
 from api.http.resume_terms import read_terms
 from api.http.state import own_pool, pools_of
 from api.inference.fields import Listed, Strict
+from api.inference.limits import Limits
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
-from api.inference.validate import Limits, validate
+from api.inference.validate import validate
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.answers import RENDERER, VERTEX
@@ -49,6 +52,12 @@ class VertexRequest(Strict):
     )
 
 
+class UninspectedInstances(Strict):
+    """The instances before each is read: a hundred thousand of them take a second."""
+
+    instances: list[Any]
+
+
 @router.post(
     VERTEX,
     summary="Generate several texts",
@@ -58,18 +67,24 @@ class VertexRequest(Strict):
 async def vertex(request: Request) -> Response:
     """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
     pool = own_pool(request)
-    parsed = await body.read(request, VertexRequest, pool.settings.payload_limit)
+    data = await body.read_json(request, pool.settings.payload_limit)
     await pool.admission.check()
     limits = pool.workers.limits
-    check_number(parsed.instances, limits)
-    found = [await read_instance(request, pool, one, i) for i, one in enumerate(parsed.instances)]
-    requests = [choice for params in found for choice in await validate(params, limits, pool.tokenizer)]
+    uninspected = await offload(len(data), lambda: body.parse_body(UninspectedInstances, data))
+    check_number(uninspected.instances, limits)
+    parsed = await offload(len(data), lambda: body.parse_body(VertexRequest, data))
+    found, requests, pace = [], [], Pace()
+    for i, one in enumerate(parsed.instances):
+        params = await read_instance(request, pool, one, i)
+        found.append(params)
+        requests += await validate(params, limits, pool.tokenizer)
+        await pace.step()
     answer = new_answer(request, pool, requests, [""] * len(requests), Rendering())
     num_chars = sum(len(params.text or "") for params in found)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 
 
-def check_number(instances: Sequence[Instance], limits: Limits) -> None:
+def check_number(instances: Sequence[object], limits: Limits) -> None:
     most = limits.max_client_batch_size
     if not 0 < len(instances) <= most:
         raise invalid(f"`instances` must have 1 to {most} items. Given: {len(instances)}", "instances")
@@ -86,7 +101,9 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
             params = read_prompt(instance)
         if params.n > 1:
             name = params.name("n")
-            raise invalid(f"`{name}` must be 1: each instance has one prediction. Given: {params.n}", name)
+            raise invalid(
+                f"`{name}` must be 1: each instance has one prediction. Given: {quoted(params.n)}", name
+            )
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error
@@ -103,5 +120,5 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
     if chat.stream:
         raise invalid("`stream` must be false: the answer has all predictions", "stream")
     if await pools_of(request).find(chat.model) is not pool:
-        raise invalid(f"`model` must be this fleet's own. Given: {chat.model}", "model")
+        raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
     return (await read_chat(chat, pool)).params

@@ -48,7 +48,7 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that have begun: an answer with one ends with the reason `tool_calls`."""
+        """Number of calls that have begun."""
         return self.scanner.num_calls
 
 

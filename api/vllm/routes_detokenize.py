@@ -1,18 +1,22 @@
 """POST /detokenize: the text of token ids, as in vLLM."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import invalid
-from api.event_loop.offload import offload
+from api.errors import invalid, quoted
 from api.http import body
 from api.http.openapi import OPENAI, json_body
 from api.http.state import pools_of
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES
+from api.tokenizer import ModelTokenizer
 from api.vllm.schemas import DetokenizeRequest, DetokenizeResponse
 
 router = APIRouter(tags=[OPENAI])
+TOKEN_BYTES = 4
+"""About the bytes of text that a token stands for."""
 
 
 @router.post(
@@ -26,13 +30,15 @@ async def detokenize(request: Request) -> Response:
     pools = pools_of(request)
     parsed = await body.read(request, DetokenizeRequest, pools.own.settings.payload_limit)
     tokenizer = (await pools.find(parsed.model)).tokenizer
-    for token_id in parsed.tokens:
-        if not 0 <= token_id < tokenizer.size:
-            raise invalid(
-                f"`tokens` must have token ids of at least 0 and below {tokenizer.size}. Given: {token_id}",
-                "tokens",
-            )
-    text = await offload(
-        len(parsed.tokens), lambda: tokenizer.backend.decode(parsed.tokens, skip_special_tokens=False)
-    )
+    budget = tokenizer.budget
+    text = await budget.run(TOKEN_BYTES * len(parsed.tokens), lambda: detokenized(parsed.tokens, tokenizer))
     return Response(to_json({"prompt": text}), media_type="application/json")
+
+
+def detokenized(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
+    """The text of token ids. Raises ApiError for those beyond the vocabulary."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < tokenizer.size:
+            words = f"must have token ids of at least 0 and below {tokenizer.size}"
+            raise invalid(f"`tokens` {words}. Given: {quoted(token_id)}", "tokens")
+    return str(tokenizer.backend.decode(ids, skip_special_tokens=False))

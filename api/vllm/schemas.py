@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from api.http.openapi import ApiObject
-from api.inference.fields import Listed, Strict
+from api.inference.fields import Listed, Strict, Whole
 from api.openai.request_schemas import ChatRequest
 
 
@@ -30,7 +30,7 @@ class DetokenizeRequest(Strict):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: Listed[int] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
+    tokens: Listed[Whole] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
 
 
 class TokenizeResponse(ApiObject):

@@ -14,6 +14,7 @@ from api.inference.validate import check
 from api.json import to_json
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
+from api.prompt_text.control_texts import Rendered
 from api.vllm.schemas import TokenizeChatRequest, TokenizePromptRequest
 
 
@@ -22,7 +23,7 @@ async def tokenize_prompt(request: Request, data: bytes) -> Response:
     body = await offload(len(data), lambda: parse_body(TokenizePromptRequest, data))
     pool = await pools_of(request).find(body.model)
     special = body.add_special_tokens is not False
-    return await respond(pool, body.prompt, special, bool(body.return_token_strs))
+    return await respond(pool, Rendered(body.prompt), special, bool(body.return_token_strs))
 
 
 async def tokenize_chat(request: Request, data: bytes) -> Response:
@@ -30,24 +31,24 @@ async def tokenize_chat(request: Request, data: bytes) -> Response:
     chat = await offload(len(data), lambda: parse_body(TokenizeChatRequest, data))
     chat.check()
     pool = await pools_of(request).find(chat.model)
-    text = await chat_text(chat, pool)
-    return await respond(pool, text, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+    prompt = await chat_prompt(chat, pool)
+    return await respond(pool, prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
 
 
-async def chat_text(chat: ChatRequest, pool: Pool) -> str:
+async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
     """The prompt that the chat template makes of a chat. Raises ApiError."""
     params = (await read_chat(chat, pool)).params
     check(params, pool.workers.limits, pool.tokenizer)
-    return params.text or ""
+    return Rendered(params.text or "", params.guarded)
 
 
-async def respond(pool: Pool, text: str, add_special_tokens: bool, with_strings: bool) -> Response:
+async def respond(pool: Pool, prompt: Rendered, add_special_tokens: bool, with_strings: bool) -> Response:
     if not pool.workers.max_total_tokens:
         await pool.workers.refresh_unless_fresh()
     longest = pool.workers.limits.max_total_tokens if pool.workers.max_total_tokens else None
 
     def render() -> bytes:
-        ids = pool.tokenizer.encode(text, add_special_tokens)
+        ids = pool.tokenizer.encode_rendered(prompt, add_special_tokens)
         to_string: Callable[[int], Any] = pool.tokenizer.backend.id_to_token
         return to_json(
             {
@@ -58,4 +59,4 @@ async def respond(pool: Pool, text: str, add_special_tokens: bool, with_strings:
             }
         )
 
-    return Response(await offload(len(text), render), media_type="application/json")
+    return Response(await pool.tokenizer.run(prompt, render), media_type="application/json")

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 
@@ -36,9 +37,9 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.embedded_broker import free_port
 from tests.support import broker_state, brokers
 from tests.support.fleet.batchers import batcher
+from tests.support.machine.ports import free_port
 from tests.support.runahead.record import Record
 from tests.support.runahead.recorded_engine import RECORD, STEP_MS
 from tests.support.waiting import wait_until
@@ -141,15 +142,12 @@ async def measure(delay_ms: float, horizon: int, real: bool, seconds: float, slo
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         broker, record = stack.enter_context(brokers.running()), Path(directory, "record")
-        port = broker.port
+        url = brokers.open_port(broker.url)
         if delay_ms:
-            port = free_port()
-            stack.enter_context(
-                child(
-                    "tests.support.runahead.slow_proxy", str(port), str(broker.port), str(slower * delay_ms)
-                )
-            )
-        url = f"redis://127.0.0.1:{port}/0"
+            ports = free_port(), urlsplit(url).port
+            words = [*map(str, ports), str(slower * delay_ms)]
+            stack.enter_context(child("tests.support.runahead.slow_proxy", *words))
+            url = f"redis://127.0.0.1:{ports[0]}/0"
         settings = {"HORIZON": str(horizon), "MAX_BATCH_SIZE": str(ROWS), "LOG_LEVEL": "warning"}
         settings |= {"REDIS_URL": url, "MODEL_ID": str(model_files.resolve("smollm2"))}
         engine = {RECORD: str(record)} | ({} if real else {STEP_MS: str(slower * STEP)})

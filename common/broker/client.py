@@ -11,7 +11,7 @@ from typing import Any
 
 import hiredis
 import redis.asyncio
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, UnixDomainSocketConnection
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -55,8 +55,19 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
     make_client = sentinel.connect if sentinel.is_sentinel_url(url) else redis.asyncio.Redis.from_url
     client: redis.asyncio.Redis = make_client(url, **(defaults | options))
     pool = client.connection_pool
-    pool.connection_class = with_c_packing(pool.connection_class)
+    is_unix = pool.connection_class is UnixDomainSocketConnection
+    pool.connection_class = with_c_packing(UnixConnection if is_unix else pool.connection_class)
     return client
+
+
+class UnixConnection(UnixDomainSocketConnection):
+    """A connection by a Unix socket, over which the broker is greeted once. redis-py's own greets it while it
+    connects, too, where whatever the broker refuses becomes a ConnectionError.
+    """
+
+    async def _connect(self) -> None:
+        async with asyncio.timeout(self.socket_connect_timeout):
+            self._reader, self._writer = await asyncio.open_unix_connection(self.path)
 
 
 def with_c_packing(kind: type[AbstractConnection]) -> type[AbstractConnection]:

@@ -12,9 +12,9 @@ ERRORS = {
     "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "forward": ("generation", "the model's forward failed for this request"),
-    "grammar": ("generation", "the request's grammar allows none of the tokens that are left"),
+    "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
     "grammar_limit": (
-        "generation",
+        "grammar",
         "the request's grammar is too complex: the tokens that it allows next take too much work to find",
     ),
     "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),

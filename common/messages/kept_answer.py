@@ -58,6 +58,7 @@ class KeptAnswer:
         extra: headers of a whole answer that only the first gateway knows.
         format: which bytes the gateway renders; one with another `format` cannot go on.
         requests: its requests as they were admitted; None where they are too long.
+        http_version: of the HTTP request; it decides how the body is framed.
     """
 
     request_id: str = wire_field("id")
@@ -71,6 +72,7 @@ class KeptAnswer:
     headers: list[tuple[bytes, bytes]] = wire_field("hd", default_factory=list)
     extra: list[tuple[str, str]] = wire_field("x", default_factory=list)
     requests: KeptRequests | None = wire_field("rq", default=None)
+    http_version: str = wire_field("hv", default="1.1")
 
     @property
     def name(self) -> str:

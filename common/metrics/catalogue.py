@@ -206,6 +206,11 @@ UNREAD_CUT = Counter(
     "Number of clients that were cut off because they did not read, by limit",
     {"reason": ("timeout", "bytes")},
 )
+CONNECTIONS_CUT = Counter(
+    "tokenfleet_connections_cut",
+    "Number of connections that were cut off or made way for others, by limit",
+    {"reason": ("address", "total", "reserved", "head", "body", "size", "drain", "protocol")},
+)
 LOOP_HOLD = Histogram(
     "tokenfleet_event_loop_hold_seconds",
     "Time for which a gateway's event loop was held, by the clock and of CPU, in seconds",

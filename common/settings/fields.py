@@ -52,6 +52,10 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
+    continue_final_message: bool = False
+    """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
+    control_tokens_in_messages: bool = False
+    """control tokens' texts in messages become the tokens, as in TGI and vLLM; by default they stay text"""
     tool_call_parser: ToolCallParser | None = None
     """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
     reasoning_parser: ReasoningParser | None = None
@@ -70,7 +74,7 @@ class SettingFields(BaseModel):
     api_key: str | None = None
     """key that `Authorization: Bearer` carries on routes that take a prompt, and on /fleet (default: none)"""
     cors_allow_origin: Words = ()
-    """origins that browsers may call from: separated by commas, or the flag repeated (default: any)"""
+    """origins that browsers may call from; * is any (default: any with API_KEY, else this machine's)"""
     compute_type: str | None = None
     """header x-compute-type of responses (default: no such header)"""
     demo: bool = False
@@ -78,6 +82,18 @@ class SettingFields(BaseModel):
 
     payload_limit: Count = 2_000_000
     """largest request body (bytes)"""
+    max_head_bytes: Annotated[Count, Field(ge=1024, le=2**24)] = 64 * 2**10
+    """longest head of a request: its request line and headers (bytes)"""
+    head_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 20.0
+    """a client that has not sent a whole head so long after it connected or began one is cut off (s)"""
+    body_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 60.0
+    """a client that has not sent a whole body so long after its head is cut off (s)"""
+    keep_alive_timeout_s: Annotated[Seconds, Field(ge=1)] = 620.0
+    """how long a connection without a request is kept: longer than clients and proxies keep theirs (s)"""
+    max_connections: Count | None = None
+    """open connections of a gateway (default: what its descriptors allow, at most 16384)"""
+    max_connections_per_address: Count | None = None
+    """open connections of a gateway from one address (default: half of MAX_CONNECTIONS)"""
     max_concurrent_requests: Count = 1024
     """live requests of the pool, queued and running; a class counts itself and the more urgent ones"""
     max_queued_bytes: Count = 256 * 2**20
@@ -86,6 +102,8 @@ class SettingFields(BaseModel):
     """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
+    max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
+    """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
     max_input_tokens: Count | None = None
     """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None
@@ -124,7 +142,7 @@ class SettingFields(BaseModel):
     pool: str = "default"
     """the set of workers that serve one model; part of every Redis key"""
     redis_url: str | None = None
-    """the broker (default: `serve` starts an embedded one)"""
+    """the broker (default: `serve` starts an embedded one, for this user alone)"""
     num_workers: Processes = 1
     """worker processes that `serve` starts"""
     preload_worker: bool | None = None

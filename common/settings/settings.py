@@ -69,7 +69,9 @@ class Settings(SettingFields):
         self.check_tokens()
         if self.rope_scaling and self.rope_factor is None:
             raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
-        if self.compute_type and not (self.compute_type.isascii() and self.compute_type.isprintable()):
+        if self.api_key and not is_header(self.api_key):
+            raise SettingError("api_key", "cannot be sent as a header: it must be printable ASCII")
+        if self.compute_type and not is_header(self.compute_type):
             raise SettingError(
                 "compute_type",
                 f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII",
@@ -142,6 +144,11 @@ class Settings(SettingFields):
             name.upper(): ",".join(value) if isinstance(value, tuple) else str(value)
             for name, value in values.items()
         }
+
+
+def is_header(text: str) -> bool:
+    """Whether a text arrives as the value of a header as it was sent."""
+    return text.isascii() and text.isprintable()
 
 
 def read_weight(word: str) -> tuple[str, float]:

@@ -5,6 +5,8 @@ import asyncio
 import os
 from collections.abc import Sequence
 
+import setproctitle
+
 from common.broker.client import ERRORS, describe_error
 from common.broker.pool_client import PoolClient
 from common.plural import plural
@@ -40,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--pool", help="the worker's pool (default: POOL)")
     flags = parser.parse_args(list(argv))
+    setproctitle.setproctitle("tokenfleet drain")  # anybody may read our words, and a password is among them
     given = {"REDIS_URL": flags.redis_url, "POOL": flags.pool}
     settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
     if settings.redis_url is None:

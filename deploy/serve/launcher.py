@@ -27,17 +27,17 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    if settings.api_key is not None:
-        log.info("%s", checks.describe_access(settings))
     checks.check_ranks()
     checks.check_port(settings)
     checks.check_memory(settings)
     if settings.redis_url is not None:
         checks.check_broker(settings)
     settings = checks.with_model(settings)
+    log.info("%s", checks.describe_access(settings))
     own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:
+            log.info("the broker is at %s, for this user alone", broker.url)
             settings = settings.model_copy(update={"redis_url": broker.url})
         return asyncio.run(run(new_fleet(settings, broker)))
 

@@ -2,6 +2,7 @@
 GPU.
 """
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -75,13 +76,26 @@ def lock_file(path: Path) -> IO[str] | None:
     process, however that ends. Raises SettingError.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+        make_lock(path)
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
     except OSError as error:
-        raise SettingError("gpu_locks", f"{path} cannot be written to: {error.strerror}") from error
+        raise SettingError("gpu_locks", f"{path} cannot be used as a lock: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None
     return file
+
+
+def make_lock(path: Path) -> None:
+    """Make a file and its folder, unless they are there, such that every user of this machine may lock it. A
+    link that somebody has put there leads nowhere. Raises OSError.
+    """
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.chmod(0o1777)
+    with contextlib.suppress(FileExistsError):
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        os.fchmod(handle, 0o644)
+        os.close(handle)

@@ -17,11 +17,11 @@ import pytest
 import yaml
 
 from deploy.command_line import run
-from deploy.serve import embedded_broker
-from deploy.serve.embedded_broker import free_port, is_free
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.dashboard import panel_queries
 from tests.support.fleet.fleet import Fleet
+from tests.support.machine import ports
+from tests.support.machine.ports import free_port, is_free
 from tests.support.waiting import PATIENCE_S, wait_until, wait_until_sync
 
 NUM_TOKENS = 160
@@ -66,7 +66,7 @@ def free_ports(count: int) -> int:
     """The first of so many ports in a row that are free, and that no other process of the tests chooses."""
     while True:
         row = range(port := free_port(), port + count)
-        if row[-1] in embedded_broker.PORTS and all(map(is_free, row)):
+        if row[-1] in ports.PORTS and all(map(is_free, row)):
             return port
 
 

@@ -12,9 +12,10 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.integration.api.test_server import start
 from tests.support.fleet.fleet import Fleet
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -20,11 +20,12 @@ from common import model_files
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerCapacity
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.load import Load
+from tests.support.machine.ports import free_port
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until, wait_until_sync
 

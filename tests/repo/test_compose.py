@@ -23,7 +23,7 @@ import yaml
 
 from common.broker.keys import Keys
 from common.settings.fields import SettingFields
-from deploy.serve.embedded_broker import free_port
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from deploy.lock import name_of, read_lock
-from deploy.serve.embedded_broker import free_port
+from tests.support.machine.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "grep")

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.fleet.fleet import have_ended
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]

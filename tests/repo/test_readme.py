@@ -22,6 +22,7 @@ from common.settings.option import ANY
 from common.settings.settings import Settings
 from common.settings.table import tables
 from common.settings.tgi_options import TGI
+from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.source_tree import FILES
 from tests.support.waiting import PATIENCE_S
@@ -138,9 +139,8 @@ def line_shape(line: str) -> Any:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet(
-        kv_cache_bytes="64MiB", threads=1
-    ) as fleet:  # several would wait for each other on a busy machine
+    settings: dict[str, Any] = {"kv_cache_bytes": "64MiB", "threads": 1}  # several would wait for each other
+    with brokers.running() as broker, Fleet(**settings, redis_url=brokers.open_port(broker.url)) as fleet:
         yield fleet
 
 

@@ -13,7 +13,8 @@ import redis
 import yaml
 
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def test_the_compose_file_runs_it() -> None:
 
 def test_its_file_is_kept_as_short_as_the_embedded_brokers(tmp_path: Path) -> None:
     """A restart reads it from its beginning."""
-    command, option = Broker(0, tmp_path).command(), "--auto-aof-rewrite-min-size"
+    command, option = Broker(tmp_path).command(), "--auto-aof-rewrite-min-size"
     assert SERVICE["command"][SERVICE["command"].index(option) + 1] == command[command.index(option) + 1]
 
 

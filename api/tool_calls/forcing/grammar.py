@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, cut, invalid
 from api.event_loop.offload import LONG, offload
 from api.structured_output.check import error_of
 from api.structured_output.grammar import MAX_GRAMMAR_BYTES
@@ -108,7 +108,7 @@ def check(tools: Sequence[Tool], source: str) -> None:
     """Raises ApiError if a grammar without special tokens cannot be compiled."""
     if cause := error_of(source):
         field = field_of(tools[0]) if len(tools) == 1 else "tools"
-        raise invalid(f"`{field}` cannot be compiled: {cause}", field)
+        raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
 
 
 def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Thinking) -> str:

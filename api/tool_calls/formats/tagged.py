@@ -65,11 +65,17 @@ def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> 
     parameters = next((tool.parameters for tool in scanner.tools if tool.name == name), {})
     [key_end] = tags.name_ends
     before = "{"
+    awaited: tuple[str, ...] = (tags.name, end)
     while (yield from scanner.literal(tags.name)):
         key = yield from scanner.until(key_end, MAX_NAME)
+        if key is None:
+            if scanner.ended and len(scanner.text) - scanner.position <= MAX_NAME:
+                return False
+            break
         if tags.value:
             yield from scanner.skip()
-        if key is None or not (yield from scanner.literal(tags.value)):
+        if not (yield from scanner.literal(tags.value)):
+            awaited = (tags.value,)
             break
         yield from scanner.literal(tags.line)
         scanner.add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
@@ -79,6 +85,7 @@ def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> 
             return False
         yield from scanner.skip()
     found = yield from scanner.literal(end)
-    if found or not scanner.ended or (yield from scanner.char()):  # else the text ends before the mark
-        scanner.add_arguments("{}" if before == "{" else "}")
+    rest = scanner.text[scanner.position :]
+    if found or not scanner.ended or not any(mark.startswith(rest) for mark in awaited):
+        scanner.add_arguments("{}" if before == "{" else "}")  # else the text ends before the mark
     return found

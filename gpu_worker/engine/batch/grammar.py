@@ -28,8 +28,8 @@ class GrammarMask(Protocol):
     def after(self, token: int) -> "GrammarMask":
         """A copy that has taken one more token."""
 
-    def forced(self) -> Sequence[int]:
-        """The next tokens, as far as no others may come."""
+    def forced(self, most: int) -> Sequence[int]:
+        """The next tokens, at most so many, as far as no others may come."""
 
     def mask(self) -> Bits | None:
         """Return the tokens that may come next, at least one: bit t % 32 of word t //

@@ -126,7 +126,7 @@ class ForcedProposer:
         self.grammar = grammar
 
     def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
-        return self.grammar.forced()[skipped : skipped + min(most, MAX_FORCED)]
+        return self.grammar.forced(skipped + min(most, MAX_FORCED))[skipped:]
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
         """The grammar has taken them."""

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 
+from common.cache_folders import cache_folder, make_cache_folder
 from common.process import cpu
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "native"
+COMPILED = "native"
+"""The cache folder of compiled kernels."""
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 300
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -164,7 +166,7 @@ def build_library() -> Path:
     version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
     parts = [*sources, *command, version, cpu.features()]  # -march=native means the latter
-    path = CACHE / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
+    path = make_cache_folder(COMPILED) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         with compile_lock():
             if not path.exists():
@@ -219,7 +221,6 @@ def openmp_runtime() -> list[str]:
 @contextmanager
 def compile_lock() -> Iterator[None]:
     """Workers that start together compile once."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as file:
+    with (cache_folder(COMPILED) / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,11 +1,16 @@
 """Decoder layers compiled by torch, each for itself: one compilation serves all layers that are alike."""
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from common.cache_folders import make_cache_folder
 
 log = logging.getLogger(__name__)
 UNCOMPILABLE = (
@@ -27,6 +32,7 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
     Where torch cannot compile the model, or the machine lacks what that takes, all layers run as they are,
     which is slower.
     """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder()))
     torch._dynamo.config.recompile_limit = COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     layers = layers_of(model, attentions)
@@ -43,6 +49,16 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
             layer._compiled_call_impl = None
         return 0
     return len(layers)
+
+
+def compiled_folder() -> Path:
+    """Folder where torch keeps what it compiles. By itself it takes one in /tmp whose name anybody can guess,
+    and runs what it finds there.
+    """
+    try:
+        return make_cache_folder("inductor")
+    except OSError:  # there is no home to write to
+        return Path(tempfile.mkdtemp(prefix="tokenfleet-inductor-"))
 
 
 def stop_compiling() -> None:

@@ -37,6 +37,7 @@ class Communicator:
         if self.world_size > 1:
             if info.address == LOOPBACK:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             ours = info.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
             dist.init_process_group(

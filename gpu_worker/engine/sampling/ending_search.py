@@ -117,7 +117,8 @@ class EndingSearch:
         """The tokens that an ending goes on with: those of bytes, or a special one where only that is
         allowed; none if there are none.
         """
-        forced = matcher.compute_ff_bytes().partition(SPECIAL)[0]
+        # the tokens first: rules that force none may force bytes without an end
+        forced = matcher.compute_ff_tokens() and matcher.compute_ff_bytes().partition(SPECIAL)[0]
         if forced and self.byte_ids.keys() >= {*forced}:
             return self.tokens_of(forced)
         if exits is not NO_EXITS and (found := self.exit_from(matcher, exits)):

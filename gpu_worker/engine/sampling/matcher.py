@@ -16,13 +16,15 @@ from common.process import cpu
 from gpu_worker.engine.batch.grammar import Bits
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.sampling.ending_search import Exits
-from gpu_worker.engine.sampling.grammar import num_words
+from gpu_worker.engine.sampling.grammar import num_words, pack_ids
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIMIT = re.compile("too (many|big)|; max is")
 """In llguidance's error where a grammar takes more work or memory than it allows."""
+MAX_PLAIN = 64
+"""Bytes of a forced text that are looked at for its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,15 @@ class Matcher:
             self.following = Matcher(copied, self.num_words, token, self.steering)
         return self.following
 
-    def forced(self) -> list[int]:
-        """The next tokens, as far as no others may come; none for a matcher with an error."""
-        return self.compiled.result().compute_ff_tokens()
+    def forced(self, most: int) -> list[int]:
+        """The next tokens, `most` of them, as far as no others may come; none for a matcher with an error.
+
+        llguidance has the tokenizer write the text that a grammar forces. Where that changes the text, as the
+        name of a special token becomes the token, the grammar does not accept what is written.
+        """
+        state = self.compiled.result()
+        tokens = state.compute_ff_tokens()[:most]
+        return tokens[: state.validate_tokens(tokens)] if tokens else []
 
     def mask(self) -> Bits | None:
         return self.bits
@@ -167,14 +175,27 @@ class Matchers:
 
     def compute(self, matchers: Sequence[Matcher]) -> None:
         bits = np.empty((len(matchers), matchers[0].num_words), np.int32)
+        states = [matcher.compiled.result() for matcher in matchers]
+        plain = [plain_token(self.vocabulary, state) for state in states]
         self.executor.unsafe_compute_mask_ptr(
-            [(matcher.compiled.result(), i) for i, matcher in enumerate(matchers)],
-            bits.ctypes.data,
-            bits.strides[0],
-            len(matchers),
+            [(state, i) for i, state in enumerate(states)], bits.ctypes.data, bits.strides[0], len(matchers)
         )
-        for matcher, row in zip(matchers, bits, strict=True):
-            matcher.bits = row
+        for matcher, row, token in zip(matchers, bits, plain, strict=True):
+            matcher.bits = row if token is None else pack_ids([token], self.vocab_size)
+
+
+def plain_token(vocabulary: llguidance.LLTokenizer, state: llguidance.LLMatcher) -> int | None:
+    """The first token of the text that a grammar forces, where the one in llguidance's mask is not accepted;
+    None for the mask as it is. `Matcher.forced` says how that comes.
+    """
+    written = state.compute_ff_tokens()[:1]
+    if not written or state.validate_tokens(written):
+        return None
+    text = state.compute_ff_bytes()[:MAX_PLAIN]
+    tokens = vocabulary.greedy_tokenize(text.decode(errors="ignore"))[:1] + vocabulary.tokenize_bytes(
+        text[:1]
+    )
+    return next((token for token in tokens if state.validate_tokens([token])), None)
 
 
 def nobody_waits() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.serve.embedded_broker import free_port
 from tests.support.compose.base_images import SERVICE_IMAGES, make_missing
 from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreachable, why_no_engine
+from tests.support.machine.ports import free_port
 
 SETTINGS = {"KV_CACHE_BYTES": "256MiB", "THREADS": "1", "WORKER_GRACE_S": "600"}
 """A busy machine takes minutes to start a worker, for which streams wait."""

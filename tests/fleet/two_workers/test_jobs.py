@@ -23,6 +23,7 @@ from arq import create_pool
 from arq.connections import RedisSettings
 
 from common.broker.keys import Keys
+from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 
@@ -173,7 +174,7 @@ def looks_like(expected: str, printed: str) -> bool:
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli on this machine")
 def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet, tmp_path: Path) -> None:
-    cli = ["redis-cli", "--no-raw", "-u", fleet.redis_url]
+    cli = ["redis-cli", "--no-raw", "-u", brokers.open_port(fleet.redis_url)]
     listeners_output = tmp_path / "heard"
 
     def is_printed(text: str) -> bool:
@@ -233,7 +234,7 @@ def test_node_submits_a_job(fleet: Fleet, client: redis.Redis, tmp_path: Path) -
     if install.returncode:
         pytest.skip(f"npm cannot install the package redis: {install.stderr[-200:]}")
     (tmp_path / "submit.js").write_text(SUBMIT_JS)
-    command = ["node", "submit.js", fleet.redis_url, json.dumps(BODY)]
+    command = ["node", "submit.js", brokers.open_port(fleet.redis_url), json.dumps(BODY)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     submitted = json.loads(done.stdout)
     assert submitted["frames"] == submitted["kept"]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import socket
 
 import httpx
 import pytest
@@ -94,21 +95,21 @@ KEYED = [
 
 
 async def test_a_missing_key_is_401_in_each_api_family(broker: Broker) -> None:
-    async with serving(broker.url, api_key="sésame") as (_, client):
+    async with serving(broker.url, api_key="sesame") as (_, client):
         for path in KEYED:
             for authorization in (
                 None,
-                "sésame",
+                "sesame",
                 "Bearer",
-                "Bearer sesame",
-                "Bearer sésame2",
-                "Basic sésame",
+                "Bearer sésame",
+                "Bearer sesame2",
+                "Basic sesame",
             ):
                 headers = {} if authorization is None else {b"authorization": authorization.encode()}
                 response = await client.post(path, content=b"", headers=headers)
                 assert_refused(path, response)
             assert (
-                await client.post(path, content=b"", headers={b"authorization": "Bearer sésame".encode()})
+                await client.post(path, content=b"", headers={"authorization": "Bearer sesame"})
             ).status_code == 415
 
 
@@ -152,25 +153,141 @@ def asking(origin: str) -> dict[str, str]:
     }
 
 
-async def test_cors_allows_any_origin_by_default(broker: Broker) -> None:
-    async with serving(broker.url) as (_, client):
+LOCAL = [
+    "http://localhost",
+    "http://localhost:5173",
+    "https://127.0.0.1:8443",
+    "http://[::1]:3001",
+    "http://0.0.0.0:80",
+    "vscode-webview://1a2b",
+    "chrome-extension://abcdef",
+]
+FOREIGN = [
+    "https://evil.example",
+    "http://localhost.evil.example",
+    "http://127.0.0.1.evil.example:80",
+    "http://localhost:80.evil.example",
+    "http://192.168.0.7:3000",
+    "file://",
+    "null",
+    "",
+]
+GUARDED = [
+    ("POST", "/generate"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/resp_1/cancel"),
+    ("DELETE", "/v1/responses/resp_1"),
+    ("POST", "/invocations"),
+    ("POST", "/vertex"),
+    ("POST", "/tokenize"),
+    ("POST", "/fleet/processes/b0-1/kill"),
+    ("GET", "/fleet"),
+    ("GET", "/requests/x/stream"),
+    ("DELETE", "/requests/x"),
+]
+"""Requests that act, or whose answers show what others do."""
+
+
+async def test_with_a_key_pages_of_any_origin_may_call(broker: Broker) -> None:
+    async with serving(broker.url, api_key="sesame") as (_, client):
         before = await client.options("/v1/chat/completions", headers=asking("http://a.example"))
         assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, "*")
         assert "authorization" in before.headers["access-control-allow-headers"]
-        refused = await client.post("/generate", content=b"{", headers={"origin": "http://a.example"})
+        headers = {"origin": "http://a.example", "authorization": "Bearer sesame"}
+        refused = await client.post("/generate", content=b"{", headers=headers)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (415, "*")
 
 
-async def test_cors_allows_only_configured_origins(broker: Broker) -> None:
+async def test_without_a_key_pages_of_this_machine_may_call(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        for origin in LOCAL:
+            before = await client.options("/v1/chat/completions", headers=asking(origin))
+            assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, origin)
+            answer = await client.post("/generate", content=b"{", headers={"origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (415, origin)
+        own = str(client.base_url).rstrip("/")
+        for origin in (own, own.replace("http:", "https:")):  # as behind a proxy that ends TLS
+            assert (
+                await client.post("/generate", content=b"{", headers={"origin": origin})
+            ).status_code == 415
+
+
+async def test_without_a_key_pages_of_others_are_refused(broker: Broker) -> None:
+    """Also what a page may send without asking first: its browser would only keep the answer from it."""
+    async with serving(broker.url, demo=True) as (_, client):
+        for origin in FOREIGN:
+            assert (await client.options("/generate", headers=asking(origin))).status_code == 400
+            headers = {"origin": origin, "content-type": "text/plain"}
+            for method, path in GUARDED:
+                answer = await client.request(method, path, headers=headers)
+                assert answer.status_code == 403, (origin, method, path)
+                assert "access-control-allow-origin" not in answer.headers
+                assert repr(origin) in answer.text and "CORS_ALLOW_ORIGIN" in answer.text
+            assert (await client.get("/health", headers=headers)).status_code != 403
+        for site, status in (("cross-site", 403), ("same-site", 200), ("same-origin", 200), ("none", 200)):
+            answer = await client.get("/fleet", headers={"sec-fetch-site": site})
+            assert answer.status_code == status, site
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:3000", "127.0.0.1.evil.example", "localhost.evil.example"]
+)
+async def test_a_page_whose_host_leads_here_by_a_stranger_s_dns_is_refused(broker: Broker, host: str) -> None:
+    """Its browser takes its origin for ours, and need not name it."""
+    async with serving(broker.url) as (_, client):
+        for headers in ({"host": host}, {"host": host, "origin": f"http://{host}"}):
+            for method, path in GUARDED:
+                answer = await client.request(method, path, headers=headers)
+                assert answer.status_code == 403, (method, path)
+                assert host in answer.text
+        for known in (
+            "localhost",
+            "LOCALHOST:3000",
+            "127.0.0.1:1",
+            "[::1]:3000",
+            "192.168.0.7",
+            "tokenfleet",
+            "a.local",
+            "b.internal:80",
+            socket.gethostname(),
+        ):
+            assert (await client.get("/fleet", headers={"host": known})).status_code == 200, known
+    async with serving(broker.url, cors_allow_origin=(f"https://{host}",)) as (_, client):
+        assert (await client.get("/fleet", headers={"host": host})).status_code == 200
+
+
+async def test_pages_of_configured_origins_may_call_and_no_others(broker: Broker) -> None:
     async with serving(broker.url, cors_allow_origin=("http://a.example", "http://b.example")) as (_, client):
         for origin, allowed in (
             ("http://a.example", True),
             ("http://b.example", True),
             ("http://c.example", False),
+            ("http://localhost:5173", False),
         ):
             answer = await client.get("/v1/models", headers={"origin": origin})
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
             assert (await client.options("/generate", headers=asking(origin))).is_success is allowed
+            answer = await client.post("/generate", content=b"{", headers={"origin": origin})
+            assert answer.status_code == (415 if allowed else 403)
+    async with serving(broker.url, cors_allow_origin=("*",)) as (_, client):
+        headers = {"origin": "http://c.example", "host": "d.example"}
+        answer = await client.post("/generate", content=b"{", headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (415, "*")
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", None]
+)
+async def test_bodies_that_a_page_may_send_without_asking_first_are_no_requests(
+    broker: Broker, kind: str | None
+) -> None:
+    async with serving(broker.url, cors_allow_origin=("*",)) as (_, client):
+        for method, path in GUARDED[:3] + GUARDED[5:8]:
+            answer = await client.request(
+                method, path, content=b"{}", headers={"content-type": kind} if kind else {}
+            )
+            assert answer.status_code == 415, path
 
 
 async def test_docs_load_nothing_from_other_hosts(broker: Broker) -> None:

@@ -111,10 +111,12 @@ REFUSALS = [
     (ApiError(415, "unsupported_media_type", "x"), 415, "invalid_request_error", None),
     (invalid("x", "stop"), 400, "invalid_request_error", None),
     (failed(Terminal("r", "error", 0, "two workers died")), 500, "server_error", "generation"),
-    (failed(terminal_for("r", "timeout", 0)), 500, "server_error", "timeout"),
-    (failed(terminal_for("r", "expired", 0)), 500, "server_error", "timeout"),
+    (failed(terminal_for("r", "timeout", 0)), 408, "timeout", "timeout"),
+    (failed(terminal_for("r", "expired", 0)), 408, "timeout", "timeout"),
     (failed(terminal_for("r", "no_worker", 0)), 500, "server_error", "unavailable"),
     (failed(terminal_for("r", "client", 0)), 500, "server_error", "cancelled"),
+    (failed(terminal_for("r", "grammar", 0)), 400, "invalid_request_error", "grammar"),
+    (failed(terminal_for("r", "grammar_limit", 0)), 400, "invalid_request_error", "grammar"),
     (conflict("request"), 409, "invalid_request_error", "conflict"),
     (overloaded(), 429, "rate_limit_exceeded", "rate_limit_exceeded"),
     (unavailable("no worker"), 503, "server_error", "unavailable"),
@@ -142,10 +144,9 @@ def test_each_api_family_has_its_own_error_object(
 
 
 def test_a_failed_generation_tells_openai_s_client_not_to_retry() -> None:
-    assert (
-        error_response(failed(Terminal("r", "error", 0)), "/v1/completions").headers["x-should-retry"]
-        == "false"
-    )
+    for terminal in (Terminal("r", "error", 0), terminal_for("r", "timeout", 0)):
+        response = error_response(failed(terminal), "/v1/completions")
+        assert response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
@@ -166,7 +167,8 @@ async def test_a_crash_is_500_in_each_api_family(
 async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
     async with batching(broker.url), serving(broker.url, served_model_name="small") as (gateway, client):
         model = {"id": "small", "object": "model", "created": STARTED, "owned_by": "small"}
-        assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
+        for path in ("/v1/models", "/v1/models/"):
+            assert (await client.get(path)).json() == {"object": "list", "data": [model]}
         for path in ("/health", "/ping", "/"):
             assert tgi_error(await client.get(path)) == (503, "healthcheck")
         async with working(broker.url, TOKENIZER, lambda _: Answer([1])):

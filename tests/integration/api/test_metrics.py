@@ -100,10 +100,18 @@ async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
     await worker.pause()
     posting = asyncio.create_task(client.post("/generate", json=body()))
     await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+    num_before = await worker.redis.xlen(worker.keys.control)
     posting.cancel()
     await asyncio.wait([posting])
+    await wait_until(lambda: is_longer(worker, num_before))
     worker.going.set()
     await wait_until(lambda: not worker.live)
+
+
+async def is_longer(worker: FakeWorker, num_before: int) -> bool:
+    """Whether a cancel has come."""
+    length: int = await worker.redis.xlen(worker.keys.control)
+    return length > num_before
 
 
 async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
@@ -151,3 +159,14 @@ async def test_log_lines_have_the_request_id(broker: Broker, caplog: pytest.LogC
     [line] = [one for one in caplog.records if one.name == "api.inference.metrics"]
     assert line.request_id == response.headers["x-request-id"]  # type: ignore[attr-defined]
     assert re.fullmatch(r"request \w+: length after 3 tokens and \d\.\d{3} s", line.getMessage())
+
+
+async def test_the_log_line_of_a_request_that_failed_says_why(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "api.inference.metrics")
+    async with answering(broker.url, scripted) as (_, _, client):
+        refused = await client.post("/generate", json=body(max_new_tokens=13))
+    [line] = [one.getMessage() for one in caplog.records if one.name == "api.inference.metrics"]
+    found = re.fullmatch(r"request \w+: error after \d+ tokens? and \d\.\d{3} s: (.+)", line)
+    assert found is not None and found[1] in refused.json()["error"]

@@ -141,3 +141,14 @@ async def test_answers_are_as_described(broker: Broker) -> None:
     for one in shown:
         Draft202012Validator(frame).validate(one)
     assert shown[-1]["details"] and shown[-1]["top_tokens"]
+
+
+async def test_the_errors_of_requests_that_end_late_are_described(broker: Broker) -> None:
+    """As a response, and as the last event of a stream."""
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        assert "408" in document["paths"][path]["post"]["responses"]
+    for path, shape in [("/generate_stream", "ErrorResponse"), ("/v1/chat/completions", "OpenAIError")]:
+        answer = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert shape in [node.get("title") for node in nodes(answer)]

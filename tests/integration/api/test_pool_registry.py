@@ -177,3 +177,12 @@ async def test_a_request_of_a_pool_whose_worker_is_away_is_asked_for_again_later
         with pytest.raises(ApiError) as refusal:
             await gateway.pools.named("b")
         assert (refusal.value.status, refusal.value.error_type) == (503, "unavailable")
+
+
+async def test_all_pools_of_a_gateway_share_what_it_may_tokenize_at_once(
+    broker: Broker, worker: FakeWorker
+) -> None:
+    async with gateway_of_default(broker.url) as (gateway, _):
+        foreign = await gateway.pools.find("b")
+        assert foreign is not gateway.pool
+        assert foreign.tokenizer.budget is gateway.pool.tokenizer.budget

@@ -184,7 +184,12 @@ async def test_the_kill_button_kills_no_other_process(
             assert await refused(client) == (403, "Not killed: DEMO is not on")
         async with serving(broker.url, **DEMO) as (_, client):
             assert (await refused(client, "b7-1"))[0] == 404
-            assert "origin 'http://evil.example'" in (await refused(client, origin="http://evil.example"))[1]
+            assert (await refused(client, origin="http://evil.example"))[0] == 403
+        async with serving(broker.url, **DEMO, cors_allow_origin=("*",)) as (_, client):
+            assert (
+                "origin 'http://evil.example' is not ours"
+                in (await refused(client, origin="http://evil.example"))[1]
+            )
             assert (await refused(client, origin="null"))[0] == 403
             assert (
                 "'evil.example:80' is not a loopback"

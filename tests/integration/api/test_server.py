@@ -17,11 +17,12 @@ import pytest
 from api.http.sse import KEEP_ALIVE_S, TokenStream
 from api.server import lossy, shared_listener
 from common.settings.settings import SettingError
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, stream
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.forks.client import ForkedProcess
+from tests.support.machine.ports import free_port
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 

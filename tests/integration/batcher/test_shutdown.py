@@ -16,10 +16,11 @@ from redis.asyncio import Redis
 
 from common.broker.pool_client import PoolClient
 from common.process.heartbeat import Heartbeat
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.batchers import KEYS, active_batcher, batcher
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.forks.client import ForkedProcess
+from tests.support.machine.ports import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS, NUM_TOKENS = 6, 60

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from deploy.serve.embedded_broker import free_port
 from tests.support import brokers
 from tests.support.forks import client as forks
 from tests.support.forks import command
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
@@ -110,6 +111,26 @@ def test_an_unreachable_broker_is_refused(command: str) -> None:
     assert "secret" not in line
 
 
+@pytest.mark.parametrize("words", [("serve",), ("batcher",), ("drain", "w0")])
+def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command(
+    words: tuple[str, ...],
+) -> None:
+    """`ps` shows them to anybody, as long as the command runs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-P", "-m", "deploy.cli", *words, "--redis-url", url]
+        process = subprocess.Popen(
+            command, env=ENVIRON | {"PORT": str(free_port())}, stderr=subprocess.DEVNULL
+        )
+        try:
+            silent.accept()  # it waits for an answer now
+            shown = psutil.Process(process.pid).cmdline()
+        finally:
+            process.kill()
+            process.wait()
+    assert " ".join(shown).strip() == f"tokenfleet {words[0]}"
+
+
 @pytest.mark.parametrize("command", ["serve", "batcher"])
 def test_a_broker_that_may_lose_keys_is_refused(command: str) -> None:
     """By the whole fleet, and by a process that is started alone."""
@@ -121,7 +142,7 @@ def test_a_broker_that_may_lose_keys_is_refused(command: str) -> None:
 def test_a_wrong_broker_password_is_refused() -> None:
     with brokers.running("--requirepass", "correct") as locked:
         line = refusal(
-            "serve", "--redis-url", f"redis://:secret@127.0.0.1:{locked.port}", PORT=str(free_port())
+            "serve", "--redis-url", brokers.with_password(locked.url, "secret"), PORT=str(free_port())
         )
     assert "REDIS_URL: the broker refused user name or password" in line
     assert "secret" not in line

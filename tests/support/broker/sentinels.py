@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import redis
 
-from deploy.serve.embedded_broker import Broker, embedded, free_port
+from deploy.serve.embedded_broker import Broker, embedded
 from tests.support import brokers
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 SERVICE = "fleet"
 CONFIG = """
 port {port}
+unixsocket {socket}
 bind 127.0.0.1
 dir {directory}
 logfile sentinel.log
@@ -47,13 +49,15 @@ def watched() -> Iterator[Watched]:
         embedded(3000) as own,
         contextlib.ExitStack() as stack,
     ):
-        primary = brokers.start(first)
+        first_port, second_port, own_port = free_port(), free_port(), free_port()
+        primary = brokers.start(first, *listen(first_port))
         end_with(stack, primary)
-        end_with(stack, brokers.start(second, "--replicaof", "127.0.0.1", str(first.port)))
-        end_with(stack, start_sentinel(own, first.port))
+        replicates = ["--replicaof", "127.0.0.1", str(first_port)]
+        end_with(stack, brokers.start(second, *listen(second_port), *replicates))
+        end_with(stack, start_sentinel(own, own_port, first_port))
         with redis.Redis.from_url(own.url) as sentinel:
             wait_until_sync(lambda: watches(sentinel))
-        url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{own.port}/{SERVICE}"
+        url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{own_port}/{SERVICE}"
         yield Watched(url, primary)
 
 
@@ -62,9 +66,18 @@ def end_with(stack: contextlib.ExitStack, process: subprocess.Popen[bytes]) -> N
     stack.callback(process.kill)
 
 
-def start_sentinel(own: Broker, primary: int) -> subprocess.Popen[bytes]:
+def listen(port: int) -> list[str]:
+    """Options by which a broker listens on a port of 127.0.0.1, too."""
+    return ["--bind", "127.0.0.1", "--port", str(port)]
+
+
+def start_sentinel(own: Broker, port: int, primary: int) -> subprocess.Popen[bytes]:
     config = own.directory / "sentinel.conf"
-    config.write_text(CONFIG.format(port=own.port, directory=own.directory, primary=primary, service=SERVICE))
+    config.write_text(
+        CONFIG.format(
+            port=port, socket=own.socket_path, directory=own.directory, primary=primary, service=SERVICE
+        )
+    )
     words = brokers.command(own)
     words = words[: words.index("--port")]  # the server, without the options of a broker
     process = brokers.spawn([*words, str(config), "--sentinel"], {})

@@ -23,8 +23,8 @@ def make_certificate(directory: Path, name: str = "127.0.0.1") -> tuple[Path, Pa
 
 
 @contextlib.asynccontextmanager
-async def tls_door(to_port: int, certificate: Path, key: Path) -> AsyncIterator[int]:
-    """A port with TLS that leads to another one without."""
+async def tls_door(to: Path, certificate: Path, key: Path) -> AsyncIterator[int]:
+    """A port with TLS that leads to a Unix socket."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 
@@ -36,7 +36,7 @@ async def tls_door(to_port: int, certificate: Path, key: Path) -> AsyncIterator[
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", to_port)
+        far_reader, far_writer = await asyncio.open_unix_connection(to)
         await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:

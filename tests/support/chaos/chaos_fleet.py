@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from deploy.serve.embedded_broker import free_port
 from tests.support.chaos.engine import BLOCKS, NUM_BLOCKS, STEP_MS
 from tests.support.chaos.launcher import ADDRESS, DIRECTORY, PROXY_URL
 from tests.support.chaos.proxy import LossyProxy, running_proxy
 from tests.support.fleet.fleet import Fleet
+from tests.support.machine.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,21 +43,21 @@ class ChaosFleet(Fleet):
 
     @property
     def broker(self) -> dict[str, Any]:
-        """Port and files of the broker."""
+        """URL, socket and files of the broker."""
         found: dict[str, Any] = json.loads((self.directory / ADDRESS).read_text())
         return found
 
     @property
     def redis_url(self) -> str:
         """Of the broker itself, whether or not it runs."""
-        return f"redis://127.0.0.1:{self.broker['port']}/0"
+        return str(self.broker["url"])
 
     @contextlib.asynccontextmanager
     async def proxy(self, draw: random.Random) -> AsyncIterator[LossyProxy]:
         """Between gateways and broker, while the context is open; it drops nothing at first."""
 
-        def address() -> tuple[str, int]:
-            return "127.0.0.1", self.broker["port"]
+        def address() -> str:
+            return str(self.broker["socket"])
 
         async with running_proxy(self.proxy_port, address, draw) as proxy:
             yield proxy

@@ -1,7 +1,7 @@
 """Launcher of a fleet for chaos: `tokenfleet serve` whose gateways reach the broker through a proxy if there
 is one, whose broker can be set back, and whose workers have no model where CHAOS_STEP_MS is set.
 
-It writes port and directory of the broker to DIRECTORY/broker.
+It writes socket and directory of the broker to DIRECTORY/broker.
 """
 
 import json
@@ -30,7 +30,9 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     assert broker is not None
     directory = Path(os.environ[DIRECTORY])
     files = broker.directory / "appendonlydir"
-    (directory / ADDRESS).write_text(json.dumps({"port": broker.port, "files": str(files)}))
+    (directory / ADDRESS).write_text(
+        json.dumps({"url": broker.url, "socket": str(broker.socket_path), "files": str(files)})
+    )
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]

@@ -13,12 +13,12 @@ class LossyProxy:
     """Passes bytes on; `*3 message …` replies of subscribed connections are dropped by chance.
 
     Attributes:
-        address: returns host and port of the broker; called for each connection.
+        address: returns the path of the broker's socket; called for each connection.
         share: of the messages that are dropped.
         num_dropped: messages dropped so far.
     """
 
-    def __init__(self, address: Callable[[], tuple[str, int]], draw: random.Random) -> None:
+    def __init__(self, address: Callable[[], str], draw: random.Random) -> None:
         self.address = address
         self.share = 0.0
         self.draw = draw
@@ -32,7 +32,7 @@ class LossyProxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError), contextlib.closing(writer):
-            server_reader, server_writer = await asyncio.open_connection(*self.address())
+            server_reader, server_writer = await asyncio.open_unix_connection(self.address())
             with contextlib.closing(server_writer):
                 await self.join(reader, writer, server_reader, server_writer)
 
@@ -106,7 +106,7 @@ def end_of_reply(data: bytes, begin: int) -> int | None:
 
 @contextlib.asynccontextmanager
 async def running_proxy(
-    port: int, address: Callable[[], tuple[str, int]], draw: random.Random
+    port: int, address: Callable[[], str], draw: random.Random
 ) -> AsyncIterator[LossyProxy]:
     """A proxy that listens while the context is open."""
     proxy = LossyProxy(address, draw)

@@ -22,7 +22,7 @@ class FixedGrammar:
     def after(self, token: int) -> "FixedGrammar":
         return self
 
-    def forced(self) -> list[int]:
+    def forced(self, most: int) -> list[int]:
         return []
 
     def mask(self) -> Any:

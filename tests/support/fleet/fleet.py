@@ -16,7 +16,8 @@ import psutil
 import redis
 
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import free_port
+from deploy.serve.embedded_broker import Broker
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 READY_S = 240.0
@@ -94,11 +95,7 @@ class Fleet:
     def redis_url(self) -> str:
         if self.settings.get("redis_url"):
             return str(self.settings["redis_url"])
-        listening = psutil.Process(self.pid("broker")).net_connections(kind="tcp")
-        [port] = {
-            connection.laddr.port for connection in listening if connection.status == psutil.CONN_LISTEN
-        }
-        return f"redis://127.0.0.1:{port}/0"
+        return url_of(psutil.Process(self.pid("broker")))
 
     def processes(self) -> list[psutil.Process]:
         """All living descendants of the launcher, and the launcher."""
@@ -178,6 +175,12 @@ def name_of(process: psutil.Process) -> str:
             return "broker"
     words = title(process)
     return words[2] if len(words) == 3 and words[0] == "tokenfleet" else ""
+
+
+def url_of(broker: psutil.Process) -> str:
+    """The URL of an embedded broker, once it listens."""
+    [path] = wait_until_sync(lambda: {one.laddr for one in broker.net_connections(kind="unix") if one.laddr})
+    return Broker(Path(path).parent).url
 
 
 def is_alive(process: psutil.Process) -> bool:

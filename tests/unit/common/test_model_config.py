@@ -36,3 +36,14 @@ def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
 def test_a_config_without_a_context(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="has no max_position_embeddings"):
         model_config.context_length(write(tmp_path, config={}))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"model": {"vocab": ', b"\xff\xfe", b"\0" * 9])
+def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(SettingError, match=r"^MODEL_ID: .*tokenizer\.json is no tokenizer, or damaged: "):
+        model_config.read_tokenizer(tmp_path)
+    if content != b"{}":
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(SettingError, match=r"^MODEL_ID: .*config\.json is (not JSON|no JSON object)"):
+            model_config.eos_ids(tmp_path)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from common import model_config, model_files
+from common.cache_folders import cache_folder
 from common.settings.settings import SettingError
+from tests.support.engine import tiny_gguf
 from tests.support.engine.reference import prompt_ids
 
 STUB = """import pathlib, sys, time
@@ -63,11 +65,17 @@ def test_a_file_must_be_gguf(tmp_path: Path) -> None:
 
 def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model.gguf").write_text("not GGUF")
-    with pytest.raises(SettingError, match="cannot be converted") as caught:
-        model_files.resolve(str(tmp_path / "model.gguf"))
+    source = tmp_path / "model.gguf"
+    source.write_text("not GGUF")
+    with pytest.raises(SettingError, match="is damaged, or no GGUF file: it begins with b'not '"):
+        model_files.resolve(str(source))
+    assert not cache_folder(model_files.CONVERTED).exists()
+    content = tiny_gguf.write(source, tiny_gguf.TYPES.F16).read_bytes()
+    source.write_bytes(content.replace(b"blk.0.attn_q.", b"blk.0.attn_z."))
+    with pytest.raises(SettingError, match="cannot be converted: it has no weights for") as caught:
+        model_files.resolve(str(source))
     assert "\n" not in str(caught.value)
-    assert [path.suffix for path in model_files.cache_folder().iterdir()] == [".lock"]
+    assert [path.suffix for path in cache_folder(model_files.CONVERTED).iterdir()] == [".lock"]
 
 
 def test_without_torch_any_conversion_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +108,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
         ("../../__init__.py", ""),
     ):
         (stub / name).write_text(text)
-    (tmp_path / "model.gguf").write_text("weights")
+    tiny_gguf.write(tmp_path / "model.gguf", tiny_gguf.TYPES.F16)
     code = "import sys; from common import model_files; print(model_files.resolve(sys.argv[1]))"
     checkout = str(Path(model_files.__file__).parents[1])
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{checkout}"}

@@ -88,6 +88,8 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: R
             Curl(port, *STREAMED[0]).run,
         ]
         talks = [Talk(port, *one, slow=i % 2 == 0) for i, one in enumerate([*STREAMED, *WHOLE] * 2)]
+        for one in (STREAMED[0], WHOLE[0]):
+            talks += [Talk(port, *one, version="1.0"), Talk(port, *one, sends_no_more=True)]
         clients += [talk.run for talk in talks]
         worker.step_s = 0.0
         undisturbed = await asyncio.gather(*(run() for run in clients))

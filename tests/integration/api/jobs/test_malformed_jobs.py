@@ -10,6 +10,7 @@ from tests.support.waiting import wait_until
 
 GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the error says
     ("no job", {"jobs": "{}"}, "no field `job`"),
+    ("job and cancel", {"job": json.dumps({"inputs": "a"}), "cancel": "x"}, "`job` or `cancel`, not both"),
     ("binary", {b"\xff\xfe": b"\x00\xff"}, "no field `job`"),
     ("not UTF-8", {"job": b"\xff\xfe"}, "not JSON"),
     ("not JSON", {"job": "{"}, "not JSON"),

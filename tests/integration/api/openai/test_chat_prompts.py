@@ -26,10 +26,32 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in 
 BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
 
 
+CONTINUED = BEGIN + GENERATION_PROMPT + "A "
+CLOSED = BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT
+
+
 PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [SYSTEM, USER]}, BEGIN + GENERATION_PROMPT),
     ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
-    ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + GENERATION_PROMPT + "A "),
+    ({"messages": [SYSTEM, USER, ASSISTANT]}, CLOSED),
+    ({"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": True}, CONTINUED),
+    ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": False}, CONTINUED),
+    (
+        {
+            "messages": [SYSTEM, USER, ASSISTANT],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+        CONTINUED,
+    ),
+    (
+        {
+            "messages": [SYSTEM, USER, ASSISTANT],
+            "continue_final_message": False,
+            "add_generation_prompt": False,
+        },
+        CLOSED.removesuffix(GENERATION_PROMPT),
+    ),
     (
         {"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True},
         BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT,
@@ -61,9 +83,24 @@ async def test_messages_are_rendered_with_the_chat_template(broker: Broker) -> N
             assert model_tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
 
 
+async def test_as_in_tgi_a_last_message_of_the_assistant_may_be_continued_by_default(broker: Broker) -> None:
+    chat = {"messages": [SYSTEM, USER, ASSISTANT]}
+    cases: list[tuple[dict[str, Any], str]] = [
+        (chat, CONTINUED),
+        (chat | {"add_generation_prompt": True}, CLOSED),
+        (chat | {"continue_final_message": False}, CLOSED),
+        ({"messages": [SYSTEM, USER]}, BEGIN + GENERATION_PROMPT),
+    ]
+    async with answering(broker.url, Answer(ids("x")), continue_final_message=True) as (worker, _, client):
+        for body, prompt in cases:
+            assert (await client.post(CHAT_PATH, json=body)).status_code == 200
+            found = TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids), skip_special_tokens=False)
+            assert found == prompt
+
+
 async def test_echo_repeats_the_message_that_is_continued(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
-        body = {"messages": [USER, ASSISTANT], "echo": True}
+        body = {"messages": [USER, ASSISTANT], "echo": True, "continue_final_message": True}
         assert (await client.post(CHAT_PATH, json=body)).json()["choices"][0]["message"]["content"] == "A x"
         found = frames(await streamed(client, CHAT_PATH, body))
     assert "".join(frame["choices"][0]["delta"]["content"] for frame in found) == "A x"

@@ -58,6 +58,31 @@ async def test_calls_are_apart_from_content(broker: Broker) -> None:
     assert called(one["message"]) == [("get_weather", ARGUMENTS[0])]
 
 
+async def test_a_call_that_a_stop_string_cuts_is_none_to_be_done(broker: Broker) -> None:
+    """Whole and streamed; behind its arguments it takes nothing from the call."""
+    cases = [("Zürich", "stop"), ("🙂", "stop"), ("}", "stop"), ("\n</tool_call>", "tool_calls")]
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (_, _, client):
+        for text, reason in cases:
+            choice = await ask(client, stop=[text])
+            found = frames(await streamed(client, CHAT_PATH, CHAT | {"tools": TOOLS, "stop": [text]}))
+            older = await ask(client, tools=None, functions=[TOOLS[0]["function"]], stop=[text])
+            assert choice["finish_reason"] == found[-1]["choices"][0]["finish_reason"] == reason
+            assert (choice["stop_reason"], older["finish_reason"]) == (
+                text,
+                reason.replace("tool_calls", "function_call"),
+            )
+
+
+async def test_a_call_that_a_failure_cuts_has_no_reason(broker: Broker) -> None:
+    """As at its deadline, or where it is cancelled."""
+    cut = CALLS[: CALLS.index("rich")]
+    async with answering(broker.url, Answer(ids(cut), error="the deadline"), **HERMES) as (_, _, client):
+        whole = await client.post(CHAT_PATH, json=CHAT | {"tools": TOOLS})
+        *shown, last = frames(await streamed(client, CHAT_PATH, CHAT | {"tools": TOOLS}))
+    assert whole.status_code == 500 and "choices" not in whole.json()
+    assert "error" in last and {frame["choices"][0]["finish_reason"] for frame in shown} == {None}
+
+
 async def test_content_is_null_where_the_answer_is_calls_only(broker: Broker) -> None:
     answer = Answer(ids(CALLS.removeprefix("Let me see.\n")))
     async with answering(broker.url, answer, **HERMES) as (_, _, client):

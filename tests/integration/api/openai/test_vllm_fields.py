@@ -122,3 +122,42 @@ async def test_allowed_ids_reach_the_worker_or_are_refused(broker: Broker) -> No
             error = (await client.post(CHAT_PATH, json=CHAT | wrong)).json()["error"]
             assert error["param"] == "allowed_token_ids", error
     assert [one.sampling and one.sampling.allowed_token_ids for one in worker.seen] == [[7, 11]] * 3
+
+
+async def test_a_prompt_may_be_cut_to_what_fits(broker: Broker) -> None:
+    """That is what `max_tokens` leaves of the context, and at most MAX_INPUT_TOKENS."""
+    long = ids("a " * 2000)
+    fitted = {"truncate_prompt_tokens": -1}
+    async with answering(broker.url, Answer(ids(" x"))) as (worker, _, client):
+        full = await client.post(PATH, json={"prompt": long, "max_tokens": 1024} | fitted)
+        assert full.status_code == 400 and "must be at most 1024" in full.text
+        wrong = await client.post(PATH, json={"prompt": long, "truncate_prompt_tokens": -2})
+        assert wrong.status_code == 400 and "at least 1" in wrong.text
+        for most, num_tokens in [(1, 1023), (24, 1000)]:
+            answer = await client.post(PATH, json={"prompt": long, "max_tokens": most} | fitted)
+            assert answer.status_code == 200, answer.text
+            assert unpack_ids(worker.seen[-1].prompt_ids) == long[-num_tokens:]
+        chat = CHAT | fitted | {"messages": [{"role": "user", "content": "a " * 2000}], "max_tokens": 24}
+        assert (await client.post(CHAT_PATH, json=chat)).status_code == 200
+        assert len(unpack_ids(worker.seen[-1].prompt_ids)) == 1000
+        body: dict[str, Any] = {"prompt": "a é b", "echo": True, "max_tokens": 1}
+        [choice] = (await client.post(PATH, json=body | fitted)).json()["choices"]
+        assert choice["text"] == "a é b x"
+
+
+async def test_whole_numbers_may_be_written_with_a_point(broker: Broker) -> None:
+    body = {
+        "prompt": [11.0, 12.0],
+        "max_tokens": 2.0,
+        "n": 1.0,
+        "seed": 5.0,
+        "top_k": 3.0,
+        "stop_token_ids": [7.0],
+    }
+    async with answering(broker.url, Answer(ids(" x y z"), ends=False)) as (worker, _, client):
+        answer = await client.post(PATH, json=body)
+        refused = await client.post(PATH, json=body | {"max_tokens": 2.5})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+    assert unpack_ids(worker.seen[0].prompt_ids) == [11, 12]
+    assert worker.seen[0].stopping.stop_ids == [7]
+    assert refused.status_code == 400 and "`max_tokens`: Input should be a valid integer" in refused.text

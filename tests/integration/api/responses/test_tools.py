@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI
 
 from common.messages.packing import unpack_ids
@@ -61,6 +62,23 @@ async def test_reasoning_text_and_calls_are_items_of_their_own(broker: Broker) -
         assert own[0]["item"]["name"] and own[0]["item"]["arguments"] == ""
     assert [item["type"] for item in one["output"]] == kinds[:3]
     assert [item["type"] for item in none["output"]] == kinds[:2]
+
+
+@pytest.mark.parametrize("tail", ["", '{"place": "Z'])
+async def test_a_call_that_is_cut_is_incomplete_and_never_done(broker: Broker, tail: str) -> None:
+    """Here the model ends within it, as it does at a stop string of another API."""
+    text = CALLS[: CALLS.rindex("{}")] + tail
+    async with answering(broker.url, Answer(ids(text)), **HERMES) as (_, _, client):
+        whole = await ask(client)
+        events = read_events(await streamed(client, PATH, ASKED))
+    last = events[-1]["response"]
+    for response in (whole, last):
+        statuses = [item["status"] for item in response["output"]]
+        expected = ["completed", "completed", "incomplete"] if tail else ["completed", "completed"]
+        assert statuses[: len(expected)] == expected
+        assert response["status"] == ("incomplete" if tail else "completed")
+    done = [one for one in events if one["type"] == "response.function_call_arguments.done"]
+    assert [one["arguments"] for one in done] == ARGUMENTS[:1]
 
 
 async def test_reasoning_is_its_own_summary_where_one_is_asked_for(broker: Broker) -> None:

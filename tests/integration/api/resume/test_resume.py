@@ -14,13 +14,14 @@ from api.inference import admission
 from api.lifecycle import Gateway
 from api.resume import attach
 from api.streams.stream import Stream
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.integration.api.resume.test_frames import REQUESTS
 from tests.integration.api.test_server import healthy, start
 from tests.support.fleet.gateways import nothing_left, ready, serving
 from tests.support.fleet.resuming import ResumingClient
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.machine.ports import free_port
 from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_until

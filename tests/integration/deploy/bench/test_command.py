@@ -21,10 +21,11 @@ from deploy.bench.figures import Figures, Round, figures, quantile
 from deploy.bench.prompts import prompt
 from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
 from deploy.commands.client import ServerError
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import EOS
 from tests.support.fleet.scripted_worker import Answer as Answered
+from tests.support.machine.ports import free_port
 from tests.support.other_servers import FLEET, WORDS, running
 from tests.support.tokenizer import ids
 

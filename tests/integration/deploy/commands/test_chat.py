@@ -16,10 +16,11 @@ import pytest
 
 from deploy.commands.client import SseDecoder, base_url, error_message
 from deploy.commands.conversation import ChatAnswer
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.forks.command import tokenfleet
+from tests.support.machine.ports import free_port
 from tests.support.other_servers import WORDS, Server, running
 from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until_sync

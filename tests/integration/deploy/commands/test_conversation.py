@@ -6,10 +6,11 @@ import httpx
 import pytest
 
 from deploy.commands.conversation import Conversation
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.integration.api.test_server import healthy, start
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.machine.ports import free_port
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 

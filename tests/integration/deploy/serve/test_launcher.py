@@ -16,10 +16,10 @@ import redis
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
-from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
-from tests.support.fleet.fleet import have_ended
+from tests.support.fleet.fleet import have_ended, url_of
 from tests.support.forks.client import ForkedProcess
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 30.0
@@ -59,12 +59,7 @@ class Launched:
         )
 
     def client(self) -> redis.Redis:
-        [port] = {
-            connection.laddr.port
-            for connection in self.broker().net_connections()
-            if connection.status == psutil.CONN_LISTEN
-        }
-        return redis.Redis(port=port)
+        return redis.Redis.from_url(url_of(self.broker()))
 
 
 @pytest.fixture

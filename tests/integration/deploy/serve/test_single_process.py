@@ -15,7 +15,8 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 
 

@@ -1,7 +1,13 @@
 """Answers as content, reasoning and calls."""
 
+import json
+
+import pytest
+
 from api.chat.answer import ChoiceParser, finish_reason, render_deltas, render_message
+from api.tool_calls.formats.table import CALL_FORMATS
 from common.messages.answer import Reading
+from tests.support.tool_calls.golden import SCHEMA
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'
 READING = Reading(calls="hermes", reasoning="qwen3", tools=[("f", "{}"), ("g", "{}")])
@@ -65,3 +71,60 @@ def test_what_the_client_did_not_ask_for_is_left_out() -> None:
     message = render_message(parser, parser.read(TEXT, 9, True))
     assert "reasoning" not in message and message["content"] == "So:"
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+ARGUMENTS = {"city": "Oslo", "days": 3}
+JSON = json.dumps(ARGUMENTS)
+BY_NAME = f'{{"name": "weather", "arguments": {JSON}}}'
+PYTHON = 'weather(city="Oslo", days=3)'
+TAGGED = (
+    "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n"
+)
+GLM = (
+    "weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+)
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+CALLS = {
+    "hermes": f"<tool_call>\n{BY_NAME}\n</tool_call>",
+    "qwen3_coder": f"<tool_call>\n{TAGGED}</tool_call>",
+    "seed_oss": f"<seed:tool_call>\n{TAGGED}</seed:tool_call>",
+    "llama3_json": BY_NAME.replace("arguments", "parameters"),
+    "llama4_pythonic": f"<|python_start|>[{PYTHON}]<|python_end|>",
+    "pythonic": f"[{PYTHON}]",
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{JSON}",
+    "deepseek_v3": DEEPSEEK % JSON,
+    "deepseek_v31": DEEPSEEK % JSON,
+    "kimi_k2": KIMI % JSON,
+    "glm45": f"<tool_call>{GLM}</tool_call>",
+    "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
+    "granite": f"<|tool_call|>[{BY_NAME}]",
+    "nemotron_json": f"<TOOLCALL>[{BY_NAME}]</TOOLCALL>",
+    "jamba": f"<tool_calls>[{BY_NAME}]</tool_calls>",
+    "phi4_mini_json": f"functools[{BY_NAME}]",
+    "lfm2": f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
+    "tgi": f'{{"function": {{"_name": "weather", {JSON[1:]}}}',
+}
+
+
+@pytest.mark.parametrize("form", CALL_FORMATS)
+def test_only_a_complete_call_counts_wherever_the_text_ends(form: str) -> None:
+    """As at a stop string; in every format."""
+    reading = Reading(calls=form, tools=[("weather", json.dumps(SCHEMA))])
+    reasons = []
+    for end in range(len(CALLS[form]) + 1):
+        parser = ChoiceParser(reading, "r.0")
+        message = render_message(parser, parser.read(CALLS[form][:end], 9, True))
+        reasons.append(finish_reason(parser, "stop"))
+        if reasons[-1] == "tool_calls":
+            [call] = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == ARGUMENTS, CALLS[form][:end]
+    assert reasons == sorted(reasons) and reasons[-1] == "tool_calls"

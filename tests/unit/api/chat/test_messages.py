@@ -1,8 +1,12 @@
 """Messages as clients write them, and as templates expect them."""
 
+import json
 from typing import Any
 
+import pytest
+
 from api.chat.messages import ChatMessage, template_messages
+from api.errors import ApiError
 
 
 def converted(*messages: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,3 +57,32 @@ def test_reasoning_has_both_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         [message] = converted({"role": "assistant", "content": "a", name: "why"})
         assert (message["reasoning"], message["reasoning_content"]) == ("why", "why")
+
+
+def content(**message: Any) -> Any:
+    [made] = template_messages([ChatMessage.model_validate_json(json.dumps(message))])
+    return made["content"]
+
+
+def test_a_refusal_of_the_assistant_is_content() -> None:
+    part = {"type": "refusal", "refusal": "I can't."}
+    assert content(role="assistant", content=[part]) == "I can't."
+    assert content(role="assistant", content=[{"type": "text", "text": "No: "}, part]) == "No: I can't."
+    assert content(role="assistant", content=None, refusal="I can't.") == "I can't."
+    assert content(role="assistant", content="Yes.", refusal=None) == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "is of type 'refusal'"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "content[0].refusal` is required"),
+        ({"role": "assistant", "content": [{"type": "text"}]}, "content[0].text` is required"),
+        ({"role": "assistant", "content": None}, "content` is required"),
+        ({"role": "user", "content": None, "refusal": "x"}, "content` is required"),
+    ],
+)
+def test_others_are_refused_by_name(message: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        content(**message)
+    assert words in refused.value.text

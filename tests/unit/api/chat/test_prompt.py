@@ -9,6 +9,7 @@ from api.chat.messages import ChatMessage, template_messages
 from api.chat.prompt import TOOL_PROMPT, Chat, reasoning_variables, render_prompt
 from api.chat.tools import ToolSchema, read_tools
 from api.errors import ApiError
+from api.prompt_text.control_texts import ControlTexts
 from api.templates.chat_template import ChatTemplate
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
@@ -36,7 +37,9 @@ TEXTS = ChatTemplate(NATIVE.source.replace("c.function.arguments | tojson", "'' 
 
 def prompt(template: ChatTemplate, choice: Any = CHOICE, **fields: Any) -> str:
     messages = template_messages([ChatMessage.model_validate(one) for one in MESSAGES])
-    return render_prompt(Chat(messages=messages, tools=choice, variables={}, **fields), template)
+    return render_prompt(
+        Chat(messages=messages, tools=choice, variables={}, **fields), template, ControlTexts()
+    ).text
 
 
 @pytest.mark.parametrize("template", [NATIVE, TEXTS])

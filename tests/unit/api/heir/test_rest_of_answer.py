@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from api.heir.rest_of_answer import RestOfAnswer
 
-COMMENT, COMMENT_CHUNK = b": \n\n", b"4\r\n: \n\n\r\n"
+COMMENT_CHUNK = b"4\r\n: \n\n\r\n"
 CHUNKS = st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=12)
 
 
@@ -44,7 +44,7 @@ def test_the_client_has_every_byte_once(chunks: list[bytes], data: Any) -> None:
     num_written = data.draw(st.integers(0, len(sent)))
     known = [offset for offset in comments if offset <= num_written]
     transport = Transport()
-    rest = RestOfAnswer(transport, num_written, COMMENT, known)
+    rest = RestOfAnswer(transport, num_written, COMMENT_CHUNK, known)
     for chunk in chunks:
         rest.write(chunk)
     rest.insert_comments()
@@ -69,7 +69,7 @@ def test_an_answer_that_is_rendered_otherwise_is_cut() -> None:
     """A comment within a chunk, or fewer bytes than were written: nothing may follow them."""
     for num_written, comments in ((0, [2]), (99, [])):
         transport = Transport()
-        rest = RestOfAnswer(transport, num_written, COMMENT, comments)
+        rest = RestOfAnswer(transport, num_written, COMMENT_CHUNK, comments)
         rest.write(b"head")
         rest.write(b"body")
         rest.close()

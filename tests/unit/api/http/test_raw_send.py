@@ -6,11 +6,12 @@ import asyncio
 import logging
 from typing import Any
 
+import h11
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from api.heir.answer_socket import CYCLE
 from api.http.raw_send import STATE_KEY, RawEventSourceResponse
@@ -59,7 +60,7 @@ class SlowClient(asyncio.Transport):
 
     @property
     def chunks(self) -> list[bytes]:
-        return self.written[1:]
+        return [data for data in self.written[1:] if data]
 
 
 def chunk(number: int) -> bytes:
@@ -69,9 +70,14 @@ def chunk(number: int) -> bytes:
 
 def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
     """Write an answer as the server does."""
-    scope: Any = {"type": "http", "method": "POST", "state": {}, "headers": []}
+    scope: Any = {"type": "http", "http_version": "1.1", "method": "POST", "state": {}, "headers": []}
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    while not isinstance(connection.next_event(), h11.EndOfMessage):
+        pass
     cycle = RequestResponseCycle(
         scope=scope,
+        conn=connection,
         transport=client,
         flow=client.flow,
         logger=logging.getLogger(),
@@ -79,8 +85,6 @@ def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
         access_log=False,
         default_headers=[],
         message_event=asyncio.Event(),
-        expect_100_continue=False,
-        keep_alive=True,
         on_response=lambda: None,
     )
     scope |= {"state": {STATE_KEY: cycle.send}, "extensions": {CYCLE: cycle}}

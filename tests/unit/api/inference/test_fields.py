@@ -2,9 +2,18 @@
 
 import json
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
-from api.inference.fields import SamplingFields
+import pytest
+
+from api.errors import ApiError
+from api.http.body import parse_body
+from api.inference.fields import Listed, SamplingFields, Strict, Whole
+from api.jobs.job import JobBody
+from api.openai.request_schemas import ChatRequest, CompletionRequest
+from api.responses.request_schemas import ResponsesRequest
+from api.tgi.request_schemas import GenerateParameters
+from api.vllm.schemas import DetokenizeRequest
 from common.messages.request import SamplingParams, StoppingParams
 
 GIVEN: dict[str, Any] = {
@@ -45,3 +54,46 @@ def test_fields_that_are_given_become_stopping_params() -> None:
     body = read({"stop_token_ids": [3], "ignore_eos": True})
     assert body.stopping_params(2, ["x"]) == StoppingParams(0, 2, ["x"], [3], ignore_eos=True)
     assert read({}).stopping_params(None, None) == StoppingParams()
+
+
+class Numbers(Strict):
+    one: Whole | None = None
+    many: Listed[Whole] | None = None
+
+
+def test_a_number_without_a_fraction_is_whole() -> None:
+    given = Numbers.model_validate_json('{"one": 2.0, "many": [1, 2.0, -0.0, 3e2]}')
+    assert given == Numbers(one=2, many=[1, 2, 0, 300])
+    assert [type(number) for number in given.many or []] == [int] * 4
+    assert "integer" in json.dumps(Numbers.model_json_schema()) and "number" not in json.dumps(
+        Numbers.model_json_schema()
+    )
+
+
+@pytest.mark.parametrize("wrong", ["2.5", '"2"', "true", "1e400", "[2]"])
+def test_nothing_else_is(wrong: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(Numbers, b'{"one": %b}' % wrong.encode())
+    assert refused.value.text == "`one`: Input should be a valid integer"
+    with pytest.raises(ApiError, match=r"many\[1\]`: Input should be a valid integer$"):
+        parse_body(Numbers, b'{"many": [1, %b, %b]}' % (wrong.encode(), wrong.encode()))
+
+
+BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    GenerateParameters,
+    DetokenizeRequest,
+    JobBody,
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_whole_number_of_a_body_may_be_written_with_a_point(body: type[Strict]) -> None:
+    for name, field in body.model_fields.items():
+        if int in get_args(field.annotation):
+            pytest.fail(f"{name} takes no 2.0")
+        if "Whole" in str(field.annotation):
+            value = [2.0] if "list" in str(field.annotation) else 2.0
+            body.__pydantic_validator__.validate_assignment(body.model_construct(), name, value)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from api.errors import ApiError
-from api.inference.validate import Limits, validate
+from api.inference.limits import Limits
+from api.inference.validate import validate
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.ranges import RANGES

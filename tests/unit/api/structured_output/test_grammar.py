@@ -38,8 +38,18 @@ SERVED = {
         {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
     ),
     "deep": schema(nested(MAX_SCHEMA_DEPTH // 2 - 1)),
+    "patterns of listed names": schema(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0}},
+            "required": ["a"],
+            "patternProperties": {"^a$": {"type": "integer"}},
+            "additionalProperties": False,
+        }
+    ),
+    "a text that is forced without end": Grammar("grammar", 'start: /a+/ "a"', "f"),
     "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
-    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/"]', "f"),
+    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/", "\\u007f"]', "f"),
     "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
     "gbnf": Grammar("grammar", 'root ::= "a" | "b" root', "f"),
 }
@@ -51,6 +61,9 @@ REFUSED = {
     "the keyword `not` (at `#/anyOf/1/not`) is not supported": schema(
         {"anyOf": [{"type": "null"}, {"not": {"type": "null"}}]}
     ),
+    "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
+        {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
+    ),
     "`f` cannot be compiled: it is not JSON: ": Grammar("json", "{", "f"),
     "a JSON schema is an object": schema([]),
     "no value satisfies the schema `false`": schema(False),
@@ -58,13 +71,35 @@ REFUSED = {
         {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
     ),
     "its depth must be at most 64. Given: 201": schema(nested(100)),
-    "Unsatisfiable schema": schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
+    "no value satisfies it: required property 'a' is unsatisfiable": schema(
+        {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    ),
+    "no value satisfies it: no text has all that is said of a string (at `#/$defs/a`)": schema(
+        {
+            "$defs": {"a": {"type": "string", "pattern": "^aaa$", "maxLength": 2}},
+            "type": "array",
+            "items": {"$ref": "#/$defs/a"},
+            "minItems": 1,
+        }
+    ),
     "Invalid type: xyz": schema({"type": "xyz"}),
     "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
     "`f` cannot be compiled: it is too complex: lexer error: ": Grammar("regex", "(a?){3000}a{3000}", "f"),
     "it is too complex: lexer error: too many expressions constructed": schema(
         {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
     ),
+    "`f` cannot be compiled: no text satisfies it": Grammar("grammar", "start: A\nA: /a/ & /b/", "f"),
+    '`f` cannot be compiled: nothing can follow "{\\"a\\":-0,\\"b\\":\\"\\","': schema(
+        {
+            "allOf": [
+                {"required": ["a"], "properties": {"a": {"type": "integer"}}},
+                {"patternProperties": {"^[ab]$": {}}, "required": ["b"], "additionalProperties": False},
+            ],
+            "type": "object",
+        }
+    ),
+    "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
+    "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
     "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
     "Expected ::=": Grammar("grammar", "0", "f"),
@@ -107,3 +142,19 @@ async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
 def accepts(source: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+LONG = {
+    "regex": Grammar("regex", "(" + "a" * 20_000, "f"),
+    "lark": Grammar("grammar", 'start: "' + "a" * 20_000, "f"),
+    "pattern": schema({"type": "string", "pattern": "(" + "a" * 20_000}),
+    "keyword": schema({"properties": {"a" * 20_000: {"not": {}}}}),
+    "type": schema({"type": "a" * 20_000}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_refusal_repeats_the_beginning_of_a_grammar_alone(name: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        await compile_grammar(LONG[name], BYTES)
+    assert len(str(refusal.value)) < 300

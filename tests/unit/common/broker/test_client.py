@@ -11,8 +11,9 @@ from redis.asyncio import Redis
 
 from common.broker import client as access
 from common.settings.settings import SettingError
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 
 EVICTING = (
@@ -80,11 +81,11 @@ async def test_an_invalid_url_is_refused_without_its_password(url: str) -> None:
 
 async def test_wrong_and_missing_passwords_are_refused() -> None:
     with brokers.running("--requirepass", "correct") as locked:
-        for credentials in (":secret@", ""):
-            line = await refusal(f"redis://{credentials}127.0.0.1:{locked.port}")
+        for url in (brokers.with_password(locked.url, "secret"), locked.url):
+            line = await refusal(url)
             assert "refused user name or password" in line
             assert "secret" not in line
-        await access.check_broker(f"redis://:correct@127.0.0.1:{locked.port}")
+        await access.check_broker(brokers.with_password(locked.url, "correct"))
 
 
 @pytest.fixture(params=["", "/usr/bin/redis-server"], ids=["embedded", "redis-server"])

@@ -18,9 +18,14 @@ from tests.support import brokers
 from tests.support.waiting import wait_until
 
 
+@pytest.fixture(params=["unix", "tcp"])
+def url(broker: Broker, request: pytest.FixtureRequest) -> str:
+    return brokers.open_port(broker.url) if request.param == "tcp" else broker.url
+
+
 @pytest.fixture
-async def client(broker: Broker) -> AsyncIterator[SerialClient]:
-    async with connect(broker.url) as redis:
+async def client(url: str) -> AsyncIterator[SerialClient]:
+    async with connect(url) as redis:
         one = SerialClient(redis)
         yield one
         one.close()
@@ -72,7 +77,7 @@ class LostConnection(Connection):
 async def test_a_connection_that_is_lost_before_its_first_command_is_a_lost_connection(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with connect(broker.url) as redis:
+    async with connect(brokers.open_port(broker.url)) as redis:
         client = SerialClient(redis)
         monkeypatch.setattr(redis.connection_pool, "connection_class", LostConnection)
         with pytest.raises(ConnectionError, match="closed"):
@@ -113,7 +118,7 @@ async def test_a_broker_that_returns_is_connected_again() -> None:
 
 async def test_the_password_of_the_url_is_sent() -> None:
     with brokers.running("--requirepass", "correct") as locked:
-        async with connect(f"redis://:correct@127.0.0.1:{locked.port}") as redis:
+        async with connect(brokers.with_password(locked.url, "correct")) as redis:
             client = SerialClient(redis)
             assert await client.execute("PING") == b"PONG"
             client.close()
@@ -141,6 +146,7 @@ async def test_a_connection_receives_messages_without_a_command(redis: Redis) ->
         await connection.closed
 
 
+@pytest.mark.parametrize("url", ["tcp"], indirect=True)
 async def test_a_held_reply_wakes_nobody_until_it_is_polled(client: SerialClient) -> None:
     answers: list[Any] = []
     connection = await client.connect()

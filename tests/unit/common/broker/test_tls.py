@@ -21,7 +21,7 @@ async def refusal(url: str) -> str:
 
 async def test_both_clients_work_behind_a_trusted_certificate(broker: Broker, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    async with tls_door(broker.port, certificate, key) as port:
+    async with tls_door(broker.socket_path, certificate, key) as port:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         await access.check_broker(url)
         async with access.connect(url) as redis:
@@ -36,7 +36,7 @@ async def test_both_clients_work_behind_a_trusted_certificate(broker: Broker, tm
 
 async def test_a_certificate_that_is_not_trusted_is_called_that(broker: Broker, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    async with tls_door(broker.port, certificate, key) as port:
+    async with tls_door(broker.socket_path, certificate, key) as port:
         line = await refusal(f"rediss://:secret@127.0.0.1:{port}")
         assert "its certificate is not trusted; ssl_ca_certs=FILE in REDIS_URL names whom to trust" in line
         assert f"127.0.0.1:{port}" in line and "not permitted" not in line and "secret" not in line
@@ -44,7 +44,7 @@ async def test_a_certificate_that_is_not_trusted_is_called_that(broker: Broker, 
 
 async def test_a_certificate_of_another_host_is_called_that(broker: Broker, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path, "127.0.0.9")
-    async with tls_door(broker.port, certificate, key) as port:
+    async with tls_door(broker.socket_path, certificate, key) as port:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         assert "its certificate names another host" in await refusal(url)
         await access.check_broker(f"{url}&ssl_check_hostname=no")

@@ -269,7 +269,7 @@ def test_a_process_serves_its_own_metrics_on_metrics_port(host: str) -> None:
 import sys, urllib.request
 from common.metrics import catalogue, http
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import free_port
+from tests.support.machine.ports import free_port
 host, port = sys.argv[1], free_port()
 http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
 catalogue.PLANS.add(7)

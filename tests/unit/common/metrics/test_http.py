@@ -10,7 +10,7 @@ import pytest
 
 from common.metrics.http import start_metrics_server
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import free_port
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 RESET = struct.pack("ii", 1, 0)

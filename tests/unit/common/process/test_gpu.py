@@ -1,7 +1,7 @@
 import pytest
 
 from common.process.gpu import Gpu, list_gpus
-from tests.support import fake_nvml
+from tests.support.machine import fake_nvml
 
 
 def test_gpus_are_listed_as_the_driver_orders_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,3 +202,11 @@ def test_every_setting_has_a_flag_and_a_help_text() -> None:
     for name in Settings.model_fields:
         assert f"--{name.replace('_', '-')} " in text
         assert texts[name]
+
+
+@pytest.mark.parametrize("key", ["sésame", "two\nlines", "a\ttab"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        Settings.read([], {"API_KEY": key})
+    assert str(refused.value).startswith("API_KEY: cannot be sent as a header: it must be printable ASCII")
+    assert key.strip() not in str(refused.value)

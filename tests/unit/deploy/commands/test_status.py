@@ -11,10 +11,11 @@ from rich.console import Console
 
 from common.settings.settings import SettingError
 from deploy.commands import fleet_snapshot, fleet_table, status
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.machine.ports import free_port
 from tests.support.other_servers import FLEET, running
 
 

@@ -9,14 +9,16 @@ import pytest
 from redis import Redis
 
 from common import model_files
+from common.cache_folders import cache_folder
 from common.process import cpu, memory
 from common.settings.settings import Settings
 from deploy.doctor import command, machine, resources
 from deploy.doctor.finding import Finding
 from deploy.serve import checks
-from deploy.serve.embedded_broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker
 from tests.integration.deploy.test_cli import tokenfleet
-from tests.support import fake_nvml
+from tests.support.machine import fake_nvml
+from tests.support.machine.ports import free_port
 
 GIB = 2**30
 
@@ -195,7 +197,7 @@ def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(resources, "LITTLE_DISK_BYTES", 2**60)
     assert (found("compiler").level, found("disk").level) == ("warn", "warn")
-    assert str(model_files.cache_folder().parents[1]) in found("disk").found
+    assert str(cache_folder(model_files.CONVERTED).parents[1]) in found("disk").found
 
 
 def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,21 @@ def test_who_may_send_requests_is_said_without_the_key() -> None:
     assert "need no key" in checks.describe_access(Settings())
     said = checks.describe_access(Settings(api_key="secret"))
     assert "must carry the key" in said and "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "only the fleet's own and those of this machine may"),
+        ({"api_key": "secret"}, "any may"),
+        ({"cors_allow_origin": ("*",)}, "any may"),
+        (
+            {"cors_allow_origin": ("https://a.example", "https://b.example")},
+            "only the fleet's own and https://a.example and https://b.example may",
+        ),
+    ],
+)
+def test_which_pages_may_call_is_said(settings: dict[str, Any], said: str) -> None:
+    assert f"of web pages, {said} send them (CORS_ALLOW_ORIGIN)" in checks.describe_access(
+        Settings(**settings)
+    )

@@ -1,19 +1,24 @@
 import contextlib
 import os
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 
 from common.settings.settings import SettingError
-from deploy.serve.embedded_broker import PREFIX, Broker, embedded, running_url
+from deploy.serve.embedded_broker import PORT_FILE, PREFIX, Broker, embedded, running_url
 from tests.support import brokers
 from tests.support.waiting import wait_until_sync
 
 
-def test_restarted_broker_keeps_its_port_and_data() -> None:
+def test_restarted_broker_keeps_its_socket_and_data() -> None:
     with embedded(3000) as broker:
         for number in range(3):
             process = brokers.start(broker)
@@ -21,6 +26,71 @@ def test_restarted_broker_keeps_its_port_and_data() -> None:
                 assert client.incr("starts") == number + 1
             process.kill()
             process.wait()
+
+
+NOBODY = 65_534
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files, of a short name."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr("tempfile.tempdir", name)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Act as a user who owns nothing."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_nobody_else_on_this_machine_reaches_it() -> None:
+    with brokers.running() as broker:
+        [server] = [one for one in psutil.Process().children() if one.cwd() == str(broker.directory)]
+        assert not server.net_connections(kind="inet"), "it listens on a port"
+        assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o700
+        if os.geteuid() == 0:
+            with another_user():
+                for path in (broker.directory, broker.directory / "appendonlydir"):
+                    with pytest.raises(PermissionError):
+                        os.listdir(path)
+                with socket.socket(socket.AF_UNIX) as client, pytest.raises(PermissionError):
+                    client.connect(str(broker.socket_path))
+        assert brokers.answers(broker.url), "its owner does"
+
+
+def test_directories_of_others_are_neither_believed_nor_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may make one in a folder for all, or a link to one."""
+    with embedded(3000) as ours:
+        assert running_url() == ours.url
+        (folder / f"{PREFIX}link").symlink_to(ours.directory)
+        assert running_url() == ours.url
+        abandoned = folder / f"{PREFIX}abandoned"
+        abandoned.mkdir()
+        os.utime(abandoned, (0, 0))
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(SettingError, match="no `tokenfleet serve` of this user"):
+            running_url()
+        with embedded(3001):
+            assert abandoned.exists()
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(SettingError, match=r"^TMPDIR: the embedded broker .*path too long"), embedded(3000):
+        pass
+    assert not list(deep.iterdir())
 
 
 def test_its_file_is_written_anew_before_it_is_long_to_read() -> None:
@@ -52,28 +122,26 @@ def file_bytes(broker: Broker) -> int:
 
 
 def test_abandoned_directories_are_removed_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed = "import os, signal\nfrom deploy.serve.embedded_broker import embedded\n"
     killed += "with embedded(3000): os.kill(os.getpid(), signal.SIGKILL)"
-    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
-    [abandoned] = tmp_path.iterdir()
-    fresh = tmp_path / f"{PREFIX}which-is-being-made"
+    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(folder)})
+    [abandoned] = folder.iterdir()
+    fresh = folder / f"{PREFIX}which-is-being-made"
     fresh.mkdir()
     with embedded(3000) as first:
         for directory in (abandoned, first.directory):
             (directory / "data").mkdir()
             os.utime(directory, (0, 0))
         with embedded(3000) as second:
-            assert set(tmp_path.iterdir()) == {fresh, first.directory, second.directory}
-    assert list(tmp_path.iterdir()) == [fresh]
+            assert set(folder.iterdir()) == {fresh, first.directory, second.directory}
+    assert list(folder.iterdir()) == [fresh]
 
 
-def test_the_broker_of_the_only_fleet_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / f"{PREFIX}abandoned").mkdir()
-    (tmp_path / f"{PREFIX}abandoned" / "url").write_text("redis://127.0.0.1:1/0")
+def test_the_broker_of_the_only_fleet_is_found(folder: Path) -> None:
+    (folder / f"{PREFIX}abandoned").mkdir()
+    (folder / f"{PREFIX}abandoned" / PORT_FILE).write_text("1")
     with pytest.raises(SettingError, match=r"^REDIS_URL: is not set, and no `tokenfleet serve` of this user"):
         running_url()
     with embedded(3000) as first:
@@ -82,6 +150,17 @@ def test_the_broker_of_the_only_fleet_is_found(tmp_path: Path, monkeypatch: pyte
             running_url()
         assert f"{first.url} of port 3000" in str(refusal.value)
         assert f"{second.url} of port 3001" in str(refusal.value)
+
+
+def test_commands_of_its_owner_find_it(folder: Path) -> None:
+    with brokers.running():
+        environ = {name: text for name, text in os.environ.items() if name != "REDIS_URL"}
+        command = [sys.executable, "-P", "-m", "deploy.cli", "drain", "w9"]
+        done = subprocess.run(
+            command, env=environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "there is no worker 'w9'" in done.stderr
 
 
 def test_one_that_a_test_starts_dies_with_it_whomever_the_test_follows() -> None:

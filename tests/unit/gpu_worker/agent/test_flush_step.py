@@ -8,12 +8,15 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker import fast_client
+from common.broker.client import connect
 from common.broker.committed import read
 from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_records
+from deploy.serve.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Sealed
+from tests.support import brokers
 from tests.support.agents import KEYS, grants, hset, reports, start, step
 from tests.support.broker.rollback import Snapshot
 from tests.support.broker_state import seal
@@ -21,6 +24,13 @@ from tests.support.chaos.random_delays import RandomDelays
 from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STEPS = 500
+
+
+@pytest.fixture
+async def redis(broker: Broker) -> AsyncIterator[Redis]:
+    """A client by TCP, where answers can be held."""
+    async with connect(brokers.open_port(broker.url), socket_connect_timeout=PATIENCE_S) as client:
+        yield client
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Workers of one machine claim different GPUs, or fail when none is left."""
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims as gpus
-from tests.support import fake_nvml
+from tests.support.machine import fake_nvml
 
 
 @pytest.fixture
@@ -65,6 +67,26 @@ def test_a_lock_folder_that_cannot_be_written_is_refused(machine: Path) -> None:
     machine.write_text("a file")
     with pytest.raises(SettingError, match="GPU_LOCKS: "):
         gpus.claim(Settings(gpu_locks=str(machine)), 1)
+
+
+def test_a_link_in_the_lock_folder_leads_nowhere(machine: Path, tmp_path: Path) -> None:
+    """Any user of the machine may have put it there."""
+    machine.mkdir()
+    (machine / "GPU-a.0").symlink_to(tmp_path / "victim")
+    with pytest.raises(SettingError, match=r"GPU_LOCKS: .*GPU-a\.0 cannot be used as a lock"):
+        gpus.claim(Settings(gpu_locks=str(machine)), 1)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_other_users_of_the_machine_may_use_the_same_locks(machine: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        held = gpus.claim(Settings(gpu_locks=str(machine)), 1)
+    finally:
+        os.umask(umask)
+    assert [*held] == ["GPU-a"]
+    assert stat.S_IMODE(machine.stat().st_mode) == 0o1777
+    assert stat.S_IMODE((machine / "GPU-a.0").stat().st_mode) == 0o644
 
 
 def test_a_worker_on_cpu_claims_no_gpu(machine: Path) -> None:

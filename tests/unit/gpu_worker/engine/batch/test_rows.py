@@ -216,7 +216,7 @@ class SlowGrammar:
     def after(self, token: int) -> "SlowGrammar":
         return self
 
-    def forced(self) -> list[int]:
+    def forced(self, most: int) -> list[int]:
         return []
 
     def mask(self) -> None:

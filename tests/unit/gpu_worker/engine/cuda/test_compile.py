@@ -1,5 +1,6 @@
 """Compiled layers: one compilation serves all of them."""
 
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,16 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
     attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
     assert compile_layers(model, attentions, fail) == 0 and "no compiler" in caplog.text
     assert all(layer._compiled_call_impl is None for layer in layers_of(model, attentions))
+
+
+def test_what_torch_compiles_is_kept_where_nobody_else_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself torch takes a folder in /tmp whose name anybody can guess."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiling.compiled_folder() == tmp_path / "tokenfleet" / "inductor"
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = compiling.compiled_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not [*folder.iterdir()]
+    folder.rmdir()

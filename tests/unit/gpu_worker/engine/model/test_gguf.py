@@ -1,71 +1,25 @@
 """A GGUF file is served with its own weights: those of plain types stay what they are."""
 
+import re
+import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from common import model_files
+from common.gguf_check import check_gguf
 from common.process import cpu
+from common.settings.settings import SettingError
 from gpu_worker.engine.model import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
-
-LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, VOCAB = 2, 64, 128, 4, 2, 500
-KV_SIZE = HIDDEN // HEADS * KV_HEADS
-MATRICES = {
-    "attn_q": (HIDDEN, HIDDEN),
-    "attn_k": (KV_SIZE, HIDDEN),
-    "attn_v": (KV_SIZE, HIDDEN),
-    "attn_output": (HIDDEN, HIDDEN),
-    "ffn_gate": (MLP, HIDDEN),
-    "ffn_up": (MLP, HIDDEN),
-    "ffn_down": (HIDDEN, MLP),
-}
-TYPES = gguf.GGMLQuantizationType
-
-
-def write(path: Path, *types: TYPES) -> Path:
-    """A random Llama with a tokenizer of bytes; its matrices are of these types in turn, its norms float32,
-    as llama.cpp writes them.
-    """
-    random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(MLP)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "ab", "ba", *(f"<{number}>" for number in range(4, VOCAB))])
-    writer.add_token_merges(["a b", "b a"])
-    for name in ("bos", "eos", "unk"):
-        getattr(writer, f"add_{name}_token_id")(1)
-    shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN)}
-    shapes |= {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in MATRICES.items()}
-    for number, (name, shape) in enumerate(shapes.items()):
-        kind = types[number % len(types)]
-        matrix = gguf.quants.quantize(random.normal(0, 0.25, shape).astype(np.float32), kind)
-        writer.add_tensor(f"{name}.weight", matrix, raw_dtype=kind)
-    for name in (
-        "output_norm",
-        *(f"blk.{layer}.{norm}" for layer in range(LAYERS) for norm in ("attn_norm", "ffn_norm")),
-    ):
-        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from tests.support.engine.tiny_gguf import TYPES, damage, write
 
 
 @pytest.mark.parametrize(
@@ -161,3 +115,63 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     convert.cache_gguf_parsing()
     convert.convert(source, tmp_path / "converted")
     assert parsed == [str(source)]
+
+
+NUM_CONVERTED, MANY_CONVERTED = 12, 300
+REFUSED = r"its keys describe a model of \d+ weights|it has (no|\[.*\]) weights for|transformers does not"
+
+
+@pytest.mark.parametrize("count", [NUM_CONVERTED, pytest.param(MANY_CONVERTED, marks=pytest.mark.slow)])
+def test_a_damaged_file_that_is_possible_is_converted_or_refused_in_our_words(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused is seen before memory is taken for it: the process has a limit."""
+    source, folder, draw = tmp_path / "tiny.gguf", tmp_path / "converted", Random(1)
+    content = write(source, TYPES.F16).read_bytes()
+    monkeypatch.setattr(convert, "die_with_parent", lambda: None)
+    monkeypatch.setattr(convert, "cache_gguf_parsing", lambda: None)
+    monkeypatch.setattr("sys.argv", ["gguf", str(source), str(folder)])
+    num_converted = 0
+    while num_converted < count:
+        source.write_bytes(damage(content, draw))
+        try:
+            check_gguf(source)
+        except SettingError:
+            continue
+        num_converted += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            convert.main()
+        except SystemExit as refused:
+            assert re.match(REFUSED, str(refused)), refused
+        else:
+            assert (folder / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "words"),
+    [
+        (b"blk.0.attn_q.", b"blk.0.attn_z.", "it has no weights for model.layers.0.self_attn.q_proj.weight"),
+        (
+            b"feed_forward_length\4\0\0\0\x80",
+            b"feed_forward_length\4\0\0\0\x81",
+            "weights for model.layers.0.mlp.down_proj.weight, and its keys ask for [64, 129]",
+        ),
+        (
+            b"feed_forward_length\4\0\0\0\x80\0\0\0",
+            b"feed_forward_length\4\0\0\0\x80\0\0\1",
+            "its keys describe a model of ",
+        ),
+    ],
+)
+def test_a_file_whose_weights_are_not_those_of_its_keys_is_refused(
+    key: bytes, changed: bytes, words: str, tmp_path: Path
+) -> None:
+    """transformers makes up what is missing."""
+    source = write(tmp_path / "tiny.gguf", TYPES.F16)
+    content = source.read_bytes()
+    assert key in content
+    source.write_bytes(content.replace(key, changed))
+    with pytest.raises(convert.NotConvertible, match=re.escape(words)):
+        convert.convert(source, tmp_path / "converted")

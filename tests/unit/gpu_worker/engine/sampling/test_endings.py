@@ -38,6 +38,7 @@ STATES: list[tuple[Any, str, str]] = [
     ({"items": {"type": "integer", "minimum": 100}, "type": "array"}, "[1", "23]"),
     ({"anyOf": [{"type": "null"}, {"type": "object"}]}, "", "null"),
     ({"type": "object"}, "{}", ""),
+    ({"enum": ["a<|im_end|>b"]}, '"a', '<|im_end|>b"'),
 ]
 
 

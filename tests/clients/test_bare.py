@@ -1,0 +1,52 @@
+"""Clients of other languages' standard libraries, and curl, each with its defaults: Debian's packages
+default-jdk-headless, golang-go and curl have them.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.fleet.fleet import Fleet
+
+SOURCES = Path(__file__).parent / "bare"
+BODY = '{"inputs":"Hi","parameters":{"max_new_tokens":5}}'
+pytestmark = pytest.mark.slow
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not shutil.which(program), reason=f"{program} is not installed")
+
+
+def run(folder: Path, *command: str) -> str:
+    own = {"GOCACHE": str(folder), "GOPATH": str(folder), "GO111MODULE": "off"}
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs("javac")
+def test_the_jdk_asks_for_an_upgrade_and_gets_its_answers(fleet: Fleet, tmp_path: Path) -> None:
+    run(tmp_path, "javac", "-d", str(tmp_path), str(SOURCES / "Post.java"))
+    printed = run(tmp_path, "java", "-cp", str(tmp_path), "Post", fleet.base_url)
+    assert printed.splitlines() == ["200 true"] * 6
+
+
+@needs("go")
+def test_go_gets_its_answers(fleet: Fleet, tmp_path: Path) -> None:
+    printed = run(tmp_path, "go", "run", str(SOURCES / "post.go"), fleet.base_url)
+    assert printed.splitlines() == ["200 true"] * 4
+
+
+@needs("curl")
+@pytest.mark.parametrize("version", ["--http1.0", "--http1.1", "--http2"])
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_curl_gets_its_answer_in_every_version(fleet: Fleet, tmp_path: Path, version: str, path: str) -> None:
+    given = ("-sSNf", "-H", "content-type: application/json", "-d", BODY)
+    printed = run(tmp_path, "curl", version, *given, fleet.base_url + path)
+    assert '"generated_text":"' in printed
+    assert printed[0] in "{d", "a body without the sizes of chunks"
