@@ -216,7 +216,7 @@ class InheritedConnection(HttpProtocol):
         pass
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Its request may have been sent before the end, and comes to this gateway after that."""
+        """Keep the connection: its client sent the whole request, before it came here."""
         self.unread.is_half_closed = True
         if self.cycle is not None:
             self.cycle.message_event.set()

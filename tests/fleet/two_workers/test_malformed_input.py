@@ -121,12 +121,12 @@ RAW = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_malformed_http_crashes_no_gateway(fleet: Fleet, name: str) -> None:
-    """The answer is a 2xx or 4xx, or none: the HTTP library closes connections that it cannot read."""
+    """The answer is a 2xx or 4xx, or that the version is not served; or none, where only a part has come."""
     with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=PATIENCE_S) as connection:
         connection.sendall(RAW[name])
         connection.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert not answer or (answer.startswith(b"HTTP/1.1 ") and answer[9:10] in b"24"), answer[:300]
+    assert not answer or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4", b"HTTP/1.1 505 ")), answer[:300]
 
 
 # --- the broker ---------------------------------------------------------------------------------------------

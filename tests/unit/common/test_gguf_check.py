@@ -11,7 +11,7 @@ import pytest
 from common import model_files
 from common.gguf_check import check_gguf
 from common.settings.settings import SettingError
-from tests.support.engine.tiny_gguf import HIDDEN, LAYERS, TYPES, VOCAB, damage, write
+from tests.support.gguf.tiny_gguf import HIDDEN, LAYERS, TYPES, VOCAB, damage, write
 
 NUM_DAMAGED = 1500
 Change = Callable[[bytes], bytes]

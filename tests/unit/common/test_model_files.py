@@ -12,8 +12,8 @@ import pytest
 from common import model_config, model_files
 from common.cache_folders import cache_folder
 from common.settings.settings import SettingError
-from tests.support.engine import tiny_gguf
 from tests.support.engine.reference import prompt_ids
+from tests.support.gguf import tiny_gguf
 
 STUB = """import pathlib, sys, time
 with open(pathlib.Path(__file__).parent / "conversions", "a") as log: log.write("x")

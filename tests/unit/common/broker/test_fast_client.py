@@ -179,6 +179,7 @@ async def test_a_reply_that_has_not_come_when_it_is_polled_is_taken_as_it_comes(
     await wait_until(lambda: answers == [[b"late", b"now"]])
 
 
+@pytest.mark.parametrize("url", ["tcp"], indirect=True)
 async def test_a_reply_of_which_a_part_has_come_when_it_is_polled_is_taken_as_the_rest_comes(
     client: SerialClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,17 +214,19 @@ EXAMPLES = [
         KeptAnswer(
             *("r1", 7, "1", 2, 3, b"HTTP", b":", [9], [(b"origin", b"o")], [("x-a", "b")]),
             KeptRequests("p", "ch", ["d"], b"a", True),
+            "1.0",
         ),
         {"v": 1, "id": "r1", "b": 7, "f": "1", "cn": 2, "ns": 3, "h": b"HTTP", "ct": b":", "c": [9]}
         | {"hd": [[b"origin", b"o"]], "x": [["x-a", "b"]]}
-        | {"rq": {"p": "p", "ch": "ch", "dg": ["d"], "a": b"a", "o": True}},
+        | {"rq": {"p": "p", "ch": "ch", "dg": ["d"], "a": b"a", "o": True}}
+        | {"hv": "1.0"},
     ),
     (
         KeeperMessage(KeptAnswer("r1", 7, "1"), "d", "r", True, "l"),
         {
             "v": 1,
             "k": {"id": "r1", "b": 7, "f": "1", "cn": 0, "ns": 0, "h": b"", "ct": b""}
-            | {"c": [], "hd": [], "x": [], "rq": None},
+            | {"c": [], "hd": [], "x": [], "rq": None, "hv": "1.1"},
         }
         | {"d": "d", "r": "r", "t": True, "l": "l"},
     ),

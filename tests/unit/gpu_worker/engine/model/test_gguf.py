@@ -19,7 +19,7 @@ from common.settings.settings import SettingError
 from gpu_worker.engine.model import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
-from tests.support.engine.tiny_gguf import TYPES, damage, write
+from tests.support.gguf.tiny_gguf import TYPES, damage, write
 
 
 @pytest.mark.parametrize(

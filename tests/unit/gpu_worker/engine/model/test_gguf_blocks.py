@@ -14,7 +14,7 @@ from gpu_worker.engine.cpu.packed_linear import NativeLinear
 from gpu_worker.engine.model import gguf as convert
 from gpu_worker.engine.model.gguf_blocks import BLOCKS_FILE, converted_blocks
 from tests.support.engine.tiny_engine import engine_of, play, prompts
-from tests.support.engine.tiny_gguf import LAYERS, MATRICES, TYPES, write
+from tests.support.gguf.tiny_gguf import LAYERS, MATRICES, TYPES, write
 
 pytestmark = pytest.mark.usefixtures("library")
 
