@@ -11,12 +11,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
+from api.connection.draining import Draining
 from api.connection.limits import LIMITS
 from api.event_loop.pace import Turns
 from api.heir.answer_socket import give_answer_socket
 from api.heir.keeper_channel import KeeperChannel
 from api.http.auth import LOCAL_ORIGINS, check_key, check_page
-from api.http.draining import Draining
 from api.http.error_handlers import HANDLERS
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction

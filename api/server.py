@@ -13,11 +13,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from api.app import build, build_heir
+from api.connection.draining import Draining, DrainingServer
 from api.connection.limits import raise_file_limit
 from api.connection.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.heir.heir import Heir
 from api.heir.keeper_channel import inherited_channel
-from api.http.draining import Draining, DrainingServer
 from api.inference.pool import load_tokenizer
 from api.lifecycle import Gateway
 from api.tokenizer import ModelTokenizer
@@ -31,7 +31,6 @@ from common.settings.settings import SettingError, Settings
 log = logging.getLogger(__name__)
 
 PRELOADED = "preloaded-api"
-BACKLOG = 2048
 CLOSE_S = 3
 """How long connections may take to close once the gateway has drained."""
 
@@ -75,7 +74,6 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         log_level="warning",
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
         timeout_keep_alive=round(settings.keep_alive_timeout_s),
         timeout_graceful_shutdown=CLOSE_S,
     )

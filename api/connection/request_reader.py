@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import h11
 
-MAX_HEADERS = 256
+MAX_HEADERS = 128
 """Header fields of a request; each costs some microseconds, however short it is."""
-FREE_CHUNKS = 4096
+FREE_CHUNKS = 512
 BYTES_A_CHUNK = 64
 """A body may come in FREE_CHUNKS chunks, and one more for each BYTES_A_CHUNK of its bytes: a chunk takes as
 long as some kilobytes, so a body in chunks of single bytes costs a thousand times what it weighs.

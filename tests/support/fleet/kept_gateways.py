@@ -12,9 +12,9 @@ import httpx
 import uvicorn
 
 from api.app import build, build_heir
+from api.connection.draining import Draining
 from api.connection.protocol import HttpProtocol
 from api.heir.keeper_channel import KeeperChannel
-from api.http.draining import Draining
 from api.lifecycle import Gateway
 from api.server import GatewayServer, own_listener
 from common.settings.settings import Settings

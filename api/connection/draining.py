@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from api.connection.acceptor import Acceptor
 from api.errors import unavailable
 from api.heir.keeper_channel import KeeperChannel
 from common.beats import until_beat
@@ -75,12 +76,17 @@ class DrainingServer(uvicorn.Server):
         self.timeout_s = timeout_s
         self.channel = channel
         self.looks_since_left = -1
-        self.listeners: list[socket.socket] = []
+        self.acceptor = Acceptor((), self.serve_connection)
         self.told = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listeners = sockets or []
+        await super().startup([])
+        self.acceptor = Acceptor(sockets or (), self.serve_connection)
+        self.acceptor.open()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.acceptor.close()
+        await super().shutdown([])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM drains, however often it comes: from the machine and from the launcher. A second Ctrl-C
@@ -127,28 +133,19 @@ class DrainingServer(uvicorn.Server):
         """Take no new connections, and no further request on those that are open."""
         self.looks_since_left += 1
         if self.looks_since_left == 0:
-            for listener in self.listeners:
-                self.take_waiting(listener)
-            for server in self.servers:
-                server.close()
+            self.acceptor.close()
+            self.server_state.tasks |= self.acceptor.beginning
+            for task in self.acceptor.beginning:
+                task.add_done_callback(self.server_state.tasks.discard)
         for connection in {*self.server_state.connections} - self.newly_connected():
             connection.shutdown()
 
-    def take_waiting(self, listener: socket.socket) -> None:
-        """Take the connections that the kernel has accepted: it cuts them when the listener is closed."""
-        listener.setblocking(False)
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            connection.setblocking(False)
-            task = asyncio.create_task(self.serve_connection(connection))
-            self.server_state.tasks.add(task)
-            task.add_done_callback(self.server_state.tasks.discard)
-
     async def serve_connection(self, connection: socket.socket) -> None:
-        await asyncio.get_running_loop().connect_accepted_socket(self.new_protocol, connection)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self.new_protocol, connection)
+        except OSError:  # it has gone meanwhile
+            connection.close()
 
     def new_protocol(self) -> asyncio.Protocol:
         protocol: Any = self.config.http_protocol_class

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from api.app import build
+from api.connection.draining import Draining, DrainingServer
 from api.heir.keeper_channel import KeeperChannel
-from api.http.draining import Draining, DrainingServer
 from api.lifecycle import Gateway
 from api.server import own_listener
 from common.settings.settings import Settings
@@ -138,7 +138,7 @@ async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) ->
 
 
 async def test_a_server_hears_at_once_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.http.draining.SERVING_TICK_S", 3600.0)
+    monkeypatch.setattr("api.connection.draining.SERVING_TICK_S", 3600.0)
     async with serving(SlowApp(), 60) as (server, task, _):
         server.handle_exit(signal.SIGTERM, None)
         await asyncio.wait_for(asyncio.shield(task), END_S)
