@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 from api.app import build, build_heir
 from api.connection.draining import Draining, DrainingServer
 from api.connection.limits import raise_file_limit
-from api.connection.protocol import UNREADABLE, HttpProtocol, InheritedConnection
+from api.connection.protocol import HttpProtocol, InheritedConnection
+from api.connection.request_reader import UNREADABLE
 from api.heir.heir import Heir
 from api.heir.keeper_channel import inherited_channel
 from api.inference.pool import load_tokenizer

@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.connection.limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
-from api.connection.request_reader import Refusal, RequestReader
+from api.connection.request_reader import UNREADABLE, RequestReader
 from api.errors import ApiError, tgi
 from api.heir.answer_socket import CYCLE
 from api.http.request_id import HEADER
@@ -21,7 +21,6 @@ from api.json import to_json
 
 PARTS = {h11.IDLE: "head", h11.SEND_BODY: "body"}
 """The part of a request that a client sends, by its state."""
-UNREADABLE = "Invalid HTTP request received."
 MAX_DRAINED_BYTES = 16 * 2**20
 DRAIN_S = 10.0
 """What is read of a request that is answered or refused already, and for how long: a client that is still
@@ -97,7 +96,7 @@ class HttpProtocol(H11Protocol):
     def handle_events(self) -> None:
         last = self.cycle
         super().handle_events()
-        if self.cycle is not last:
+        if self.cycle is not None and self.cycle is not last:
             self.limits.use(self)
             self.num_drained = 0
             extensions: dict[str, Any] = {CYCLE: self.cycle}
@@ -160,10 +159,9 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what h11 cannot read, or `RequestReader` does not serve."""
-        error = self.conn.error
-        status = error.error_status_hint if error is not None else 400
+        status, why = self.conn.refusal or (400, UNREADABLE)
         self.limits.refuse("size" if status == 431 else "protocol")
-        self.refuse(status, str(error) if isinstance(error, Refusal) else UNREADABLE)
+        self.refuse(status, why)
 
     def refuse(self, status: int, why: str) -> None:
         """Tell the client why its request is not read, and leave it the time to read that: a connection that
@@ -180,6 +178,8 @@ class HttpProtocol(H11Protocol):
         _, error = tgi(ApiError(status, http.HTTPStatus(status).phrase.lower().replace(" ", "_"), why))
         self.transport.write(whole_response(status, to_json(error)))
         self.is_refused = True
+        self.cycle = None  # type: ignore[assignment]
+        self.conn = RequestReader(self.limits.max_head_bytes)  # without the bytes that have come
         self.flow.resume_reading()
         self.transport.write_eof()
         self.expect("body", DRAIN_S)

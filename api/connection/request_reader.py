@@ -15,6 +15,7 @@ BYTES_A_CHUNK = 64
 """A body may come in FREE_CHUNKS chunks, and one more for each BYTES_A_CHUNK of its bytes: a chunk takes as
 long as some kilobytes, so a body in chunks of single bytes costs a thousand times what it weighs.
 """
+UNREADABLE = "Invalid HTTP request received."
 EMPTY_LINES = b"\r\n"
 
 BAD_REQUEST, TOO_LARGE, NOT_IMPLEMENTED, VERSION_NOT_SUPPORTED = 400, 431, 501, 505
@@ -28,13 +29,13 @@ class RequestReader(h11.Connection):
     """Reads requests, and keeps track of the responses.
 
     Attributes:
-        error: why the client's bytes are no HTTP that is served here; None as long as they are.
+        refusal: status and text for a client whose bytes are no HTTP, or not served; None if they are.
     """
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
         self.max_head_bytes = max_head_bytes
-        self.error: h11.RemoteProtocolError | None = None
+        self.refusal: tuple[int, str] | None = None
         self.chunks = 0
         self.body_bytes = 0
 
@@ -51,7 +52,7 @@ class RequestReader(h11.Connection):
             super().receive_data(data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event of a request that is served. Raises h11.RemoteProtocolError, which `error` keeps."""
+        """The next event of a request that is served. Raises h11.RemoteProtocolError; `refusal` says why."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):
@@ -63,7 +64,9 @@ class RequestReader(h11.Connection):
                 self.count(event)
             return event
         except h11.RemoteProtocolError as error:
-            self.error = error
+            # not the error itself: its traceback holds this reader, and all bytes in it
+            text = str(error) if isinstance(error, Refusal) else UNREADABLE
+            self.refusal = (error.error_status_hint, text)
             raise
 
     def count(self, data: h11.Data) -> None:
