@@ -124,7 +124,9 @@ class ConnectionLimits:
         self.use(connection)
         if connection in self.within:
             self.within.remove(connection)
-            self.num_of_address -= Counter((connection.address,))
+            self.num_of_address[connection.address] -= 1
+            if not self.num_of_address[connection.address]:
+                del self.num_of_address[connection.address]
         self.beyond.discard(connection)
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -135,9 +137,11 @@ class ConnectionLimits:
         self.unused_beyond.discard(connection)
 
     def unuse(self, connection: LimitedConnection) -> None:
-        """Note that it waits for its next request."""
+        """Note that it waits for its next request; a reserved one has only one."""
         if connection in self.within:
             self.unused.add(connection)
+        else:
+            connection.close_unused()
 
     # --- refusals -------------------------------------------------------------------------------------------
 

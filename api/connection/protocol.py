@@ -168,12 +168,12 @@ class HttpProtocol(H11Protocol):
         is closed with unread bytes is reset, and the answer is lost.
         """
         cycle = self.cycle
-        is_unanswered = cycle is None or cycle.response_complete or not cycle.response_started
-        if cycle is not None and not cycle.response_complete:
+        is_answered = cycle is not None and cycle.response_complete
+        if cycle is not None and not is_answered:
             cycle.disconnected = True
             cycle.message_event.set()
-        if not is_unanswered:
-            self.transport.close()
+        if cycle is not None and cycle.response_started and (self.awaited == "body" or not is_answered):
+            self.transport.close()  # an answer to this request has begun
             return
         _, error = tgi(ApiError(status, http.HTTPStatus(status).phrase.lower().replace(" ", "_"), why))
         self.transport.write(whole_response(status, to_json(error)))

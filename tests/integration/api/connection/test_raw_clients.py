@@ -22,6 +22,8 @@ from tests.support.waiting import wait_until
 IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
 TEXT = " one two three four five six"
 ANSWER = Answer(IDS)
+KEEP_ALIVE_S = 4.0
+"""Less than any other connection is kept."""
 ENDLESS = Answer(IDS * 1000)
 
 
@@ -201,6 +203,10 @@ async def test_where_all_connections_have_requests_health_and_metrics_are_served
         refused = await http.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert "MAX_CONNECTIONS" in refused.json()["error"]["message"]
+        reserved = await RawClient.connect(http.base_url)
+        await reserved.send(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            assert b" 200 OK" in await reserved.rest(), "it is closed after its only request"
         waiting = [await RawClient.connect(http.base_url) for _ in range(2 * NUM_RESERVED)]
         assert (await http.get("/health")).status_code == 200
         assert len(gateway.limits.beyond) <= NUM_RESERVED

@@ -297,3 +297,14 @@ async def test_a_request_that_goes_on_after_its_answer_is_read_up_to_a_limit(
         await served.receive(sized(b"abc"))
         assert served.echo.seen == ([] if is_cut else [("POST", "/a", b"abc")])
         served.close()
+
+
+async def test_what_is_no_http_after_an_answer_gets_no_second_one() -> None:
+    async def impatient(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 413, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    served = Served()
+    served.protocol.app = impatient
+    await served.receive(post(CHUNKED, b"3\r\nabc\r\n"), b"no size\r\n", SMUGGLED)
+    assert served.statuses == [413] and served.transport.ended
