@@ -16,7 +16,7 @@ from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, Hyp
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-FEW, MANY = 3, 10
+FEW, MANY = 3, 50
 """Random cases of a route, in each mode."""
 MODES = list(HypothesisTestMode)
 UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
