@@ -101,9 +101,11 @@ class RawEventSourceResponse(EventSourceResponse):
         """Return when the client has gone. One that sends no more may still read: a comment shows whether it
         does, since the kernel of one that has gone refuses it.
         """
-        while (await receive())["type"] != "http.disconnect":
-            if is_half_closed(self.scope):
+        is_connected = True
+        while is_connected:
+            if is_half_closed(self.scope):  # perhaps long ago: looked at before each wait
                 await self.send_comment()
+            is_connected = (await receive())["type"] != "http.disconnect"
 
     async def send_comment(self) -> None:
         """Send a comment; where a socket is kept, its keeper knows the place of each."""

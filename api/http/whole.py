@@ -104,6 +104,9 @@ async def all_finished(streams: Sequence[Stream]) -> None:
 async def wait_for_disconnect(request: Request) -> None:
     """Return when the client has gone. One that sends no more may still read, so it is tried."""
     answer_socket = socket_of(request.scope)
-    while (await request.receive())["type"] != "http.disconnect":
+    is_connected = True
+    while is_connected:
+        # it may have sent its last byte long ago: looked at before each wait, so that no wake-up is missed
         if answer_socket is not None and is_half_closed(request.scope):
             answer_socket.probe()
+        is_connected = (await request.receive())["type"] != "http.disconnect"

@@ -110,18 +110,22 @@ async def test_requests_that_were_sent_before_the_end_are_all_answered(broker: B
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-@pytest.mark.parametrize("num_tokens", [0, 5])
+@pytest.mark.parametrize(("num_tokens", "waits"), [(0, False), (0, True), (5, True)])
 async def test_a_client_that_leaves_without_a_word_is_noticed(
-    broker: Broker, path: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, path: str, num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks like one that sends no more, until its kernel refuses what is written."""
+    """It looks like one that sends no more, until its kernel refuses what is written; also one that has left
+    before anybody waits for that.
+    """
     monkeypatch.setattr(unread_module, "CHECK_S", 0.05)
     async with answering(broker.url, ENDLESS, step_s=0.02) as (worker, gateway, http):
         worker.most_tokens = num_tokens
         client = await RawClient.connect(http.base_url)
         await client.send(request(path))
-        await wait_until(lambda: worker.seen and gateway.pool.relay.streams)
+        if waits:
+            await wait_until(lambda: worker.seen and gateway.pool.relay.streams)
         client.close()
+        await wait_until(lambda: worker.seen)
         await nothing_left(gateway, worker)
 
 
