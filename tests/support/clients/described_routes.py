@@ -38,7 +38,7 @@ UNDESCRIBED = re.compile(
     "|each instance has one prediction|`stream` must be false"
     "|messages.[0-9]+..content` is required|is for the role `assistant`"
     "|does not exist"
-    "|must have words of"
+    "|must have words of|can only be used for JSON|white space"
     "|chat_template_kwargs"
     "|list of lists of token ids"  # 5.0 again
     "|cannot be compiled|must be a JSON schema|must be a text that is not empty"  # grammars
