@@ -26,14 +26,9 @@ def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
-    if request.stopping.max_new_tokens < 1:
-        raise WireError(
-            f"Generate.stopping.max_new_tokens: {request.stopping.max_new_tokens} is not positive"
-        )
-    if request.ttl_ms < 1:
-        raise WireError(f"Generate.ttl_ms: {request.ttl_ms} is not positive")
-    if request.result_ttl_ms < 1:
-        raise WireError(f"Generate.result_ttl_ms: {request.result_ttl_ms} is not positive")
+    check_positive("stopping.max_new_tokens", request.stopping.max_new_tokens)
+    check_positive("ttl_ms", request.ttl_ms)
+    check_positive("result_ttl_ms", request.result_ttl_ms)
     return Sequence(request, entry.id, queued_ms + request.ttl_ms)
 
 

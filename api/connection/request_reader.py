@@ -18,7 +18,7 @@ long as some kilobytes, so a body in chunks of single bytes costs a thousand tim
 UNREADABLE = "Invalid HTTP request received."
 EMPTY_LINES = b"\r\n"
 
-BAD_REQUEST, TOO_LARGE, NOT_IMPLEMENTED, VERSION_NOT_SUPPORTED = 400, 431, 501, 505
+TOO_LARGE, NOT_IMPLEMENTED, VERSION_NOT_SUPPORTED = 431, 501, 505
 
 
 class Refusal(h11.RemoteProtocolError):

@@ -9,7 +9,7 @@ import socket
 
 from fastapi import Request
 
-from api.errors import ApiError
+from api.errors import ApiError, quoted
 from api.http.state import own_pool
 
 LOCAL_ORIGINS = (
@@ -19,7 +19,6 @@ LOCAL_ORIGINS = (
 """Origins of pages that come from this machine, or from a program on it: no website has one. As in Ollama."""
 LOCAL_NAME = re.compile(r"[^.]*|.+\.(localhost|local|internal)")
 """Names of hosts that nobody can register in the public DNS. As in Ollama."""
-SHOWN = 200
 
 
 def check_key(request: Request) -> None:
@@ -45,12 +44,12 @@ def check_page(request: Request) -> None:
         return
     host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
     if origin is not None and host_of(origin) != host and not is_allowed(origin, allowed):
-        raise refused(f"pages of the origin {origin[:SHOWN]!r}")
+        raise refused(f"pages of the origin {quoted(origin)}")
     if origin is None and request.headers.get("sec-fetch-site") == "cross-site":
         raise refused("pages of other sites")
     server, _ = request.scope.get("server") or ("", None)
     if is_loopback(server) and not is_local(host) and host not in map(host_of, allowed):
-        raise refused(f"pages of the host {host[:SHOWN]!r}, which is not known to be this machine,")
+        raise refused(f"pages of the host {quoted(host)}, which is not known to be this machine,")
 
 
 def refused(who: str) -> ApiError:
