@@ -34,7 +34,7 @@ def pool_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of one pool. ARCHITECTURE.md lists writer, reader, bound and expiry of each."""
+    """Keys of one pool. docs/design/redis.md lists writer, reader, bound and expiry of each."""
 
     pool: str
 
