@@ -1,42 +1,77 @@
-"""ARCHITECTURE.md is about this tree: each file that it names exists, and its table of keys is
-`common/broker/keys.py`.
+"""ARCHITECTURE.md and docs/design/ are about this tree: what they name exists, every folder is named, and the
+table of keys is `common/broker/keys.py`. Each page is short.
 """
 
 import inspect
 import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from common.broker.keys import POOLS, Keys
 from tests.support.source_tree import PACKAGES, ROOT
 
-TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+DESIGN = sorted((ROOT / "docs/design").glob("*.md"))
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
+FOLDER = re.compile(r"`([\w./-]+/)`")
 SUFFIXES = {".py", ".lua", ".js", ".h", ".cpp"}
-MAX_CELL = 400
+MAX_WORDS_OF_ARCHITECTURE = 800
+MAX_WORDS_OF_DESIGN = 2200
 OF_ARQ = {"arq:queue:health-check"}
 
 
-def test_every_file_that_is_named_exists() -> None:
-    named = set(NAME.findall(TEXT))
-    assert len(named) > 80
-    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
-def test_every_folder_that_is_named_exists() -> None:
-    named = set(re.findall(r"`([\w./-]+/)`", TEXT))
-    assert [name for name in sorted(named) if not (ROOT / name).is_dir()] == []
+def table(text: str, head: str) -> list[list[str]]:
+    """The cells of each row of the table that begins with `head`."""
+    rows = text[text.index(head) :].split("\n\n")[0].splitlines()[2:]
+    return [row.split("|")[1:-1] for row in rows]
 
 
-def test_every_folder_with_code_is_named() -> None:
+@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING, *DESIGN], ids=name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = set(NAME.findall(page.read_text()))
+    assert named
+    assert sorted(one for one in named if not (ROOT / one).is_file()) == []
+
+
+@pytest.mark.parametrize("page", [CONTRIBUTING, *DESIGN], ids=name)
+def test_every_folder_that_is_named_exists(page: Path) -> None:
+    assert [one for one in sorted(FOLDER.findall(page.read_text())) if not (ROOT / one).is_dir()] == []
+
+
+def test_the_table_of_folders_is_the_folders() -> None:
+    """A row is a folder and its rooms. Folders with code are all named, down to the second level."""
+    named = set(folders_in_the_table())
+    assert sorted(one for one in named if not (ROOT / one).is_dir()) == []
+    assert sorted(folders_with_code() - named) == []
+
+
+def folders_in_the_table() -> Iterator[str]:
+    for first, rooms in table(ARCHITECTURE.read_text(), "| folder |"):
+        (folder,) = FOLDER.findall(first)
+        yield folder
+        yield from (folder + room for room in FOLDER.findall(rooms))
+
+
+def folders_with_code() -> set[str]:
+    """`api/http/` for a file of api/http/ or of a folder in it."""
     sources = [path for one in PACKAGES for path in (ROOT / one).rglob("*") if path.suffix in SUFFIXES]
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in sources if path.name != "__init__.py"}
-    assert len(folders) > 50
-    assert sorted(folder for folder in folders if f"`{folder}/`" not in TEXT) == []
+    folders = {path.parent.relative_to(ROOT).parts[:2] for path in sources if path.name != "__init__.py"}
+    assert len(folders) > 10
+    return {"/".join(parts) + "/" for parts in folders}
 
 
-def test_cells_of_tables_are_short() -> None:
-    """A table says the rule; reasons and steps stand in the text beneath it."""
-    cells = [cell for line in TEXT.splitlines() if line.startswith("|") for cell in line.split("|")]
-    assert [cell for cell in cells if len(cell) > MAX_CELL] == []
+def test_pages_are_short() -> None:
+    assert DESIGN
+    most = {ARCHITECTURE: MAX_WORDS_OF_ARCHITECTURE} | dict.fromkeys(DESIGN, MAX_WORDS_OF_DESIGN)
+    words = {page: len(page.read_text().split()) for page in most}
+    assert {name(page): count for page, count in words.items() if count > most[page]} == {}
 
 
 def kind(name: str) -> str:
@@ -45,9 +80,8 @@ def kind(name: str) -> str:
 
 
 def kinds_in_the_table() -> set[str]:
-    section = TEXT[TEXT.index("| key | kind |") :].split("\n\n")[0]
-    first_columns = [row.split("|")[1] for row in section.splitlines()[2:]]
-    return {kind(name) for column in first_columns for name in re.findall(r"`([^`]+)`", column)} - OF_ARQ
+    rows = table((ROOT / "docs/design/redis.md").read_text(), "| key | kind |")
+    return {kind(name) for row in rows for name in re.findall(r"`([^`]+)`", row[0])} - OF_ARQ
 
 
 def kinds_in_the_code() -> set[str]:

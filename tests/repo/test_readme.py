@@ -30,7 +30,7 @@ from tests.support.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TOOLS = (ROOT / "docs/tools.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
@@ -93,9 +93,20 @@ def test_the_glossary_names_what_exists() -> None:
 
 
 def test_every_link_has_a_target() -> None:
+    """A page, and the heading that the link names."""
     for page in PAGES:
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
-        assert [link for link in links if not (page.parent / link).is_file()] == []
+        links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text())
+        targets = [(page.parent / link if link else page, anchor) for link, anchor in links]
+        assert [str(target) for target, _ in targets if not target.is_file()] == []
+        assert [
+            (target, anchor) for target, anchor in targets if anchor and anchor not in anchors(target)
+        ] == []
+
+
+def anchors(page: Path) -> list[str]:
+    """The headings of a page, as links name them."""
+    headings: list[str] = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_readme_is_short_enough_for_a_newcomer() -> None:
