@@ -141,8 +141,7 @@ class Offers:
         """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
         name = stream.request.request_id
         await attempt(
-            lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S),
-            retry_forever,
+            lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S), retry_forever
         )
 
     def apply(self, stream: Stream, reply: OfferReply) -> None:

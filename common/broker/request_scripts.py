@@ -165,10 +165,7 @@ def cancel(keys: Keys, request_id: str, *, reader: int | None) -> ScriptCall[boo
         "cancel",
         bool,
         keys={"request": keys.request(request_id), "control": keys.control},
-        args={
-            "payload": encode(Cancel(request_id, "client")),
-            "reader": "" if reader is None else reader,
-        },
+        args={"payload": encode(Cancel(request_id, "client")), "reader": "" if reader is None else reader},
     )
 
 
