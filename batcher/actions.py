@@ -14,8 +14,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, load_script
-from common.broker.fast_client import FastConnection, ScriptCall
+from common.broker.client import ERRORS
+from common.broker.fast_client import FastConnection
+from common.broker.lua import ScriptCall, load_script
 
 MAX_CALLS = 64
 """Scripts that are on their way at once."""
@@ -36,7 +37,7 @@ class ScriptAction:
         on_reply: takes the reply, and returns what it calls for.
     """
 
-    call: Callable[[], ScriptCall]
+    call: Callable[[], ScriptCall[Any]]
     on_reply: Callable[[Any], "Iterable[Action | ScriptAction]"]
 
 

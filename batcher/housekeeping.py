@@ -12,7 +12,7 @@ from batcher.timeline import TimelineWriter
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.beats import until_beat
-from common.broker.keys import POOLS
+from common.broker import batcher_scripts
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.service_class import SERVICE_CLASSES
@@ -111,17 +111,17 @@ class Housekeeping:
         heartbeat.
         """
         counts = count(self.scheduler) | {"undecodable": undecodable}
-        keys, heartbeat = self.pool.keys, self.heartbeat
         # until then not all pools had time to renew theirs since the broker's clock jumped
-        pool_ttl_s = POOL_TTL_S if self.detector.active else ""
+        pool_ttl_s = POOL_TTL_S if self.detector.active else None
         await self.pool.run(
-            "publish_state",
-            keys=[keys.control, keys.state, POOLS, heartbeat.process_key, keys.processes],
-            args=[
-                *(control_id, STATE_TTL_MS, keys.pool, pool_ttl_s, len(counts)),
-                *(part for pair in counts.items() for part in pair),
-                *heartbeat.arguments(waiting=counts["waiting"], rows=counts["rows"]),
-            ],
+            batcher_scripts.publish_state(
+                self.pool.keys,
+                self.heartbeat.beat(waiting=counts["waiting"], rows=counts["rows"]),
+                oldest=control_id,
+                state_ttl_ms=STATE_TTL_MS,
+                pool_ttl_s=pool_ttl_s,
+                counts=counts,
+            )
         )
 
 

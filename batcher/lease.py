@@ -10,6 +10,8 @@ import time
 from typing import NoReturn
 
 from common.beats import until_beat
+from common.broker import batcher_scripts
+from common.broker.batcher_scripts import LeaseReply
 from common.broker.client import ERRORS, describe_error
 from common.broker.failures import FailureLog
 from common.broker.pool_client import PoolClient
@@ -72,21 +74,24 @@ class Lease:
         self.stopped_ms = b""
         self.stopped_since_s = time.monotonic()
 
-    async def request(self, ttl_s: float, clock_ms: int | bytes) -> tuple[str, str]:
+    async def request(self, ttl_s: float, clock_ms: int | bytes) -> LeaseReply:
         """Return the epoch, or "" while another batcher holds the lease, and the id of the server that
         answered. 0 seconds release the lease.
 
         Args:
-            clock_ms: of the holder, what the pool's clock shows; of another, as in `lease.lua`.
+            clock_ms: of the holder, what the pool's clock shows; of another, what `watch_clock` returns.
         """
         asked_s = time.monotonic()
-        epoch, server_id = await self.pool.run(
-            "lease",
-            keys=[self.pool.keys.batcher, self.pool.keys.epoch, self.pool.keys.clock],
-            args=[self.holder, int(ttl_s * 1000), self.epoch, clock_ms],
+        call = batcher_scripts.lease(
+            self.pool.keys,
+            holder=self.holder,
+            ttl_ms=int(ttl_s * 1000),
+            own_epoch=self.epoch,
+            clock_ms=clock_ms,
         )
-        self.expires_s = asked_s + ttl_s if epoch else 0.0
-        return epoch.decode(), server_id.decode()
+        reply = await self.pool.run(call)
+        self.expires_s = asked_s + ttl_s if reply.epoch else 0.0
+        return reply
 
     async def acquire(self) -> int:
         """Wait until the lease is free, and take it. Return the new epoch."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from batcher import dispatch, parse
 from batcher.actions import Action, ActionQueue, ScriptAction
@@ -19,6 +19,8 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
+from common.broker import batcher_scripts
+from common.broker.batcher_scripts import PlanReply
 from common.broker.failures import FailureLog
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
@@ -218,26 +220,26 @@ class Batcher:
     def publication(self, plan: PendingPlan) -> ScriptAction:
         return ScriptAction(partial(dispatch.publish, self.keys, plan), partial(self.on_published, plan))
 
-    def on_published(self, plan: PendingPlan, reply: list[bytes]) -> list[ScriptAction]:
+    def on_published(self, plan: PendingPlan, reply: list[Any]) -> list[ScriptAction]:
         """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn from it; then
         it is published again, and so are those behind it, which are not written without it.
         """
         replica, incarnation = plan.replica, plan.replica.capacity.incarnation
-        match dispatch.read_answer(reply):
-            case "OK", _:
+        match batcher_scripts.read_plan_reply(reply):
+            case PlanReply("OK"):
                 replica.plan_written = plan.plan.number
                 self.timeline.record_plan(plan)
-            case "GAP", _:
+            case PlanReply("GAP"):
                 if replica.plan_written >= plan.plan.number - 1:
                     raise WritesLost(f"the broker lost plans of worker {incarnation}")
                 return [self.publication(plan)]
-            case "refused", positions if self.scheduler.replicas.get(incarnation) is replica:
+            case PlanReply("refused", positions) if self.scheduler.replicas.get(incarnation) is replica:
                 for row in self.scheduler.withdraw(plan, positions):
                     why = row.sequence.stop_reason or "client"
                     self.pending.add(partial(self.terminals.finish, row.sequence, why))
                 return [self.publication(plan)]
-            case "FENCED", _:
+            case PlanReply("FENCED"):
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
-            case "MISSING", _:
+            case PlanReply("MISSING"):
                 self.pending.add(partial(self.recovery.seal, incarnation, "its logs are gone"))
         return []

@@ -7,7 +7,6 @@ the log has is saved to the string first, so the log can be deleted.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
 from functools import partial
 
 from batcher.actions import Action, ScriptAction
@@ -18,9 +17,9 @@ from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
-from common.broker import committed
+from common.broker import batcher_scripts, committed
+from common.broker.batcher_scripts import SavedRequest
 from common.broker.committed import Committed, in_slices
-from common.broker.keys import TOKENS_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.messages.plan import Report
 from common.plural import plural
@@ -154,14 +153,14 @@ class Recovery:
         """Append to each request's own string what only logs have of it, and record that `worker` holds it no
         more; without `worker`, that nobody does. Raises LeaseLost.
         """
-        keys = self.pool.keys
         for state in states.values():
             state.crash_count = count_crashes(state, is_crash and state.worker == worker)
         for names in in_slices([name for name in states if states[name].is_live], SAVED_IN_ONE_CALL):
-            own_keys = (key for name in names for key in (keys.tokens(name), keys.request(name)))
-            own_args = (arg for name in names for arg in save_args(states[name], worker))
-            args = [self.scheduler.epoch, TOKENS_TTL_MS, *own_args]
-            if await self.pool.run("save_committed", [keys.epoch, *own_keys], args) != b"OK":
+            requests = [saved_request(name, states[name], worker) for name in names]
+            call = batcher_scripts.save_committed(
+                self.pool.keys, own_epoch=self.scheduler.epoch, requests=requests
+            )
+            if await self.pool.run(call) != "OK":
                 raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
 
     async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
@@ -189,11 +188,12 @@ def update(sequence: Sequence, state: Committed) -> None:
         sequence.stop_reason = "client"
 
 
-def save_args(state: Committed, worker: str) -> Iterable[str | int | bytes]:
-    return (
-        worker or state.worker,
-        state.attempt,
-        state.crash_count,
-        state.spilled_bytes,
-        state.records[state.spilled_bytes :],
+def saved_request(request_id: str, state: Committed, worker: str) -> SavedRequest:
+    return SavedRequest(
+        request_id,
+        worker=worker or state.worker,
+        attempt=state.attempt,
+        crash_count=state.crash_count,
+        offset=state.spilled_bytes,
+        records=state.records[state.spilled_bytes :],
     )

@@ -7,12 +7,13 @@ from batcher.inbox import StreamEntry
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from common.broker.fast_client import ScriptCall
+from common.broker import batcher_scripts
+from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events
-from common.messages.finish_reasons import kept_of, terminal_for
+from common.messages.finish_reasons import terminal_for
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -79,19 +80,13 @@ class Terminals:
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
         await self.pool.run(
-            "finish",
-            keys=[self.pool.keys.request(request_id), self.pool.keys.tokens(request_id)],
-            args=[*kept_of(terminal, b""), ttl_ms, channel, encode(events)],
+            batcher_scripts.finish(
+                self.pool.keys, terminal, records=b"", ttl_ms=ttl_ms, channel=channel, payload=encode(events)
+            )
         )
 
-    async def delete_entry(self, request_id: str, entry_id: str) -> int:
-        return int(await self.pool.run(*self.dequeue_call(request_id, entry_id)))
+    async def delete_entry(self, request_id: str, entry_id: str) -> bool:
+        return await self.pool.run(self.dequeue_call(request_id, entry_id))
 
-    def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall:
-        keys = [
-            self.pool.keys.requests,
-            self.pool.keys.places,
-            self.pool.keys.tokens(request_id),
-            self.pool.keys.request(request_id),
-        ]
-        return ScriptCall("dequeue", keys, [entry_id])
+    def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall[bool]:
+        return batcher_scripts.dequeue(self.pool.keys, request_id, entry_id=entry_id)

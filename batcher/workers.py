@@ -10,6 +10,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
+from common.broker import worker_scripts
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerCapacity
@@ -201,7 +202,7 @@ class WorkerRegistry:
             why = "unreadable"
         else:
             why = "drained" if replica is not None and replica.draining else "died"
-        return await self.pool.seal(incarnation, why)
+        return await self.pool.run(worker_scripts.seal(self.pool.keys, incarnation, why=why))
 
     async def remove_worker_keys(self, incarnation: str) -> None:
         """Delete what is left in Redis of a sealed worker whose reports were read to the end."""

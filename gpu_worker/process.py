@@ -12,6 +12,7 @@ import setproctitle
 import uvloop
 
 from common import model_files
+from common.broker import worker_scripts
 from common.broker.client import ERRORS, describe_error
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
@@ -162,7 +163,7 @@ async def seal(pool: PoolClient, incarnation: str, why: str) -> None:
     """Seal the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
-            await pool.seal(incarnation, why)
+            await pool.run(worker_scripts.seal(pool.keys, incarnation, why=why))
     except (*ERRORS, TimeoutError) as error:
         log.warning("not sealed: %s", describe_error(error))
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
@@ -15,14 +15,15 @@ from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.worker_monitor import WorkerMonitor
 from api.retry import Policy, attempt, fail_fast, retry_forever
-from api.service.admit import admit_args, refusal
+from api.service.admit import refusal
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from api.tokenizer import ModelTokenizer
+from common.broker import request_scripts
 from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, describe_error
-from common.broker.keys import admission_keys
 from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import AdmitReply
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 from common.messages.request import Generate
@@ -125,28 +126,36 @@ class Admission:
         self.relay.add(stream)
         outcome = await attempt(lambda: self.admit_once(stream.request, stream.answer), policy)
         self.relay.admitted(stream)
-        return outcome == b"attached"
+        return outcome == "attached"
 
-    async def admit_once(self, request: Generate, answer: bytes) -> bytes:
+    async def admit_once(self, request: Generate, answer: bytes) -> str:
         """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if it is full."""
-        outcome = await self.send_admit(request, answer)
-        if outcome[0] not in (b"admitted", b"attached"):
-            raise refusal(outcome, request.tenant)
-        return bytes(outcome[0])
+        reply = await self.send_admit(request, answer)
+        if reply.outcome not in ("admitted", "attached"):
+            raise refusal(reply, request.tenant)
+        return reply.outcome
 
-    async def send_admit(self, request: Generate, answer: bytes) -> Any:
-        """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
-        keys = admission_keys(self.client.keys, request.request_id, request.service_class)
-        args = admit_args(request, answer, self.settings, self.weights)
+    async def send_admit(self, request: Generate, answer: bytes) -> AdmitReply:
+        """The reply of the script `admit`, which is sent again if that was lost, then `attached`."""
+        call = request_scripts.admit(
+            self.client.keys,
+            request,
+            payload=encode(request),
+            answer=answer,
+            weight=self.weights.get(request.tenant, 1.0),
+            max_requests=self.settings.max_concurrent_requests,
+            max_tokens=self.settings.max_queued_tokens,
+            max_bytes=self.settings.max_queued_bytes,
+        )
         async with self.turn(), asyncio.timeout(CONNECT_TIMEOUT_S):
             try:
-                return await self.client.run("admit", keys, args)
+                return await self.client.run(call)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 await self.client.redis.connection_pool.disconnect(inuse_connections=False)
-                return await self.client.run("admit", keys, args)
+                return await self.client.run(call)
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -201,13 +210,13 @@ class Admission:
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
         request_id = stream.request.request_id
-        own_keys = [self.client.keys.request(request_id), self.client.keys.tokens(request_id)]
+        forget = request_scripts.forget(self.client.keys, request_id, reader=reader)
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
                 if (stream.ended_here or not stream.terminal) and await self.cancel(request_id, reader):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
-                await self.retry_forever(lambda: self.client.run("readers/forget", own_keys, [reader]))
+                await self.retry_forever(lambda: self.client.run(forget))
         except TimeoutError:
             log.warning(
                 "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S

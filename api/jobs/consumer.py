@@ -22,6 +22,7 @@ from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.retry import repeat_forever
 from common.beats import until_beat
+from common.broker import job_scripts
 from common.messages.service_class import SERVICE_CLASSES
 from common.plural import plural
 from common.process.logs import REQUEST_ID
@@ -120,13 +121,14 @@ class JobConsumer:
         for consumer in await self.redis.xinfo_consumers(self.keys.submit, GROUP):
             other = consumer["name"].decode(errors="surrogateescape")
             if other != self.name:
-                keys = [self.keys.submit, self.keys.gateway(other)]
-                args = [GROUP, consumer["name"], self.name, NUM_CLAIMED]
-                claimed = await self.pool.client.run("jobs/claim_jobs", keys, args)
+                call = job_scripts.claim_jobs(
+                    self.keys, group=GROUP, dead=consumer["name"], claimer=self.name, max_jobs=NUM_CLAIMED
+                )
+                claimed = await self.pool.client.run(call)
                 if claimed:
                     log.warning("claimed of gateway %s: %s", other, plural(len(claimed), "job"))
                 for entry_id in claimed:
-                    self.hold(entry_id.decode())
+                    self.hold(entry_id)
         await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def accept(self, entry_id: str, fields: Fields) -> None:
@@ -158,7 +160,8 @@ class JobConsumer:
         if not re.fullmatch(NAME, job_id):
             log.warning("a cancel is ignored: %.100r is no id of a job", name)
             return
-        num_requests = await self.pool.client.run("jobs/cancel_job", [self.keys.job(job_id)], [TOMBSTONE_MS])
+        call = job_scripts.cancel_job(self.keys, job_id, mark_ttl_ms=TOMBSTONE_MS)
+        num_requests = await self.pool.client.run(call)
         for i in range(num_requests):
             await self.admission.cancel(f"{job_id}#{i}")
 

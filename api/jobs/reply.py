@@ -5,13 +5,14 @@ Frames are numbered, so that each is sent once, even if two gateways serve the j
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from api.errors import ApiError
 from api.inference.pool import Pool
 from api.jobs.job import Job
 from api.json import to_json
-from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS
+from common.broker import job_scripts
+from common.broker.job_scripts import FRAMES_LOST, NOT_A_JOB
+from common.broker.keys import RESULT_TTL_MS
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,6 @@ Frame = tuple[int, int, bytes]
 """Lane, index in its lane, text. Every gateway makes the same frames for a lane; lanes may mix in any order.
 """
 
-NOT_A_JOB, FRAMES_LOST = -1, -2
-"""What `reply` answers where it sends nothing."""
 REQUEST_TTL_MS = 60_000
 """Time for which the keys of an answered request are kept, for another gateway that still serves the job."""
 
@@ -34,28 +33,21 @@ class Reply:
 
     def __init__(self, pool: Pool, job: Job) -> None:
         self.client = pool.client
-        self.keys = keys = pool.client.keys
+        self.keys = pool.client.keys
         self.retry_forever = pool.admission.retry_forever
         self.job = job
-        self.channel = keys.channel(job.reply_to) if job.reply_to else ""
-        self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
+        self.channel = self.keys.channel(job.reply_to) if job.reply_to else ""
         self.num_sent = 0
 
     async def register(self) -> str:
         """Register the entry's job: `live`, `ended`, `conflict` or `spoiled`. An ended job is answered
         again.
         """
-        args: list[str | int] = [
-            self.job.digest,
-            JOB_TTL_MS,
-            self.channel,
-            int(self.job.in_stream),
-            RESULT_TTL_MS,
-        ]
-        answer: bytes = await self.retry_forever(
-            lambda: self.client.run("jobs/register_job", self.own_keys[:2], args)
+        job = self.job
+        call = job_scripts.register_job(
+            self.keys, job.id, digest=job.digest, channel=self.channel, in_stream=job.in_stream
         )
-        return answer.decode()
+        return await self.retry_forever(lambda: self.client.run(call))
 
     async def send_new(self, frames: list[Frame], max_frames: int) -> None:
         """Send those of the job's frames that are not sent yet; the job has at most `max_frames` in all."""
@@ -82,30 +74,25 @@ class Reply:
         """Send what is new of the frames; where the broker has lost frames, offer it all of them. The answer
         goes together with the last frames: after the last frame a client finds it.
         """
-        request_keys = [
-            key
-            for request_id in request_ids
-            for key in (self.keys.request(request_id), self.keys.tokens(request_id))
-        ]
-        head: list[Any] = [
-            self.channel,
-            max_frames * self.job.in_stream,
-            RESULT_TTL_MS,
-            REQUEST_TTL_MS,
-            JOB_TTL_MS,
-            answer,
-        ]
 
         async def offer(first: int) -> int:
-            args = [*head, self.num_sent - first, *(part for frame in frames[first:] for part in frame)]
-            answered: int = await self.retry_forever(
-                lambda: self.client.run("jobs/reply", [*self.own_keys, *request_keys], args)
+            call = job_scripts.reply(
+                self.keys,
+                self.job.id,
+                channel=self.channel,
+                max_entries=max_frames * self.job.in_stream,
+                request_ttl_ms=REQUEST_TTL_MS,
+                answer=answer,
+                request_ids=request_ids,
+                frames=frames[first:],
+                num_heard=self.num_sent - first,
             )
-            return answered
+            return await self.retry_forever(lambda: self.client.run(call))
 
         answered = await offer(self.num_sent)
         if answered == FRAMES_LOST:
             log.warning("job %s: the broker has lost frames: all are offered again", self.job.id)
             answered = await offer(0)
         if answered == NOT_A_JOB:
-            log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, self.own_keys[0])
+            key = self.keys.job(self.job.id)
+            log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, key)

@@ -7,6 +7,7 @@ from api.errors import asking_broker, unavailable
 from api.inference.pool import Pool
 from api.responses.stored import StoredResponse, read_response
 from api.streams.stream import Stream
+from common.broker import request_scripts
 from common.broker.cancel import cancel_request
 
 END_S, PAUSE_S = 10.0, 0.05
@@ -40,12 +41,7 @@ async def delete_response(stored: StoredResponse) -> None:
 
 async def delete_ended(pool: Pool, request_id: str) -> bool:
     """Delete a response. Returns False if it has not ended yet."""
-    keys = [
-        pool.client.keys.request(request_id),
-        pool.client.keys.tokens(request_id),
-        pool.client.keys.responses,
-    ]
-    return bool(await pool.client.run("responses/delete", keys, [request_id]))
+    return await pool.client.run(request_scripts.delete_response(pool.client.keys, request_id))
 
 
 async def make_room(pool: Pool, request_id: str) -> None:
@@ -56,9 +52,9 @@ async def make_room(pool: Pool, request_id: str) -> None:
     most_s = round(settings.response_ttl_s + settings.request_timeout_s)
     async with asking_broker():
         oldest = await pool.client.run(
-            "responses/keep",
-            [pool.client.keys.responses],
-            [request_id, most_s, settings.max_stored_responses],
+            request_scripts.keep_response(
+                pool.client.keys, request_id, ttl_s=most_s, max_kept=settings.max_stored_responses
+            )
         )
         for other in oldest:
-            await delete_ended(pool, other.decode())
+            await delete_ended(pool, other)

@@ -18,6 +18,7 @@ from api.streams.offers import supersede
 from api.streams.sources import Sources
 from api.streams.stream import Stream
 from api.tgi import answers
+from common.broker import request_scripts
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 
@@ -121,21 +122,18 @@ async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | Non
     """
     request_ids = [stream.request.request_id for stream in streams]
     async with asking_broker():
-        outcome = await pool.client.run(
-            "readers/attach",
-            keys=[pool.client.keys.request(request_id) for request_id in request_ids],
-            args=[pool.gateway, "" if connection is None else connection],
+        reply = await pool.client.run(
+            request_scripts.attach(pool.client.keys, request_ids, gateway=pool.gateway, inherited=connection)
         )
-    if outcome[0] == b"cancelled":
+    if reply.outcome == "cancelled":
         raise cancelled_answer(request_ids[0])
-    if outcome[0] != b"attached":
+    if reply.outcome != "attached":
         raise unknown_answer(request_ids[0])
-    _, reader, digests = outcome
-    for stream, digest in zip(streams, digests, strict=True):
-        stream.request = replace(stream.request, digest=digest.decode())
-        stream.reader, stream.connection = reader, reader if connection is None else connection
+    for stream, digest in zip(streams, reply.digests, strict=True):
+        stream.request = replace(stream.request, digest=digest)
+        stream.reader, stream.connection = reply.reader, reply.reader if connection is None else connection
         give_events(pool, stream)
-    return int(reader)
+    return reply.reader
 
 
 def give_events(pool: Pool, stream: Stream) -> None:

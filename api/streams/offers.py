@@ -10,20 +10,18 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from api.retry import PAUSE_S, attempt, repeat_forever, retry_forever
 from api.streams.stream import Stream
+from common.broker import request_scripts
 from common.broker.cancel import cancel_request
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, read_server_id
 from common.broker.failures import FailureLog
-from common.broker.keys import TOKENS_TTL_MS
 from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import OfferReply
 from common.messages import finish_reasons
-from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.records import pack_columns
-from common.messages.request import Resume
 from common.plural import plural
 from common.process.logs import for_request
 
@@ -126,32 +124,31 @@ class Offers:
             return
         with self.failures.caught():
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                answer, *placed = await self.send(stream, ttl_ms, reopen)
-            await self.take(stream, answer.decode(), placed)
+                reply = await self.send(stream, ttl_ms, reopen)
+            await self.take(stream, reply)
             return
         await asyncio.sleep(PAUSE_S)
         self.request([stream], reopen)
 
-    async def take(self, stream: Stream, answer: str, placed: list[int]) -> None:
-        """Apply the answer to an offer."""
+    async def take(self, stream: Stream, reply: OfferReply) -> None:
+        """Apply the reply to an offer."""
         self.num_offers += 1
-        self.apply(stream, answer, placed)
-        if answer == "queued" and (stream.terminal or stream.released):
+        self.apply(stream, reply)
+        if reply.outcome == "queued" and (stream.terminal or stream.released):
             await self.cancel(stream)
 
     async def cancel(self, stream: Stream) -> None:
         """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
         name = stream.request.request_id
         await attempt(
-            lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S),
-            retry_forever,
+            lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S), retry_forever
         )
 
-    def apply(self, stream: Stream, answer: str, placed: list[int]) -> None:
+    def apply(self, stream: Stream, reply: OfferReply) -> None:
         request_id = stream.request.request_id
         extra = for_request(request_id)
         shown = plural(stream.num_tokens, "token")
-        match answer:
+        match reply.outcome:
             case "queued":
                 log.warning("request %s is queued again, behind %s", request_id, shown, extra=extra)
             case "void":
@@ -160,42 +157,21 @@ class Offers:
                 supersede(stream)
             case "foreign":
                 stream.fail(FORGOTTEN)
-        stream.offered(*placed)
+        stream.offered(reply.attempt)
 
-    async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> list[Any]:
-        """The answer of the script `offer`."""
-        request, lineage = stream.request, stream.lineage
-        request_id = request.request_id
-        queued = replace(request, ttl_ms=ttl_ms, num_shown=stream.num_tokens)
-        keys = [
-            self.client.keys.request(request_id),
-            self.client.keys.tokens(request_id),
-            self.client.keys.requests,
-            self.client.keys.places,
-            self.client.keys.clock,
-            self.client.keys.control,
-        ]
-        args: list[bytes | str | int] = [
-            encode(queued),
-            request.digest,
-            request.channel,
-            request.gateway,
-            request.width,
-            lineage.worker,
-            lineage.attempt,
-            stream.num_tokens,
-            pack_columns(stream.ids, stream.logprobs, stream.tops),
-            stream.prompt.records or b"",
-            stream.prompt.num_cached if stream.ids else "",
-            TOKENS_TTL_MS,
-            encode(Resume(request_id)),
-            "1" if reopen else "",
-            stream.answer,
-            stream.reader,
-            stream.connection,
-            request.service_class,
-            request.num_prompt,
-            request.tenant,
-        ]
-        answer: list[Any] = await self.client.run("offer", keys, args)
-        return answer
+    async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> OfferReply:
+        """The reply of the script `offer`."""
+        call = request_scripts.offer(
+            self.client.keys,
+            replace(stream.request, ttl_ms=ttl_ms, num_shown=stream.num_tokens),
+            made_by=stream.lineage.worker,
+            made_in=stream.lineage.attempt,
+            records=pack_columns(stream.ids, stream.logprobs, stream.tops),
+            prompt_records=stream.prompt.records or b"",
+            num_cached=stream.prompt.num_cached if stream.ids else None,
+            reopen=reopen,
+            answer=stream.answer,
+            reader=stream.reader,
+            connection=stream.connection,
+        )
+        return await self.client.run(call)

@@ -27,8 +27,10 @@ from redis.asyncio import Redis
 
 from benchmarks.client import Stream, stream
 from benchmarks.restarts import LONG_LIFE_S
-from common.broker.client import connect, script
+from common.broker import worker_scripts
+from common.broker.client import connect
 from common.broker.keys import Keys
+from common.broker.lua import run_script
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.figures import count_resumes
 from tests.support.waiting import wait_until
@@ -73,7 +75,7 @@ async def drain(redis: Redis) -> tuple[float, float, float, float]:
         return await ready_workers(redis) - before
 
     asked_s = time.monotonic()
-    await script(redis, "drain")(keys=[KEYS.worker(worker)], args=[])
+    await run_script(redis, worker_scripts.drain(KEYS, worker))
     await wait_until(is_gone)
     left_s = time.monotonic()
     [successor] = await wait_until(find_successor)

@@ -13,7 +13,6 @@ import itertools
 import random
 import sys
 import time
-from typing import Any
 
 import psutil
 import uvloop
@@ -21,9 +20,11 @@ from redis.asyncio import Redis
 
 from benchmarks.batcher.lives import MAX_ANSWER, NUM_BLOCKS, NUM_ROWS, PROMPT_TOKENS, CostlessWorker
 from common.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
-from common.broker.client import connect, load_script
+from common.broker import request_scripts
+from common.broker.client import connect
 from common.broker.committed import in_slices
-from common.broker.keys import Keys, admission_keys
+from common.broker.keys import Keys
+from common.broker.lua import load_script
 from common.messages.codec import decode, encode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, Report, WorkerCapacity
@@ -71,10 +72,9 @@ class Pool:
         self.prompt = pack_ids(range(PROMPT_TOKENS))
         self.numbers = itertools.count()
         self.num_ended = 0
-        self.admit_sha = ""
 
     async def open(self) -> None:
-        self.admit_sha = await self.redis.script_load(load_script("admit"))
+        await self.redis.script_load(load_script("admit"))
         await self.redis.set(KEYS.gateway("g"), 1)
         for name in self.workers:
             sizes = (16, NUM_BLOCKS, 512, 8192)
@@ -101,23 +101,17 @@ class Pool:
                 pipe.xadd(KEYS.reports(worker.name), entry, id=f"{report.sequence}-0", maxlen=100)  # type: ignore[arg-type]
             for _ in range(num_new):
                 request = self.request()
-                keys = admission_keys(KEYS, request.request_id, "standard")
-                args: list[Any] = [
-                    encode(request),
-                    10**9,
-                    10**12,
-                    "d",
-                    "",
-                    "g",
-                    1,
-                    "",
-                    "standard",
-                    "",
-                    1,
-                    128,
-                    "",
-                ]
-                pipe.evalsha(self.admit_sha, len(keys), *keys, *args)
+                call = request_scripts.admit(
+                    KEYS,
+                    request,
+                    payload=encode(request),
+                    answer=b"",
+                    weight=1.0,
+                    max_requests=10**9,
+                    max_tokens=None,
+                    max_bytes=10**12,
+                )
+                pipe.execute_command(*call.command)
             await pipe.execute()
 
     async def turn(self) -> None:

@@ -1,12 +1,9 @@
-"""Broker client: connections to Redis (7 or later) or Valkey, errors in one line, Lua scripts."""
+"""Broker client: connections to Redis (7 or later) or Valkey, errors in one line."""
 
 import asyncio
-import functools
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import hiredis
@@ -27,17 +24,8 @@ from common.settings.settings import SettingError, Settings
 CONNECT_TIMEOUT_S = 5.0
 MIN_VERSION = (7, 0)
 NO_EVICTION = "noeviction"
-FOLDER = Path(__file__).parents[1] / "scripts"
-SCRIPTS = {
-    path.relative_to(FOLDER).with_suffix("").as_posix(): path.read_text() for path in FOLDER.rglob("*.lua")
-}
-"""Texts by name, read when the process starts: a version that is installed while it runs may have scripts
-that do not take what this process sends.
-"""
 ERRORS = (RedisError, OSError)
 """What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
-
-Script = Callable[..., Awaitable[Any]]
 
 
 def connect(url: str, **options: Any) -> redis.asyncio.Redis:
@@ -169,23 +157,3 @@ async def read_server_id(redis: redis.asyncio.Redis) -> str:
     may lack what was written last.
     """
     return str((await redis.info("server"))["run_id"])
-
-
-@functools.cache
-def load_script(name: str) -> str:
-    """Return the text of `common/scripts/{name}.lua`, preceded by the scripts that its first line names.
-
-    That line is `-- needs: lib/one, lib/other`.
-    """
-    text = SCRIPTS[name]
-    needs = re.match(r"-- needs: ([\w/, ]+)\n", text)
-    return (
-        "".join(load_script(other) + "\n" for other in (re.findall(r"[\w/]+", needs[1]) if needs else ()))
-        + text
-    )
-
-
-def script(client: redis.asyncio.Redis, name: str) -> Script:
-    """Return the script as a callable: `await call(keys=…, args=…)` runs EVALSHA, or EVAL the first time."""
-    registered: Script = client.register_script(load_script(name))
-    return registered

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
+from common.broker import request_scripts
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.keys import SEALED
 from common.broker.pool_client import PoolClient
@@ -198,8 +199,8 @@ async def read_saved(
     """
     states: dict[str, Committed] = {}
     for names in in_slices(list(request_ids), REQUESTS_IN_ONE_READ):
-        offsets = dict.fromkeys(names, 0 if with_tokens else "")
-        states |= await read_slice(pool, "live", offsets)
+        offsets = dict.fromkeys(names, 0 if with_tokens else None)
+        states |= await read_slice(pool, offsets, of_ended=False)
     return states
 
 
@@ -208,18 +209,16 @@ async def read_tails(pool: PoolClient, offsets: Mapping[str, int]) -> dict[str, 
     whole string of one that has ended: who has other tokens will see it.
     """
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        return await read_slice(pool, "all", offsets)
+        return await read_slice(pool, offsets, of_ended=True)
 
 
-async def read_slice(pool: PoolClient, which: str, offsets: Mapping[str, int | str]) -> dict[str, Committed]:
-    answer = await pool.run(
-        "read_requests",
-        keys=[key for name in offsets for key in (pool.keys.request(name), pool.keys.tokens(name))],
-        args=[which, len(FIELDS), *FIELDS, *offsets.values()],
-    )
-    return {
-        name: parse_state(fields, records) for name, (*fields, records) in zip(offsets, answer, strict=True)
-    }
+async def read_slice(
+    pool: PoolClient, offsets: Mapping[str, int | None], of_ended: bool
+) -> dict[str, Committed]:
+    """Return the state of each request as `request_scripts.read_requests` reads it."""
+    call = request_scripts.read_requests(pool.keys, offsets, fields=FIELDS, of_ended=of_ended)
+    found = await pool.run(call)
+    return {name: parse_state(*state) for name, state in zip(offsets, found, strict=True)}
 
 
 async def read_sealed_log(pool: PoolClient, worker: str) -> tuple[list[Tokens], str]:

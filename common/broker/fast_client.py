@@ -7,21 +7,18 @@ engine, which keeps the caches cold, it saved a quarter of the agent's CPU a tok
 
 import asyncio
 import contextlib
-import functools
-import hashlib
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, DefaultParser
 from redis.exceptions import ConnectionError, InvalidResponse
 
-from common.broker.client import load_script
+from common.broker.lua import Argument
 
-Argument = str | bytes | int
 INCOMPLETE = object()
 """What the parser returns when the next reply has not arrived in full."""
 HELD_BYTES = 1024
@@ -141,20 +138,3 @@ def own_tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
     own = socket.socket(shared.family, shared.type, shared.proto, os.dup(shared.fileno()))
     own.setblocking(False)
     return own
-
-
-class ScriptCall(NamedTuple):
-    """ScriptCall: a script of `common/scripts` with its keys and arguments."""
-
-    name: str
-    keys: Sequence[str]
-    args: Sequence[Argument]
-
-    @property
-    def command(self) -> tuple[Argument, ...]:
-        return ("EVALSHA", script_digest(self.name), len(self.keys), *self.keys, *self.args)
-
-
-@functools.cache
-def script_digest(name: str) -> str:
-    return hashlib.sha1(load_script(name).encode()).hexdigest()

@@ -3,6 +3,7 @@
 The braces are a Redis Cluster hash tag: all keys of a pool are on one shard.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 SEALED = "18446744073709551615-18446744073709551615"
@@ -162,7 +163,6 @@ class Keys:
         return self.key("events", gateway)
 
 
-def admission_keys(keys: Keys, request_id: str, service_class: str) -> list[str]:
-    """The keys of the script `admit`."""
-    own = [keys.request(request_id), keys.clock, keys.tenants(service_class)]
-    return [keys.requests, keys.places, *own]
+def request_keys(keys: Keys, request_ids: Iterable[str]) -> list[str]:
+    """Return the hash and the string of each request."""
+    return [key for name in request_ids for key in (keys.request(name), keys.tokens(name))]

@@ -1,14 +1,14 @@
 """PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from redis.asyncio import Redis
-from redis.typing import EncodableT
 
-from common.broker.client import Script, broker_url, connect, script
-from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.broker.client import broker_url, connect
+from common.broker.keys import Keys
+from common.broker.lua import Reply, ScriptCall, run_script
 from common.settings.settings import Settings
 
 
@@ -30,14 +30,10 @@ class WorkerLook(NamedTuple):
 class PoolClient:
     """The connection to a pool's broker, and the names of the pool's keys. As a context, it closes its
     connections at the end.
-
-    Attributes:
-        scripts: by name, those that were run: the text of each is hashed once.
     """
 
     redis: Redis
     keys: Keys
-    scripts: dict[str, Script] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def connect(cls, settings: Settings) -> "PoolClient":
@@ -50,17 +46,9 @@ class PoolClient:
     async def __aexit__(self, *_: object) -> None:
         await self.redis.aclose()
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[EncodableT]) -> Any:
-        """Return what a script returns; the broker is sent a script that it does not know."""
-        if name not in self.scripts:
-            self.scripts[name] = script(self.redis, name)
-        return await self.scripts[name](keys=keys, args=args)
-
-    async def seal(self, worker: str, why: str) -> bool:
-        """Seal a worker's logs: nothing can be appended any more. Return whether they exist."""
-        keys, own = self.keys, self.keys.worker(worker)
-        names = [keys.log(worker), keys.reports(worker), own, keys.workers, keys.sealed]
-        return bool(await self.run("seal", names, [worker, why, STREAMS_TTL_MS]))
+    async def run(self, call: ScriptCall[Reply]) -> Reply:
+        """Return what a script's reply means; the broker is sent a script that it does not know."""
+        return await run_script(self.redis, call)
 
     async def sealed(self) -> list[str]:
         """Incarnations that are sealed, and whose other keys are not deleted yet."""

@@ -7,8 +7,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError
 
-from common.broker.client import Script, load_script
-from common.broker.fast_client import Argument, FastConnection, script_digest
+from common.broker.fast_client import FastConnection
+from common.broker.lua import Argument, Reply, ScriptCall
 
 
 class SerialClient:
@@ -88,14 +88,10 @@ class SerialClient:
             self.connection.close()
             self.connection = None
 
-    def script(self, name: str) -> Script:
-        """Return the script as a callable, as `common.broker.client.script` does."""
-        text, digest = load_script(name), script_digest(name)
-
-        async def call(keys: list[str], args: list[Argument]) -> Any:
-            try:
-                return await self.execute("EVALSHA", digest, len(keys), *keys, *args)
-            except NoScriptError:
-                return await self.execute("EVAL", text, len(keys), *keys, *args)
-
-        return call
+    async def run(self, call: ScriptCall[Reply]) -> Reply:
+        """Return what a script's reply means, as `PoolClient.run` does."""
+        try:
+            reply = await self.execute(*call.command)
+        except NoScriptError:
+            reply = await self.execute(*call.command_with_text)
+        return call.read(reply)

@@ -33,9 +33,6 @@ def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
     return Terminal(request_id, "cancelled", num_tokens, f"cancelled: {why}", "cancelled")
 
 
-def kept_of(end: Terminal, records: bytes) -> list[str | int | bytes]:
-    """Return what is kept of a request with this terminal and these packed records, as `finish` in
-    `lib/terminal.lua` takes it: of one that failed or was cancelled no tokens.
-    """
-    kept = records if end.reason in FINISHED else b""
-    return [end.reason, end.num_tokens, end.error, end.error_type, kept]
+def kept_records(end: Terminal, records: bytes) -> bytes:
+    """Return what is kept of a request's packed records: of one that failed or was cancelled nothing."""
+    return records if end.reason in FINISHED else b""

@@ -11,6 +11,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from common.beats import until_beat
+from common.broker import batcher_scripts
+from common.broker.batcher_scripts import ProcessBeat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient
 
@@ -31,18 +33,16 @@ class Heartbeat:
 
     def __init__(self, pool: PoolClient, kind: str, name: str, ttl_s: float) -> None:
         self.pool = pool
+        self.kind = kind
+        self.name = name
         self.ttl_ms = round(ttl_s * 1000)
-        self.member = f"{kind}:{name}"
-        self.process_key = pool.keys.process(kind, name)
 
-    def arguments(self, **fields: str | int) -> list[str | int]:
-        """The arguments of the script."""
-        pairs = [part for pair in (process_fields() | fields).items() for part in pair]
-        return [self.member, self.ttl_ms, *pairs]
+    def beat(self, **fields: str | int) -> ProcessBeat:
+        """What the script writes: these fields, and where the process is found."""
+        return ProcessBeat(self.kind, self.name, self.ttl_ms, process_fields() | fields)
 
     async def send(self, **fields: str | int) -> None:
-        keys = [self.process_key, self.pool.keys.processes]
-        await self.pool.run("heartbeat", keys, self.arguments(**fields))
+        await self.pool.run(batcher_scripts.heartbeat(self.pool.keys, self.beat(**fields)))
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
         """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""
@@ -77,6 +77,6 @@ class Heartbeat:
 
     async def remove(self) -> None:
         async with self.pool.redis.pipeline() as pipe:
-            pipe.delete(self.process_key)
-            pipe.zrem(self.pool.keys.processes, self.member)
+            pipe.delete(self.pool.keys.process(self.kind, self.name))
+            pipe.zrem(self.pool.keys.processes, f"{self.kind}:{self.name}")
             await pipe.execute()

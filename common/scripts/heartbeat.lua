@@ -1,4 +1,6 @@
 -- needs: lib/heartbeat
 -- Heartbeat of a process that is no worker.
--- KEYS hash of the process, processes   ARGV kind:name, ttl in ms, then field, value of the hash
-return write_heartbeat(KEYS[1], KEYS[2], ARGV)
+-- KEYS process, processes
+-- ARGV member, ttl_ms, ...
+-- `process`: its hash. `member`: kind:name. More arguments: field, value of the hash.
+return write_heartbeat(process, processes, member, ttl_ms, {unpack(ARGV, first_arg)})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import setproctitle
 
+from common.broker import worker_scripts
 from common.broker.client import ERRORS, describe_error
 from common.broker.pool_client import PoolClient
 from common.plural import plural
@@ -89,13 +90,13 @@ async def wait_until_gone(pool: PoolClient, worker: str) -> None:
     shown, seen = "", "seen by nobody"
     while True:
         try:
-            found = await pool.run("drain", [pool.keys.worker(worker)], [])
+            found = await pool.run(worker_scripts.drain(pool.keys, worker))
             if found is None:
                 check_return(worker, await pool.workers())
                 print(f"{worker} is gone; it was last {seen}", flush=True)
                 return
-            state, rows = ((field or b"").decode() for field in found)
-            seen = f"{state}, with {plural(int(rows or 0), 'request')}"
+            state, num_rows = found
+            seen = f"{state}, with {plural(num_rows, 'request')}"
             line = f"{worker} is {seen}"
         except ERRORS as error:
             line = f"{worker}: {describe_error(error)}"

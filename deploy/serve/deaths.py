@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from common.broker import batcher_scripts
 from common.broker.client import ERRORS
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -40,7 +41,7 @@ async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
 
 async def release_lease(pool: PoolClient, incarnation: str) -> None:
     """Release the lease, if this batcher held it: another takes it."""
-    await pool.run("lease", [pool.keys.batcher, pool.keys.epoch, pool.keys.clock], [incarnation, 0, "", ""])
+    await pool.run(batcher_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b""))
 
 
 DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {

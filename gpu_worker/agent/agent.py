@@ -9,8 +9,8 @@ import secrets
 from dataclasses import replace
 
 from common.beats import until_beat
+from common.broker import worker_scripts
 from common.broker.failures import FailureLog
-from common.broker.keys import STREAMS_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
@@ -103,11 +103,11 @@ class Agent:
         """Create this incarnation's log and report streams; nothing is read or published before that. Raises
         Sealed where another process has this incarnation.
         """
-        keys = [self.pool.keys.log(self.worker.incarnation), self.pool.keys.reports(self.worker.incarnation)]
+        call = worker_scripts.create_logs(self.pool.keys, self.worker.incarnation, owner=self.owner)
         failures = FailureLog(log, "creating streams")
         while True:
             with failures.caught():
-                if not await self.pool.run("create_logs", keys, [self.owner, STREAMS_TTL_MS]):
+                if not await self.pool.run(call):
                     raise Sealed(f"another process has the incarnation {self.worker.incarnation}")
                 return
             await asyncio.sleep(RETRY_S)

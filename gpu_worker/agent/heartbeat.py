@@ -1,6 +1,6 @@
 """A worker's heartbeat: that it is alive, what it can hold, and what it holds."""
 
-from common.broker.keys import STREAMS_TTL_MS
+from common.broker import worker_scripts
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerCapacity
@@ -16,7 +16,7 @@ async def write_heartbeat(
     """Write the heartbeat of an incarnation to Redis → whether the worker was asked to drain. Raises Sealed
     or StreamsGone when the incarnation is over.
     """
-    table, keys, name = state.table, pool.keys, worker.incarnation
+    table = state.table
     load: HeartbeatFields = process_fields() | {
         "rows": len(table.live),
         "max_rows": settings.max_batch_size,
@@ -25,27 +25,17 @@ async def write_heartbeat(
         "known": table.num_known,
         "cached": table.num_cached,
     }
-    reply: bytes = await pool.run(
-        "worker_heartbeat",
-        keys=[
-            keys.worker(name),
-            keys.workers,
-            keys.log(name),
-            keys.reports(name),
-            keys.plans(name),
-            keys.control,
-        ],
-        args=[
-            name,
-            int(settings.worker_ttl_s * 1000),
-            STREAMS_TTL_MS,
-            "draining" if state.draining.is_set() else "ready",
-            state.step,
-            encode(worker),
-            *(word for pair in load.items() for word in pair),
-        ],
+    call = worker_scripts.worker_heartbeat(
+        pool.keys,
+        worker.incarnation,
+        capacity=encode(worker),
+        ttl_ms=int(settings.worker_ttl_s * 1000),
+        state="draining" if state.draining.is_set() else "ready",
+        step=state.step,
+        fields=load,
     )
-    if reply == b"DRAIN":
+    reply = await pool.run(call)
+    if reply == "DRAIN":
         return True
     raise_refusal(reply)
     return False

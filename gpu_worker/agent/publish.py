@@ -4,17 +4,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from common.broker.fast_client import ScriptCall
-from common.broker.keys import TOKENS_TTL_MS
+from common.broker import worker_scripts
+from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.broker.serial_client import SerialClient
+from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.finish_reasons import kept_of, terminal_for
+from common.messages.finish_reasons import terminal_for
 from common.messages.plan import Report
 from common.messages.records import RECORD
 from common.metrics import catalogue
@@ -39,12 +39,12 @@ class StreamsGone(Exception):
     """
 
 
-def raise_refusal(answer: bytes) -> None:
+def raise_refusal(answer: str) -> None:
     """Raises StreamsGone or Sealed, for what a script answers that refuses this incarnation."""
-    if answer == b"MISSING":
+    if answer == "MISSING":
         raise StreamsGone
-    if answer != b"OK":
-        raise Sealed(answer.decode())
+    if answer != "OK":
+        raise Sealed(answer)
 
 
 class FlushesLost(Exception):
@@ -73,6 +73,17 @@ class Spill:
         """All tokens, from the first on."""
         return cls(row, 0, row.num_tokens, bytes(row.records))
 
+    @property
+    def flushed(self) -> FlushedSpill:
+        row = self.row
+        return FlushedSpill(
+            row.request.request_id,
+            attempt=row.attempt,
+            base=row.base,
+            offset=self.offset,
+            records=self.records,
+        )
+
 
 @dataclass(slots=True)
 class Flush:
@@ -80,7 +91,6 @@ class Flush:
 
     Attributes:
         messages: channel, payload of each; the log has the same.
-        prompts, terminals: keys and arguments of each, as the script takes them.
         mode: what becomes of the log, as the script takes it.
         method: `prefill` where a prompt was computed, else `decode`.
     """
@@ -89,8 +99,8 @@ class Flush:
     report: Report | None
     acknowledged: int
     messages: list[tuple[str, bytes]]
-    prompts: list[tuple[list[str], list[Any]]]
-    terminals: list[tuple[list[str], list[Any]]]
+    prompts: list[FlushedPrompt]
+    terminals: list[FlushedTerminal]
     spills: list[Spill]
     mode: str
     method: str
@@ -109,7 +119,6 @@ class Publisher:
         self.incarnation = incarnation
         self.channels = ChannelSequences(incarnation)
         self.client = SerialClient(pool.redis)
-        self.script = self.client.script("flush")
         self.sequence = 0
         self.spill_due = False
         self.offered_at = 0
@@ -129,56 +138,45 @@ class Publisher:
             report,
             acknowledged,
             [(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
-            [
-                ([self.keys.request(row.request.request_id)], [bytes(row.prompt or b"")])
-                for row in outbox.prompts
-            ],
+            [FlushedPrompt(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts],
             [self.terminal(row, why) for row, why in outbox.terminals],
             [*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
             "trim" if trim else "",
             "prefill" if outbox.prefilled else "decode",
         )
 
-    def arguments(self, flush: Flush) -> tuple[list[str], list[Any]]:
-        """Return keys and arguments of flush.lua."""
-        keys = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
-        args: list[Any] = [
-            flush.sequence,
-            encode(flush.report) if flush.report else "",
-            f"{flush.acknowledged}-0",
-            TOKENS_TTL_MS,
+    def call(self, flush: Flush) -> ScriptCall[FlushReply]:
+        return worker_scripts.flush(
+            self.keys,
             self.incarnation,
-            len(flush.messages),
-            len(flush.prompts),
-            len(flush.terminals),
-            len(flush.spills),
-            flush.mode,
-        ]
-        args += chain.from_iterable(flush.messages)
-        for part_keys, part_args in chain(flush.prompts, flush.terminals, map(self.spill, flush.spills)):
-            keys += part_keys
-            args += part_args
-        return keys, args
+            sequence=flush.sequence,
+            report=encode(flush.report) if flush.report else b"",
+            acknowledged=flush.acknowledged,
+            mode=flush.mode,
+            messages=flush.messages,
+            prompts=flush.prompts,
+            terminals=flush.terminals,
+            spills=[spill.flushed for spill in flush.spills],
+        )
 
     def event(self, channel: str, tokens: list[Tokens], terminals: list[Terminal]) -> bytes:
         """The next message of a channel; without a channel only the log has it."""
         number = self.channels.next_number(channel, self.sequence) if channel else 0
         return encode(Events(self.incarnation, number, tokens, terminals, self.sequence))
 
-    def spill(self, spill: Spill) -> tuple[list[str], list[Any]]:
-        """Return the keys of a spill; and its attempt, base, offset and tokens."""
-        return self.request_keys(spill.row), [spill.row.attempt, spill.row.base, spill.offset, spill.records]
-
-    def terminal(self, row: RowText, why: str) -> tuple[list[str], list[Any]]:
-        """Return the keys of an end; and its attempt, base, what is kept, for how long, channel and event."""
+    def terminal(self, row: RowText, why: str) -> FlushedTerminal:
         request, channel = row.request, row.request.channel
         end = terminal_for(request.request_id, why, row.num_tokens)
-        event = self.event(channel, [], [end]) if channel else b""
-        kept = kept_of(end, bytes(row.records))
-        return self.request_keys(row), [row.attempt, row.base, *kept, request.result_ttl_ms, channel, event]
-
-    def request_keys(self, row: RowText) -> list[str]:
-        return [self.keys.request(row.request.request_id), self.keys.tokens(row.request.request_id)]
+        return FlushedTerminal(
+            request.request_id,
+            attempt=row.attempt,
+            base=row.base,
+            end=end,
+            records=bytes(row.records),
+            ttl_ms=request.result_ttl_ms,
+            channel=channel,
+            payload=self.event(channel, [], [end]) if channel else b"",
+        )
 
     async def write(self, flush: Flush) -> list[RowText]:
         """Write a flush → rows that are not this worker's to go on with: the request is gone, has ended,
@@ -186,29 +184,30 @@ class Publisher:
         flush needs `offer`; or what the broker raises: then the same flush may be written again.
         """
         started_s = time.perf_counter()
-        keys, args = self.arguments(flush)
-        answer = await self.script(keys=keys, args=args)
+        reply = await self.client.run(self.call(flush))
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-        return self.take_answer(flush, answer)
+        return self.take_reply(flush, reply)
 
     def start(self, flush: Flush, on_answer: Callable[[Any], None]) -> None:
         """Send a flush on the connection that there is; `on_answer` gets what `take_answer` needs, perhaps
         not before `client.poll`.
         """
         started_s = time.perf_counter()
-        self.client.start(on_answer, *ScriptCall("flush", *self.arguments(flush)).command)
+        self.client.start(on_answer, *self.call(flush).command)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
 
     def take_answer(self, flush: Flush, answer: Any) -> list[RowText]:
-        """Take the broker's answer to a flush: returns and raises as `write` does."""
+        """Take the broker's answer to a flush that was started: returns and raises as `write` does."""
         if isinstance(answer, Exception):
             raise answer
-        status, *spilled = answer
-        if status == b"GAP":
+        return self.take_reply(flush, worker_scripts.read_flush_reply(answer))
+
+    def take_reply(self, flush: Flush, reply: FlushReply) -> list[RowText]:
+        if reply.status == "GAP":
             raise FlushesLost(f"flush {flush.sequence}")
-        raise_refusal(status)
+        raise_refusal(reply.status)
         refused = []
-        for spill, result in zip(flush.spills, spilled, strict=True):
+        for spill, result in zip(flush.spills, reply.spilled, strict=True):
             if result == SPILLED:
                 spill.row.num_spilled = spill.num_tokens
             elif result == HOLE:

@@ -11,16 +11,16 @@ import pytest
 from redis.asyncio.client import PubSub
 
 from common.broker.cancel import cancel_request
-from common.broker.client import connect, script
-from common.broker.keys import Keys, admission_keys
+from common.broker.client import connect
+from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.codec import decode, encode
+from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.broker_state import admit
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import Fleet
-from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -92,11 +92,7 @@ class Races:
             channel=CHANNEL,
             gateway="test",
         )
-        keys = admission_keys(KEYS, name, "standard")
-        answer = await script(self.redis, "admit")(
-            keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 1, *UNTITLED]
-        )
-        assert answer[0] == b"admitted"
+        await admit(self.redis, request)
 
     async def kill_workers(self) -> None:
         for ended in range(self.kill_every, self.count, self.kill_every):

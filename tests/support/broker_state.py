@@ -5,9 +5,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.client import script
+from common.broker import request_scripts, worker_scripts
 from common.broker.committed import read
-from common.broker.keys import Keys, admission_keys
+from common.broker.keys import Keys
+from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Tokens
@@ -15,7 +16,6 @@ from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import unpack_records
 from common.messages.request import Generate, StoppingParams
-from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -33,13 +33,19 @@ def make_capacity(incarnation: str, num_blocks: int = 30) -> WorkerCapacity:
 
 async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
     """Queue a request as a gateway does. Return its entry id."""
-    request_id = request.request_id
-    keys = admission_keys(KEYS, request_id, "standard")
-    args = [payload or encode(request), 100, 10**9, request.digest, request.channel, request.gateway]
-    answer = await script(redis, "admit")(keys=keys, args=[*args, request.width, *UNTITLED])
-    assert answer[0] == b"admitted"
-    entry_id: bytes = answer[1]
-    return entry_id.decode()
+    call = request_scripts.admit(
+        KEYS,
+        request,
+        payload=payload or encode(request),
+        answer=b"",
+        weight=1.0,
+        max_requests=1000,
+        max_tokens=None,
+        max_bytes=10**9,
+    )
+    reply = await run_script(redis, call)
+    assert reply.outcome == "admitted"
+    return reply.entry_id
 
 
 async def queue(redis: Redis, name: str, prompt: Items[int], num_tokens: int, **fields: Any) -> None:
@@ -50,29 +56,27 @@ async def queue(redis: Redis, name: str, prompt: Items[int], num_tokens: int, **
 
 async def start_worker(redis: Redis, incarnation: str, capacity: bytes | None = None) -> None:
     """Create the logs of a worker and send its first heartbeat."""
-    log_keys = [KEYS.log(incarnation), KEYS.reports(incarnation)]
-    await script(redis, "create_logs")(keys=log_keys, args=[incarnation, TTL_MS])
+    await run_script(redis, worker_scripts.create_logs(KEYS, incarnation, owner=incarnation))
     await send_heartbeat(redis, incarnation, capacity=capacity)
 
 
 async def send_heartbeat(
     redis: Redis, incarnation: str, state: str = "ready", capacity: bytes | None = None
 ) -> None:
-    keys = [
-        KEYS.worker(incarnation),
-        KEYS.workers,
-        KEYS.log(incarnation),
-        KEYS.reports(incarnation),
-        KEYS.plans(incarnation),
-        KEYS.control,
-    ]
-    capacity = capacity or encode(make_capacity(incarnation))
-    args = [incarnation, TTL_MS, TTL_MS, state, 0, capacity]
-    await script(redis, "worker_heartbeat")(keys=keys, args=args)
+    call = worker_scripts.worker_heartbeat(
+        KEYS,
+        incarnation,
+        capacity=capacity or encode(make_capacity(incarnation)),
+        ttl_ms=TTL_MS,
+        state=state,
+        step=0,
+        fields={},
+    )
+    await run_script(redis, call)
 
 
 async def seal(redis: Redis, worker: str, why: str = "died") -> None:
-    await PoolClient(redis, KEYS).seal(worker, why)
+    await run_script(redis, worker_scripts.seal(KEYS, worker, why=why))
 
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:

@@ -1,23 +1,25 @@
 """Calls of the Lua scripts of requests and workers, with arguments that most tests share."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from common.broker import client as brokers
-from common.broker.keys import Keys, admission_keys
+from common.broker import batcher_scripts, request_scripts, worker_scripts
+from common.broker.batcher_scripts import PlanReply, SavedRequest, StartedRow
+from common.broker.keys import Keys
+from common.broker.lua import run_script
+from common.broker.request_scripts import AdmitReply
+from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.messages.codec import encode
-from common.messages.events import Events, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
+from common.messages.plan import Plan
+from common.messages.request import Generate, StoppingParams
 
 KEYS = Keys("test")
-UNTITLED = ("", "standard", "", 1, 0, "")
-"""Arguments of `admit` for a request of the class `standard`, of no tenant and no length."""
-
-
-async def call(redis: Redis, name: str, keys: list[str], args: Iterable[Any] = ()) -> Any:
-    return await brokers.script(redis, name)(keys=keys, args=list(args))
+REQUEST = Generate("r1", "d", b"", StoppingParams(1), channel="ch", gateway="g")
+"""A request of the class `standard`, of no tenant and no length."""
 
 
 async def admit(
@@ -28,32 +30,51 @@ async def admit(
     max_bytes: int = 100,
     digest: str = "d",
     width: int = 1,
-) -> list[Any]:
-    keys = admission_keys(KEYS, request_id, "standard")
-    answer: list[Any] = await call(
-        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", width, *UNTITLED]
+) -> AdmitReply:
+    request = replace(REQUEST, request_id=request_id, digest=digest, top_n_tokens=width - 1)
+    call = request_scripts.admit(
+        KEYS,
+        request,
+        payload=payload,
+        answer=b"",
+        weight=1.0,
+        max_requests=max_count,
+        max_tokens=None,
+        max_bytes=max_bytes,
     )
-    return answer
+    return await run_script(redis, call)
 
 
-async def create_logs(redis: Redis, name: str = "w1") -> None:
-    await call(redis, "create_logs", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
+async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
+    return await run_script(redis, batcher_scripts.dequeue(KEYS, request_id, entry_id=entry_id))
+
+
+async def cancel(redis: Redis, request_id: str, reader: int | None = None) -> bool:
+    return await run_script(redis, request_scripts.cancel(KEYS, request_id, reader=reader))
+
+
+async def forget(redis: Redis, request_id: str, reader: int) -> bool:
+    return await run_script(redis, request_scripts.forget(KEYS, request_id, reader=reader))
+
+
+async def create_logs(redis: Redis, name: str = "w1", owner: str = "w1") -> bool:
+    return await run_script(redis, worker_scripts.create_logs(KEYS, name, owner=owner))
 
 
 async def publish_plan(
     redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = (), worker: str = "w1"
-) -> list[Any]:
-    keys = [KEYS.plans(worker), KEYS.log(worker), KEYS.epoch, *(KEYS.request(name) for name, _, _ in rows)]
-    args: list[Any] = [
-        plan_id,
-        b"plan",
-        "0-0",
-        60_000,
-        worker,
-        *(part for _, attempt, base in rows for part in (attempt, base, 16 * attempt)),
-    ]
-    answer: list[Any] = await call(redis, "publish_plan", keys, args)
-    return answer
+) -> PlanReply:
+    """Publish a plan that starts rows: request, attempt, base of each."""
+    epoch, number = map(int, plan_id.split("-"))
+    started = [StartedRow(name, attempt, base, 16 * attempt) for name, attempt, base in rows]
+    plan = Plan(epoch, number, 0, 0)
+    call = batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0, rows=started)
+    return await run_script(redis, call)
+
+
+async def save(redis: Redis, request: SavedRequest, epoch: int = 5) -> str:
+    call = batcher_scripts.save_committed(KEYS, own_epoch=epoch, requests=[request])
+    return await run_script(redis, call)
 
 
 def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:
@@ -62,45 +83,39 @@ def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> byte
     )
 
 
+def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes = b"") -> FlushedTerminal:
+    """The end of a request's first attempt."""
+    return FlushedTerminal(end.request_id, 1, 0, end, records, 60_000, channel, payload)
+
+
 async def flush(
     redis: Redis,
     sequence: int,
     log: bytes = b"",
     report: bytes = b"",
     messages: Sequence[tuple[str, bytes]] = (),
-    prompts: Sequence[tuple[str, bytes]] = (),
-    terminals: Sequence[tuple[Any, ...]] = (),
+    prompts: Sequence[FlushedPrompt] = (),
+    terminals: Sequence[FlushedTerminal] = (),
     spills: Sequence[tuple[str, int, bytes]] = (),
     mode: str = "",
     attempt: int = 1,
     worker: str = "w1",
-) -> Any:
-    messages = [("", log or entry("r0", 0, [])), *messages]
-    keys = [KEYS.log(worker), KEYS.reports(worker)]
-    keys += [KEYS.request(name) for name, _ in prompts]
-    for name, *_ in terminals:
-        keys += [KEYS.request(name), KEYS.tokens(name)]
-    for name, *_ in spills:
-        keys += [KEYS.request(name), KEYS.tokens(name)]
-    args: list[Any] = [
-        sequence,
-        report,
-        "0-0",
-        60_000,
+) -> FlushReply:
+    """Write a flush with spills: request, offset, records of each."""
+    call = worker_scripts.flush(
+        KEYS,
         worker,
-        len(messages),
-        len(prompts),
-        len(terminals),
-        len(spills),
-        mode,
-    ]
-    args += [part for message in messages for part in message]
-    args += [records for _, records in prompts]
-    args += [part for _, *rest in terminals for part in (attempt, 0, *rest)]
-    args += [part for _, offset, records in spills for part in (attempt, 0, offset, records)]
-    return await call(redis, "flush", keys, args)
+        sequence=sequence,
+        report=report,
+        acknowledged=0,
+        mode=mode,
+        messages=[("", log or entry("r0", 0, [])), *messages],
+        prompts=prompts,
+        terminals=terminals,
+        spills=[FlushedSpill(name, attempt, 0, offset, records) for name, offset, records in spills],
+    )
+    return await run_script(redis, call)
 
 
-async def seal(redis: Redis, worker: str = "w1") -> Any:
-    keys = [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers, KEYS.sealed]
-    return await call(redis, "seal", keys, [worker, "died", 60_000])
+async def seal(redis: Redis, worker: str = "w1") -> bool:
+    return await run_script(redis, worker_scripts.seal(KEYS, worker, why="died"))

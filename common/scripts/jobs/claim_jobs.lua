@@ -1,14 +1,16 @@
 -- Claim the jobs of a gateway without a heartbeat, or that its launcher says has died. A consumer that holds
 -- none is deleted.
--- KEYS submit, gateway   ARGV group, the dead gateway, the claiming gateway, max jobs
+-- KEYS submit, gateway
+-- ARGV group, dead, claimer, max_jobs
+-- `gateway`: the hash of the dead gateway. `dead`, `claimer`: its name, and that of the claiming gateway.
 -- Returns the ids of the entries claimed.
-if redis.call('EXISTS', KEYS[2]) == 1 and redis.call('HGET', KEYS[2], 'state') ~= 'died' then return {} end
-local pending = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', ARGV[4], ARGV[2])
+if redis.call('EXISTS', gateway) == 1 and redis.call('HGET', gateway, 'state') ~= 'died' then return {} end
+local pending = redis.call('XPENDING', submit, group, '-', '+', max_jobs, dead)
 if #pending == 0 then
-  redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+  redis.call('XGROUP', 'DELCONSUMER', submit, group, dead)
   return {}
 end
-local claim = {'XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0}
+local claim = {'XCLAIM', submit, group, claimer, 0}
 for _, entry in ipairs(pending) do claim[#claim + 1] = entry[1] end
 claim[#claim + 1] = 'JUSTID'
 return redis.call(unpack(claim))

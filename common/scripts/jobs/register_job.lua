@@ -1,19 +1,20 @@
 -- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
--- KEYS job, reply stream
--- ARGV digest, ttl in ms, channel or '', '1' for the reply stream, ttl of the reply stream in ms
--- Returns 'live', 'ended', 'conflict', or 'spoiled' when KEYS[1] has another type.
-local kind = redis.call('TYPE', KEYS[1]).ok
+-- KEYS job, reply
+-- ARGV digest, ttl_ms, channel, in_stream, reply_ttl_ms
+-- `in_stream` is '1' where the stream `reply` gets the frames, too.
+-- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
+local kind = redis.call('TYPE', job).ok
 if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
-local digest, last = unpack(redis.call('HMGET', KEYS[1], 'digest', 'last'))
-if digest and digest ~= ARGV[1] then return 'conflict' end
+local known, last = unpack(redis.call('HMGET', job, 'digest', 'last'))
+if known and known ~= digest then return 'conflict' end
 if last then
-  if ARGV[3] ~= '' then redis.call('PUBLISH', ARGV[3], last) end
-  if ARGV[4] == '1' and redis.call('EXISTS', KEYS[2]) == 0 then
-    redis.call('XADD', KEYS[2], '1-0', 'frame', last)
-    redis.call('PEXPIRE', KEYS[2], ARGV[5])
+  if channel ~= '' then redis.call('PUBLISH', channel, last) end
+  if in_stream == '1' and redis.call('EXISTS', reply) == 0 then
+    redis.call('XADD', reply, '1-0', 'frame', last)
+    redis.call('PEXPIRE', reply, reply_ttl_ms)
   end
   return 'ended'
 end
-redis.call('HSET', KEYS[1], 'digest', ARGV[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('HSET', job, 'digest', digest)
+redis.call('PEXPIRE', job, ttl_ms)
 return 'live'

@@ -1,12 +1,12 @@
 -- needs: lib/now
 -- Write the heartbeat of a process that is no worker -> the present, in ms.
--- `fields`: kind:name, ttl in ms, then field, value of the hash
-local function write_heartbeat(process, processes, fields)
-  redis.call('HSET', process, unpack(fields, 3))
-  redis.call('PEXPIRE', process, fields[2])
+-- `member`: kind:name. `fields`: field, value of the hash.
+local function write_heartbeat(process, processes, member, ttl_ms, fields)
+  redis.call('HSET', process, unpack(fields))
+  redis.call('PEXPIRE', process, ttl_ms)
   local beat_ms = now_ms()
-  redis.call('ZREMRANGEBYSCORE', processes, '-inf', beat_ms - fields[2])
-  redis.call('ZADD', processes, beat_ms, fields[1])
-  redis.call('PEXPIRE', processes, fields[2])
+  redis.call('ZREMRANGEBYSCORE', processes, '-inf', beat_ms - ttl_ms)
+  redis.call('ZADD', processes, beat_ms, member)
+  redis.call('PEXPIRE', processes, ttl_ms)
   return beat_ms
 end

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import msgpack
 from redis.asyncio import Redis
 
-from common.broker.client import script
+from common.broker import worker_scripts
+from common.broker.lua import run_script
 from common.messages.codec import VERSION, decode, encode
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import HeldRow, Plan, Report, WorkerDied
 from common.messages.records import RECORD
 from common.messages.request import Generate, StoppingParams
-from tests.support.broker_state import KEYS, TTL_MS, make_capacity, send_heartbeat
+from tests.support.broker_state import KEYS, make_capacity, send_heartbeat
 
 NUM_PROMPT, BLOCKS_OF_ROW = 128, 14
 LOGPROB = pack_floats([-0.5])
@@ -56,8 +57,7 @@ class FullPool:
             await self.write_log(worker)
 
     async def open_worker(self, worker: str) -> None:
-        keys = [KEYS.log(worker), KEYS.reports(worker)]
-        await script(self.redis, "create_logs")(keys=keys, args=[worker, TTL_MS])
+        await run_script(self.redis, worker_scripts.create_logs(KEYS, worker, owner=worker))
         await self.send_heartbeat(worker)
 
     async def send_heartbeat(self, worker: str) -> None:

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
-from common.broker.client import ERRORS, connect, script
+from common.broker import batcher_scripts, worker_scripts
+from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
+from common.broker.lua import ScriptCall, run_script
 from common.broker.sequences import ChannelSequences
+from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.detokenize import Detokenizer
 from common.messages.codec import decode, encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.finish_reasons import kept_of
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_records, pack_tokens
@@ -130,24 +132,21 @@ class FakeWorker:
         capacity = WorkerCapacity(
             self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192, model_id="smollm2"
         )
-        keys = [
-            self.keys.worker(self.incarnation),
-            self.keys.workers,
-            *self.streams,
-            self.keys.plans(self.incarnation),
-            self.keys.control,
-        ]
-        answer = await script(self.redis, "worker_heartbeat")(
-            keys=keys, args=[self.incarnation, TTL_MS, TTL_MS, state, 0, encode(capacity)]
+        call = worker_scripts.worker_heartbeat(
+            self.keys,
+            self.incarnation,
+            capacity=encode(capacity),
+            ttl_ms=TTL_MS,
+            state=state,
+            step=0,
+            fields={},
         )
-        assert answer == b"OK", answer
-
-    @property
-    def streams(self) -> list[str]:
-        return [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
+        reply = await run_script(self.redis, call)
+        assert reply == "OK", reply
 
     async def open(self) -> None:
-        await script(self.redis, "create_logs")(keys=self.streams, args=[self.incarnation, TTL_MS])
+        call = worker_scripts.create_logs(self.keys, self.incarnation, owner=self.incarnation)
+        await run_script(self.redis, call)
         await self.announce()
 
     async def run(self) -> None:
@@ -205,13 +204,13 @@ class FakeWorker:
         if not any(tokens.ids or live.reason for live, tokens in rows):
             return
         self.sequence, self.steps = self.sequence + 1, self.steps + 1
-        messages: list[object] = []
+        messages: list[tuple[str, bytes]] = []
         for channel in {live.request.channel for live, _ in rows}:
             published = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
             if published:
                 number = self.channels.next_number(channel, self.sequence)
                 events = Events(self.incarnation, number, published, flush=self.sequence)
-                messages += [channel, encode(events)]
+                messages.append((channel, encode(events)))
         with_prompt_logprobs = [
             live
             for live, tokens in rows
@@ -221,69 +220,50 @@ class FakeWorker:
             live.done += len(tokens.ids) // 4
         ended = [live for live, _ in rows if live.reason]
         spilled = [live for live, _ in rows if not live.reason] if self.steps % self.spill_steps == 0 else []
-        keys = [*self.streams]
-        args = [
-            self.sequence,
-            "",
-            "0",
-            TTL_MS,
+        call = worker_scripts.flush(
+            self.keys,
             self.incarnation,
-            len(messages) // 2,
-            len(with_prompt_logprobs),
-            len(ended),
-            len(spilled),
-            "trim" if spilled else "",
-            *messages,
-        ]
-        for live in with_prompt_logprobs:
-            keys.append(self.keys.request(live.request.request_id))
-            args.append(live.prompt)
-        for live in ended:
-            keys += self.keys_of(live)
-            args += [1, 0, *self.terminal(live)]
-        for live in spilled:
-            keys += [self.keys.request(live.request.request_id), self.keys.tokens(live.request.request_id)]
-            args += [1, 0, 0, pack_tokens(live.tokens(0, live.done))]
-        await self.write(keys, args)
+            sequence=self.sequence,
+            report=b"",
+            acknowledged=0,
+            mode="trim" if spilled else "",
+            messages=messages,
+            prompts=[FlushedPrompt(live.request.request_id, live.prompt) for live in with_prompt_logprobs],
+            terminals=[self.terminal(live) for live in ended],
+            spills=[
+                FlushedSpill(live.request.request_id, 1, 0, 0, pack_tokens(live.tokens(0, live.done)))
+                for live in spilled
+            ],
+        )
+        await self.write(call)
         for live in ended:
             await self.dequeue(live)
 
-    async def write(self, keys: list[str], args: list[object]) -> None:
+    async def write(self, call: ScriptCall[FlushReply]) -> None:
         """Write one flush, however long the broker is away: the next one is refused without it."""
         while True:
             try:
-                answer = await script(self.redis, "flush")(keys=keys, args=args)
+                reply = await run_script(self.redis, call)
             except ERRORS:
                 await asyncio.sleep(0.05)
             else:
-                assert answer[0] == b"OK", answer
+                assert reply.status == "OK", reply
                 return
 
-    def keys_of(self, live: Live) -> list[str]:
-        request_id = live.request.request_id
-        return [self.keys.request(request_id), self.keys.tokens(request_id)]
-
-    def terminal(self, live: Live) -> list[object]:
-        """Arguments of `finish`."""
+    def terminal(self, live: Live) -> FlushedTerminal:
         request, reason = live.request, live.reason or ""
-        terminal = Terminal(
-            request.request_id, reason, live.done, live.error, "generation" if live.error else ""
-        )
+        end = Terminal(request.request_id, reason, live.done, live.error, "generation" if live.error else "")
         number = self.channels.next_number(request.channel, self.sequence)
-        payload = encode(Events(self.incarnation, number, terminals=[terminal], flush=self.sequence))
-        kept = kept_of(terminal, pack_tokens(live.tokens(0, live.done)))
-        return [*kept, request.result_ttl_ms, request.channel, payload]
+        payload = encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
+        records = pack_tokens(live.tokens(0, live.done))
+        ttl_ms = request.result_ttl_ms
+        return FlushedTerminal(request.request_id, 1, 0, end, records, ttl_ms, request.channel, payload)
 
     async def dequeue(self, live: Live) -> None:
         request_id = live.request.request_id
-        keys = [
-            self.keys.requests,
-            self.keys.places,
-            self.keys.tokens(request_id),
-            self.keys.request(request_id),
-        ]
-        await script(self.redis, "dequeue")(keys=keys, args=[live.entry_id])
-        del self.live[live.request.request_id]
+        call = batcher_scripts.dequeue(self.keys, request_id, entry_id=live.entry_id.decode())
+        await run_script(self.redis, call)
+        del self.live[request_id]
 
     async def repeat(self) -> None:
         for channel, payload in self.channels.repeated_messages():

@@ -9,7 +9,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
-from common.broker.fast_client import FastConnection, ScriptCall
+from common.broker import batcher_scripts
+from common.broker.fast_client import FastConnection
+from common.broker.keys import Keys
+from common.broker.lua import ScriptCall
 
 OnReply = Callable[[Any], Iterable[Action | ScriptAction]]
 
@@ -57,7 +60,7 @@ def script(name: str, taken: list[Any], *follow: Action | ScriptAction) -> Scrip
         taken.append(reply)
         return follow
 
-    return ScriptAction(lambda: ScriptCall("dequeue", [], [name]), on_reply)
+    return ScriptAction(lambda: ScriptCall("dequeue", [], [name], str), on_reply)
 
 
 async def run_all(actions: ActionQueue) -> None:
@@ -80,7 +83,7 @@ async def test_scripts_between_other_actions_are_sent_at_once(actions: RecordedQ
 
 
 async def test_what_is_on_its_way_is_bounded(actions: RecordedQueue) -> None:
-    long = ScriptAction(lambda: ScriptCall("dequeue", [], ["long", bytes(MAX_BYTES + 1)]), lambda _: [])
+    long = ScriptAction(lambda: ScriptCall("dequeue", [], ["long", bytes(MAX_BYTES + 1)], str), lambda _: [])
     actions.add(script("a", []), long, *(script("b", []) for _ in range(MAX_CALLS + 1)))
     await run_all(actions)
     assert [len(names) for names in actions.names] == [2, MAX_CALLS, 1]
@@ -138,7 +141,7 @@ async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: 
     """Here the broker is a real one."""
     done: list[Any] = []
     queue = ActionQueue(redis)
-    call = ScriptCall("dequeue", ["requests", "places", "tokens", "request"], ["1-0"])
+    call = batcher_scripts.dequeue(Keys("test"), "r", entry_id="1-0")
     one = ScriptAction(lambda: call, script("", done).on_reply)
     queue.add(one)
     await run_all(queue)

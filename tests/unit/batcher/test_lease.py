@@ -1,7 +1,6 @@
 """Lease: one holder at a time, and epochs that rise."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -9,6 +8,7 @@ from redis.exceptions import ConnectionError
 
 from batcher.lease import Lease, LeaseLost, PoolClock, WritesLost
 from common.broker.keys import Keys
+from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from tests.support.waiting import wait_until
 
@@ -90,11 +90,11 @@ def fail_twice(lease: Lease) -> list[ConnectionError]:
     failures = list[ConnectionError]()
 
     class FailingPool(PoolClient):
-        async def run(self, name: str, keys: Any, args: Any) -> Any:
+        async def run(self, call: ScriptCall[Reply]) -> Reply:
             if len(failures) < 2:
                 failures.append(ConnectionError("away"))
                 raise failures[-1]
-            return await super().run(name, keys, args)
+            return await super().run(call)
 
     lease.pool = FailingPool(lease.pool.redis, lease.pool.keys)
     return failures
@@ -108,7 +108,7 @@ async def test_acquiring_waits_for_a_broker_that_is_away(redis: Redis) -> None:
 
 async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
     class AbsentPool(PoolClient):
-        async def run(self, name: str, keys: Any, args: Any) -> Any:
+        async def run(self, call: ScriptCall[Reply]) -> Reply:
             raise ConnectionError("away")
 
     lease = make_lease(redis, "b0")

@@ -1,7 +1,5 @@
 """Recovery: what is committed is read, saved and resumed; every death counts once."""
 
-from typing import Any
-
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
@@ -18,6 +16,7 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
+from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from common.broker.sequences import ChannelSequences
 from common.messages.records import RECORD, unpack_records
@@ -98,11 +97,11 @@ async def test_sequences_change_only_after_everything_was_saved(redis: Redis, re
     calls = 0
 
     class LossyPool(PoolClient):
-        async def run(self, name: str, keys: Any, args: Any) -> Any:
+        async def run(self, call: ScriptCall[Reply]) -> Reply:
             """Lose the reply to the first call."""
             nonlocal calls
             calls += 1
-            answer = await super().run(name, keys, args)
+            answer = await super().run(call)
             if calls == 1:
                 raise ConnectionError("away")
             return answer

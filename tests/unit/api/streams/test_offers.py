@@ -9,9 +9,12 @@ from redis.asyncio import Redis
 from api.streams import offers
 from api.streams.relay import Relay
 from api.streams.stream import Stream
-from common.broker.client import read_server_id, script
+from common.broker import batcher_scripts
+from common.broker.client import read_server_id
 from common.broker.committed import Committed, read
+from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import OfferReply
 from common.messages.codec import decode, encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.records import pack_columns, pack_tokens, unpack_records
@@ -137,9 +140,13 @@ async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Rela
     stream = await shown(relay, 3)
     await put(redis, 0, "w2", attempt=2)
     other = [token_id + 1 for token_id in IDS[:2]]
-    kept = ["length", 2, "", "", pack_columns(other, [0.0, 0.0], [])]
-    keys = [KEYS.request("r"), KEYS.tokens("r")]
-    await script(redis, "finish")(keys=keys, args=[*kept, 60_000, "", b""])
+    records = pack_columns(other, [0.0, 0.0], [])
+    await run_script(
+        redis,
+        batcher_scripts.finish(
+            KEYS, Terminal("r", "length", 2), records=records, ttl_ms=60_000, channel="", payload=b""
+        ),
+    )
     await publish(relay, 2, end(2))
     await wait_until(lambda: relay.filler.offers.num_offers)
     state = await committed(redis)
@@ -221,7 +228,7 @@ async def test_a_request_that_ends_while_it_is_offered_is_cancelled(
     stream = await shown(relay, 3)
     send = relay.filler.offers.send
 
-    async def send_and_end(*args: Any) -> list[Any]:
+    async def send_and_end(*args: Any) -> OfferReply:
         answer = await send(*args)
         if ends == "released":
             stream.released = True

@@ -171,19 +171,3 @@ async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
         await other.client_kill_filter(_id=str(identity))
         with pytest.raises(access.ERRORS):
             await blocked
-
-
-async def test_scripts_load_what_they_need_and_survive_a_broker_that_forgot_them(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripts = {
-        "double": "local function double(x) return 2 * x end\n",
-        "inc": "local function inc(x) return x + 1 end\n",
-        "answer": "-- needs: double, inc\nreturn inc(double(tonumber(ARGV[1])))\n",
-    }
-    monkeypatch.setattr(access, "SCRIPTS", scripts)
-    async with access.connect(broker.url) as client:
-        answer = access.script(client, "answer")
-        assert await answer(args=[20]) == 41
-        await client.script_flush()
-        assert await answer(args=[4]) == 9

@@ -10,8 +10,9 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import fast_client
-from common.broker.client import ERRORS, SCRIPTS, connect
+from common.broker.client import ERRORS, connect
 from common.broker.fast_client import FastConnection
+from common.broker.lua import SCRIPTS, ScriptCall
 from common.broker.serial_client import SerialClient
 from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
@@ -128,10 +129,9 @@ async def test_scripts_survive_a_broker_that_forgot_them(
     client: SerialClient, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SCRIPTS, "twice", "return {KEYS[1], 2 * tonumber(ARGV[1])}\n")
-    answer = client.script("twice")
-    assert await answer(keys=["a"], args=[20]) == [b"a", 40]
+    assert await client.run(ScriptCall("twice", ["a"], [20], list)) == [b"a", 40]
     await redis.script_flush()
-    assert await answer(keys=["a"], args=[4]) == [b"a", 8]
+    assert await client.run(ScriptCall("twice", ["a"], [4], list)) == [b"a", 8]
 
 
 async def test_a_connection_receives_messages_without_a_command(redis: Redis) -> None:

@@ -5,22 +5,22 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.client import script
-from common.broker.keys import Keys
+from common.broker import job_scripts
+from common.broker.job_scripts import FRAMES_LOST, NOT_A_JOB
+from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
+from common.broker.lua import run_script
 from tests.support.broker.listening import listening
 
 KEYS = Keys("default")
 JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")
 CHANNEL = KEYS.channel("ext:me")
-RESULT_MS, REQUEST_MS, LIVE_MS = 1_000_000, 500_000, 2_000_000
-"""How long an answer, its request, and a job that runs are kept."""
+REQUEST_MS = 500_000
+"""How long the request of an answer is kept."""
 
 
-async def register_job(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
-    answer: bytes = await script(redis, "jobs/register_job")(
-        keys=[JOB, STREAM], args=[digest, LIVE_MS, channel, in_stream, RESULT_MS]
-    )
-    return answer.decode()
+async def register_job(redis: Redis, digest: str = "d", channel: str = "", in_stream: bool = False) -> str:
+    call = job_scripts.register_job(KEYS, "a", digest=digest, channel=channel, in_stream=in_stream)
+    return await run_script(redis, call)
 
 
 async def reply(
@@ -28,23 +28,21 @@ async def reply(
     *frames: tuple[int, int, str],
     channel: str = CHANNEL,
     max_entries: int = 9,
-    answer: str = "",
+    answer: bytes = b"",
     num_heard: int = 0,
 ) -> int:
-    args: list[Any] = [
-        channel,
-        max_entries,
-        RESULT_MS,
-        REQUEST_MS,
-        LIVE_MS,
-        answer,
-        num_heard,
-        *(part for frame in frames for part in frame),
-    ]
-    num_new: int = await script(redis, "jobs/reply")(
-        keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args
+    call = job_scripts.reply(
+        KEYS,
+        "a",
+        channel=channel,
+        max_entries=max_entries,
+        request_ttl_ms=REQUEST_MS,
+        answer=answer,
+        request_ids=["a#0"],
+        frames=[(lane, index, text.encode()) for lane, index, text in frames],
+        num_heard=num_heard,
     )
-    return num_new
+    return await run_script(redis, call)
 
 
 async def stream_entries(redis: Redis) -> list[tuple[bytes, bytes]]:
@@ -57,18 +55,18 @@ async def test_register_job_recognises_a_repeated_job(redis: Redis) -> None:
         "live",
         "conflict",
     ]
-    assert RESULT_MS < await redis.pttl(JOB) <= LIVE_MS
-    await reply(redis, (0, 0, "last"), answer="whole")
+    assert RESULT_TTL_MS < await redis.pttl(JOB) <= JOB_TTL_MS
+    await reply(redis, (0, 0, "last"), answer=b"whole")
     async with listening(redis, CHANNEL) as published:
         await redis.delete(STREAM)
-        assert await register_job(redis, channel=CHANNEL, in_stream=1) == "ended"
-        assert await register_job(redis, "other", CHANNEL, 1) == "conflict"
+        assert await register_job(redis, channel=CHANNEL, in_stream=True) == "ended"
+        assert await register_job(redis, "other", CHANNEL, True) == "conflict"
         assert await published() == [b"last"]
     assert await stream_entries(redis) == [(b"1-0", b"last")]
     await redis.delete(JOB)
     await redis.set(JOB, "mine")
     assert await register_job(redis) == "spoiled"
-    assert await reply(redis, (0, 0, "a"), answer="b") == -1
+    assert await reply(redis, (0, 0, "a"), answer=b"b") == NOT_A_JOB
 
 
 async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
@@ -76,16 +74,16 @@ async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
     assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
     assert await stream_entries(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
     assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), max_entries=0) == 1
-    assert RESULT_MS < await redis.pttl(JOB) <= LIVE_MS
+    assert RESULT_TTL_MS < await redis.pttl(JOB) <= JOB_TTL_MS
 
 
 async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: Redis) -> None:
     frames = [(0, 0, "a"), (1, 0, "A"), (0, 1, "b"), (1, 1, "B")]
     await reply(redis, *frames[:2])
     async with listening(redis, CHANNEL) as published:
-        assert await reply(redis, frames[3], (1, 2, "C"), answer="whole") == 2
-        assert await reply(redis, (0, 2, "c"), answer="whole") == -2
-        assert await reply(redis, (0, 5, "f"), channel="") == -2
+        assert await reply(redis, frames[3], (1, 2, "C"), answer=b"whole") == 2
+        assert await reply(redis, (0, 2, "c"), answer=b"whole") == FRAMES_LOST
+        assert await reply(redis, (0, 5, "f"), channel="") == FRAMES_LOST
         assert await reply(redis, *frames, (1, 2, "C"), (0, 2, "c"), num_heard=5) == 2
         assert await published() == [b"B", b"C", b"c"]
     assert [frame for _, frame in await stream_entries(redis)] == [b"a", b"A", b"B", b"C", b"b", b"c"]
@@ -94,17 +92,17 @@ async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: 
 async def test_reply_stores_one_answer(redis: Redis) -> None:
     await redis.hset(KEYS.request("a#0"), "digest", "d")  # type: ignore[misc]
     await redis.rpush(RESULT, "mine")  # type: ignore[misc]
-    await reply(redis, (0, 0, "a"), answer="first")
-    await reply(redis, (0, 1, "b"), answer="second")
+    await reply(redis, (0, 0, "a"), answer=b"first")
+    await reply(redis, (0, 1, "b"), answer=b"second")
     assert await redis.get(RESULT) == b"first"
     assert await redis.hget(JOB, "last") == b"a"  # type: ignore[misc]
-    assert 0 < await redis.pttl(KEYS.request("a#0")) <= REQUEST_MS < await redis.pttl(RESULT) <= RESULT_MS
-    assert await redis.pttl(JOB) <= RESULT_MS
+    assert 0 < await redis.pttl(KEYS.request("a#0")) <= REQUEST_MS < await redis.pttl(RESULT) <= RESULT_TTL_MS
+    assert await redis.pttl(JOB) <= RESULT_TTL_MS
 
 
 async def test_reply_stores_the_answer_though_the_stream_key_has_another_type(redis: Redis) -> None:
     await redis.set(STREAM, "mine")
-    assert await reply(redis, (0, 0, "a"), answer="whole") == 1
+    assert await reply(redis, (0, 0, "a"), answer=b"whole") == 1
     assert await redis.get(RESULT) == b"whole"
 
 
@@ -127,21 +125,18 @@ async def test_cancel_job_marks_jobs_that_have_not_ended(
 ) -> None:
     if known:
         await redis.hset(JOB, mapping=known)  # type: ignore[misc]
-    assert await script(redis, "jobs/cancel_job")(keys=[JOB], args=[REQUEST_MS]) == answer
+    assert await run_script(redis, job_scripts.cancel_job(KEYS, "a", mark_ttl_ms=REQUEST_MS)) == answer
     assert await redis.hexists(JOB, "cancel") == (answer >= 0)  # type: ignore[misc]
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 
 
 async def test_claim_jobs_takes_from_dead_gateways_only(redis: Redis) -> None:
-    async def claim_jobs() -> list[bytes]:
-        args = ["gateways", "g0", "g1", 2]
-        taken: list[bytes] = await script(redis, "jobs/claim_jobs")(
-            keys=[KEYS.submit, KEYS.gateway("g0")], args=args
-        )
-        return taken
+    async def claim_jobs() -> list[str]:
+        call = job_scripts.claim_jobs(KEYS, group="gateways", dead=b"g0", claimer="g1", max_jobs=2)
+        return await run_script(redis, call)
 
     await redis.xgroup_create(KEYS.submit, "gateways", id="0", mkstream=True)
-    ids = [await redis.xadd(KEYS.submit, {"job": str(i)}) for i in range(3)]
+    ids = [(await redis.xadd(KEYS.submit, {"job": str(i)})).decode() for i in range(3)]
     await redis.xreadgroup("gateways", "g0", {KEYS.submit: ">"})
     await redis.hset(KEYS.gateway("g0"), "streams", "1")  # type: ignore[misc]
     assert await claim_jobs() == []

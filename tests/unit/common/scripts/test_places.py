@@ -1,11 +1,16 @@
 """Admission: room for each class and tenant, and places that come back whatever dies."""
 
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.keys import admission_keys
-from tests.support.scripts import KEYS, call
+from common.broker import request_scripts
+from common.broker.lua import run_script
+from common.broker.request_scripts import AdmitReply
+from common.messages.packing import pack_ids
+from common.messages.request import Generate
+from tests.support.scripts import KEYS, REQUEST, dequeue
 
 LIMIT = 10
 
@@ -18,12 +23,29 @@ async def ask(
     weight: float = 1.0,
     tokens: int = 5,
     limit: int = LIMIT,
-    max_tokens: int | str = "",
+    max_tokens: int | None = None,
 ) -> str:
     """`admitted`, or why not."""
-    args = [b"x" * 10, limit, 10**6, name, "ch", "g", 1, "", priority, tenant, weight, tokens, max_tokens]
-    answer = await call(redis, "admit", admission_keys(KEYS, name, priority), args)
-    return bytes(answer[0]).decode()
+    request = replace(
+        REQUEST, request_id=name, prompt_ids=pack_ids([1] * tokens), priority=priority, tenant=tenant
+    )
+    return (await admit(redis, request, weight, limit, max_tokens)).outcome
+
+
+async def admit(
+    redis: Redis, request: Generate, weight: float = 1.0, limit: int = LIMIT, max_tokens: int | None = None
+) -> AdmitReply:
+    call = request_scripts.admit(
+        KEYS,
+        request,
+        payload=b"x" * 10,
+        answer=b"",
+        weight=weight,
+        max_requests=limit,
+        max_tokens=max_tokens,
+        max_bytes=10**6,
+    )
+    return await run_script(redis, call)
 
 
 async def fill(redis: Redis, name: str, count: int, **terms: Any) -> int:
@@ -34,9 +56,8 @@ async def fill(redis: Redis, name: str, count: int, **terms: Any) -> int:
 async def end(redis: Redis, name: str) -> None:
     entry_id = await redis.hget(KEYS.request(name), "entry")  # type: ignore[misc]
     await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
-    keys = [KEYS.requests, KEYS.places, KEYS.tokens(name), KEYS.request(name)]
     for _ in range(2):
-        assert await call(redis, "dequeue", keys, [entry_id]) == 1
+        assert await dequeue(redis, name, entry_id)
 
 
 async def test_a_batch_leaves_the_places_of_the_urgent_untouched(redis: Redis) -> None:
@@ -119,9 +140,9 @@ async def test_entries_of_an_older_version_are_counted(redis: Redis) -> None:
 async def test_what_is_refused_says_when_to_ask_again(redis: Redis) -> None:
     await fill(redis, "r", LIMIT)
     await redis.hset(KEYS.places, "interval_ms", "250.0")  # type: ignore[misc]
-    args = [b"x", 4, 10**6, "d", "ch", "g", 1, "", "standard", "", 1, 5, ""]
-    answer = await call(redis, "admit", admission_keys(KEYS, "late", "standard"), args)
-    assert answer == [b"requests", LIMIT, 7 * 250], "seven must end before one of four places is free"
+    reply = await admit(redis, replace(REQUEST, request_id="late"), limit=4)
+    wanted = AdmitReply("requests", num_counted=LIMIT, wait_ms=7 * 250)
+    assert reply == wanted, "seven must end before one of four places is free"
     for i in range(3):
         await end(redis, f"r{i}")
     assert 0 <= float(await redis.hget(KEYS.places, "interval_ms")) < 250  # type: ignore[misc]
@@ -134,7 +155,6 @@ async def test_an_entry_that_is_no_request_gives_its_place_back(redis: Redis) ->
     """Somebody else wrote it: it weighs nothing."""
     foreign = await redis.xadd(KEYS.requests, {"hello": "world"})
     await fill(redis, "r", 1)
-    keys = [KEYS.requests, KEYS.places, KEYS.tokens("foreign"), KEYS.request("foreign")]
-    assert await call(redis, "dequeue", keys, [foreign]) == 1
+    assert await dequeue(redis, "foreign", foreign)
     places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
     assert (places[b"all"], places[b"bytes:standard"], places[b"tenant:standard:"]) == (b"1", b"10", b"1")

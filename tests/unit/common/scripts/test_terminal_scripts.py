@@ -6,9 +6,9 @@ from redis.asyncio import Redis
 
 from common.broker.committed import Committed, read, read_saved, read_tails
 from common.broker.pool_client import PoolClient
-from common.messages.finish_reasons import kept_of, terminal_for
+from common.messages.finish_reasons import terminal_for
 from common.messages.records import RECORD
-from tests.support.scripts import KEYS, admit, call, create_logs, flush, publish_plan
+from tests.support.scripts import KEYS, admit, create_logs, dequeue, flush, flushed_end, forget, publish_plan
 
 RECORDS = b"".join(RECORD.pack(token_id, -1.0) for token_id in range(200))
 OWN = [KEYS.request("r1"), KEYS.tokens("r1")]
@@ -20,8 +20,8 @@ async def end(redis: Redis, why: str, spilled: bytes = b"") -> None:
     await admit(redis, "r1")
     await publish_plan(redis, "5-1", [("r1", 1, 0)])
     await flush(redis, 1, spills=[("r1", 0, spilled)])
-    kept = kept_of(terminal_for("r1", why, 200), RECORDS)
-    assert await flush(redis, 2, terminals=[("r1", *kept, 60_000, "", b"")]) == [b"OK"]
+    terminals = [flushed_end(terminal_for("r1", why, 200), RECORDS)]
+    assert await flush(redis, 2, terminals=terminals) == ("OK", [])
 
 
 async def read_end(redis: Redis) -> Committed:
@@ -59,18 +59,16 @@ async def test_a_failure_keeps_its_words_and_no_token(redis: Redis) -> None:
 
 async def test_an_answer_outlives_its_entry_and_goes_with_its_request(redis: Redis) -> None:
     await end(redis, "length")
-    keys = [KEYS.requests, KEYS.places, KEYS.tokens("r1"), KEYS.request("r1")]
     entry_id = await redis.hget(KEYS.request("r1"), "entry")  # type: ignore[misc]
-    assert await call(redis, "dequeue", keys, [entry_id]) == 1
+    assert await dequeue(redis, "r1", entry_id)
     assert (await read_end(redis)).records == RECORDS
-    assert await call(redis, "readers/forget", OWN, [0]) == 1
+    assert await forget(redis, "r1", reader=0)
     assert await own_keys(redis) == []
 
 
 async def test_tokens_of_a_request_that_is_gone_go_with_its_entry(redis: Redis) -> None:
     await redis.set(KEYS.tokens("r1"), RECORDS)
-    keys = [KEYS.requests, KEYS.places, KEYS.tokens("r1"), KEYS.request("r1")]
-    assert await call(redis, "dequeue", keys, ["1-1"]) == 1
+    assert await dequeue(redis, "r1", "1-1")
     assert await own_keys(redis) == []
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from common.broker.client import script
+from common.broker import worker_scripts
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import start
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -29,9 +29,9 @@ async def test_the_watchdog_watches_while_rows_may_run(agent: Agent) -> None:
 async def test_a_worker_that_was_asked_to_drain_says_so_and_leaves(agent: Agent, redis: Redis) -> None:
     agent.state.idle.clear()  # as with a row: an idle one may leave before it has said so
     running = asyncio.create_task(agent.run())
-    ask, worker = script(redis, "drain"), agent.pool.keys.worker(agent.worker.incarnation)
-    await wait_until(lambda: ask(keys=[worker], args=[]))
-    await wait_until(lambda: is_draining(redis, worker))
+    keys, name = agent.pool.keys, agent.worker.incarnation
+    await wait_until(lambda: agent.pool.run(worker_scripts.drain(keys, name)))
+    await wait_until(lambda: is_draining(redis, keys.worker(name)))
     assert not agent.state.signalled.is_set(), "its rows have all the time they need"
     agent.state.idle.set()
     assert await asyncio.wait_for(running, PATIENCE_S)

@@ -1,0 +1,207 @@
+"""Scripts of the batcher: one function for each Lua script that batchers run; and heartbeats of processes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from common.broker.keys import POOLS, STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
+from common.broker.lua import Argument, Fields, ScriptCall, call_script, decode_all, in_pairs
+from common.messages.codec import encode
+from common.messages.events import Terminal
+from common.messages.finish_reasons import kept_records
+from common.messages.plan import Plan
+
+
+class LeaseReply(NamedTuple):
+    """The epoch, or "" while another has the lease; and which server has answered."""
+
+    epoch: str
+    server_id: str
+
+
+def lease(
+    keys: Keys, *, holder: str, ttl_ms: int, own_epoch: str, clock_ms: int | bytes
+) -> ScriptCall[LeaseReply]:
+    """Take, renew or release the lease of the active batcher.
+
+    Args:
+        ttl_ms: 0 releases the lease.
+        own_epoch: the epoch of the holder; "" takes the lease.
+        clock_ms: of the holder, what the pool's clock shows; of another, b"" or where that clock has stopped.
+    """
+    return call_script(
+        "lease",
+        lambda reply: LeaseReply(*decode_all(reply)),
+        keys={"batcher": keys.batcher, "epoch": keys.epoch, "clock": keys.clock},
+        args={"holder": holder, "ttl_ms": ttl_ms, "own_epoch": own_epoch, "clock_ms": clock_ms},
+    )
+
+
+class StartedRow(NamedTuple):
+    """A row that starts with a plan; `base`: how many tokens its request has."""
+
+    request_id: str
+    attempt: int
+    base: int
+    num_cached: int
+
+
+class PlanReply(NamedTuple):
+    """Whether a plan was written.
+
+    Attributes:
+        status: `OK`, `MISSING`, `SEALED`, `FENCED`, `GAP` or `refused`.
+        refused: positions, from 0, of the rows that are cancelled or have ended.
+    """
+
+    status: str
+    refused: Sequence[int] = ()
+
+
+def publish_plan(
+    keys: Keys, worker: str, *, plan: Plan, oldest: int, rows: Sequence[StartedRow]
+) -> ScriptCall[PlanReply]:
+    """Publish a plan, and set the worker of the rows that start with it.
+
+    Args:
+        oldest: number of the oldest plan to keep.
+    """
+    return call_script(
+        "publish_plan",
+        read_plan_reply,
+        keys={"plans": keys.plans(worker), "log": keys.log(worker), "epoch": keys.epoch},
+        more_keys=[keys.request(row.request_id) for row in rows],
+        args={
+            "plan_id": f"{plan.epoch}-{plan.number}",
+            "payload": encode(plan),
+            "oldest": f"{plan.epoch}-{oldest}",
+            "ttl_ms": STREAMS_TTL_MS,
+            "worker": worker,
+        },
+        more_args=[part for row in rows for part in row[1:]],
+    )
+
+
+def read_plan_reply(reply: list[Any]) -> PlanReply:
+    if reply[0] == b"refused":
+        return PlanReply("refused", [number - 1 for number in reply[1:]])
+    return PlanReply(reply[0].decode())
+
+
+def dequeue(keys: Keys, request_id: str, *, entry_id: str) -> ScriptCall[bool]:
+    """Remove the entry of an ended request from the queue. False if it has not ended."""
+    return call_script(
+        "dequeue",
+        bool,
+        keys={
+            "requests": keys.requests,
+            "places": keys.places,
+            "tokens": keys.tokens(request_id),
+            "request": keys.request(request_id),
+        },
+        args={"entry_id": entry_id},
+    )
+
+
+def finish(
+    keys: Keys, end: Terminal, *, records: bytes, ttl_ms: int, channel: str, payload: bytes
+) -> ScriptCall[bool]:
+    """Set and publish the terminal of a request that no worker holds. False if it has ended already."""
+    return call_script(
+        "finish",
+        bool,
+        keys={"request": keys.request(end.request_id), "tokens": keys.tokens(end.request_id)},
+        args={
+            "reason": end.reason,
+            "num_tokens": end.num_tokens,
+            "error_text": end.error,
+            "error_type": end.error_type,
+            "records": kept_records(end, records),
+            "ttl_ms": ttl_ms,
+            "channel": channel,
+            "payload": payload,
+        },
+    )
+
+
+class SavedRequest(NamedTuple):
+    """What a worker's log has of a request.
+
+    Attributes:
+        worker: that no longer holds the request, in this attempt.
+        crash_count: including this worker's death.
+        offset: the first byte of `records` in the request's string.
+    """
+
+    request_id: str
+    worker: str
+    attempt: int
+    crash_count: int
+    offset: int
+    records: bytes
+
+
+def save_committed(keys: Keys, *, own_epoch: int, requests: Sequence[SavedRequest]) -> ScriptCall[str]:
+    """Save what the log of a worker has of requests. The reply is `OK` or `FENCED`."""
+    return call_script(
+        "save_committed",
+        bytes.decode,
+        keys={"epoch": keys.epoch},
+        more_keys=request_keys(keys, [one.request_id for one in requests]),
+        args={"own_epoch": own_epoch, "ttl_ms": TOKENS_TTL_MS},
+        more_args=[part for one in requests for part in one[1:]],
+    )
+
+
+class ProcessBeat(NamedTuple):
+    """The heartbeat of a process that is no worker."""
+
+    kind: str
+    name: str
+    ttl_ms: int
+    fields: Fields
+
+    @property
+    def args(self) -> dict[str, Argument]:
+        return {"member": f"{self.kind}:{self.name}", "ttl_ms": self.ttl_ms}
+
+
+def heartbeat(keys: Keys, beat: ProcessBeat) -> ScriptCall[None]:
+    """Write the heartbeat of a process that is no worker."""
+    return call_script(
+        "heartbeat",
+        lambda _: None,
+        keys={"process": keys.process(beat.kind, beat.name), "processes": keys.processes},
+        args=beat.args,
+        more_args=in_pairs(beat.fields),
+    )
+
+
+def publish_state(
+    keys: Keys, beat: ProcessBeat, *, oldest: str, state_ttl_ms: int, pool_ttl_s: int | None, counts: Fields
+) -> ScriptCall[None]:
+    """Write the counts of the active batcher, its pool's place among pools, and its heartbeat.
+
+    Args:
+        oldest: id of the oldest message of `control` to keep.
+        pool_ttl_s: None while no pool is removed.
+    """
+    return call_script(
+        "publish_state",
+        lambda _: None,
+        keys={
+            "control": keys.control,
+            "state": keys.state,
+            "pools": POOLS,
+            "process": keys.process(beat.kind, beat.name),
+            "processes": keys.processes,
+        },
+        args={
+            "oldest": oldest,
+            "state_ttl_ms": state_ttl_ms,
+            "pool": keys.pool,
+            "pool_ttl_s": "" if pool_ttl_s is None else pool_ttl_s,
+            "num_counts": len(counts),
+            **beat.args,
+        },
+        more_args=[*in_pairs(counts), *in_pairs(beat.fields)],
+    )

@@ -1,0 +1,137 @@
+"""Lua: loads the scripts of `common/scripts`, and calls them with named keys and arguments.
+
+The comment at the top of a script names both, in order, and a call with other names is refused:
+
+    -- KEYS requests, places
+    -- ARGV payload, max_requests, ...
+
+In the script the names are locals. `...` stands for any number of others: KEYS[first_key] and
+ARGV[first_arg] are the first of them. Each script has one function, whose signature tells what it takes, in
+`request_scripts`, `job_scripts`, `worker_scripts` or `batcher_scripts`.
+"""
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+FOLDER = Path(__file__).parents[1] / "scripts"
+SCRIPTS = {
+    path.relative_to(FOLDER).with_suffix("").as_posix(): path.read_text() for path in FOLDER.rglob("*.lua")
+}
+"""Texts by name, read when the process starts: a version that is installed while it runs may have scripts
+that do not take what this process sends.
+"""
+
+Argument = str | bytes | int | float
+Fields = Mapping[str, str | int]
+"""Fields of a hash."""
+T = TypeVar("T")
+Reply = TypeVar("Reply")
+
+
+class Names(NamedTuple):
+    """Names of a script's keys, or of its arguments, in their order; and whether others follow."""
+
+    given: tuple[str, ...]
+    has_more: bool
+
+    def values(self, by_name: Mapping[str, T], more: Sequence[T]) -> list[T]:
+        """Return values as the script takes them. Raises TypeError for other names, or another order."""
+        if (*by_name,) != self.given or (more and not self.has_more):
+            raise TypeError(f"a script takes {self}, not {(*by_name, *more)}")
+        return [*by_name.values(), *more]
+
+    def locals(self, array: str, first: str) -> str:
+        """Return the Lua statement that makes the names locals, and `first` the index of what follows."""
+        values = {name: f"{array}[{i}]" for i, name in enumerate(self.given, 1)}
+        values |= {first: str(len(self.given) + 1)} if self.has_more else {}
+        return f"local {', '.join(values)} = {', '.join(values.values())}\n" if values else ""
+
+
+class ScriptCall(NamedTuple, Generic[Reply]):
+    """ScriptCall: a script with its keys and arguments, whichever client sends it.
+
+    Attributes:
+        read: turns the broker's reply into what it means.
+    """
+
+    name: str
+    keys: Sequence[str]
+    args: Sequence[Argument]
+    read: Callable[[Any], Reply]
+
+    @property
+    def command(self) -> tuple[Argument, ...]:
+        return ("EVALSHA", script_digest(self.name), len(self.keys), *self.keys, *self.args)
+
+    @property
+    def command_with_text(self) -> tuple[Argument, ...]:
+        """The command for a broker that does not know the script."""
+        return ("EVAL", load_script(self.name), len(self.keys), *self.keys, *self.args)
+
+
+def call_script(
+    name: str,
+    read: Callable[[Any], Reply],
+    *,
+    keys: Mapping[str, str],
+    args: Mapping[str, Argument],
+    more_keys: Sequence[str] = (),
+    more_args: Sequence[Argument] = (),
+) -> ScriptCall[Reply]:
+    """Return the call of a script by the names of its keys and arguments."""
+    key_names, arg_names = script_names(name)
+    return ScriptCall(name, key_names.values(keys, more_keys), arg_names.values(args, more_args), read)
+
+
+def in_pairs(fields: Fields) -> list[str | int]:
+    return [part for pair in fields.items() for part in pair]
+
+
+def decode_all(reply: list[bytes]) -> list[str]:
+    return [one.decode() for one in reply]
+
+
+async def run_script(redis: Redis, call: ScriptCall[Reply]) -> Reply:
+    """Return what a script's reply means; the broker is sent a script that it does not know."""
+    try:
+        reply = await redis.execute_command(*call.command)  # type: ignore[no-untyped-call]
+    except NoScriptError:
+        reply = await redis.execute_command(*call.command_with_text)  # type: ignore[no-untyped-call]
+    return call.read(reply)
+
+
+@functools.cache
+def script_names(name: str) -> tuple[Names, Names]:
+    """Return the names of a script's keys and of its arguments."""
+    return read_names("KEYS", SCRIPTS[name]), read_names("ARGV", SCRIPTS[name])
+
+
+def read_names(array: str, text: str) -> Names:
+    found = re.search(rf"^-- {array} (.+(?:\n--  .+)*)", text, re.MULTILINE)
+    names = re.findall(r"\w+|\.\.\.", found[1]) if found else []
+    return Names(tuple(name for name in names if name != "..."), "..." in names)
+
+
+@functools.cache
+def load_script(name: str) -> str:
+    """Return the text of a script, its names as locals, preceded by the scripts that its first line needs.
+
+    That line is `-- needs: lib/one, lib/other`.
+    """
+    text = SCRIPTS[name]
+    needs = re.match(r"-- needs: ([\w/, ]+)\n", text)
+    needed = [load_script(other) + "\n" for other in (needs[1].split(", ") if needs else ())]
+    keys, args = script_names(name)
+    return "".join([*needed, keys.locals("KEYS", "first_key"), args.locals("ARGV", "first_arg"), text])
+
+
+@functools.cache
+def script_digest(name: str) -> str:
+    return hashlib.sha1(load_script(name).encode()).hexdigest()

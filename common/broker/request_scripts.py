@@ -1,0 +1,262 @@
+"""Scripts of requests: one function for each Lua script that gateways run for requests and stored responses.
+
+A function returns the call; a client sends it, as `PoolClient.run` does, and returns what the reply means.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from common.broker.keys import TOKENS_TTL_MS, Keys, request_keys
+from common.broker.lua import ScriptCall, call_script, decode_all
+from common.messages.codec import encode
+from common.messages.request import Cancel, Generate, Resume
+
+
+class AdmitReply(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        outcome: `admitted`, `attached`, `conflict`; or what there is no room for: `requests`, `tokens`,
+            `bytes`, `tenant`.
+        entry_id: of one that was admitted.
+        num_counted, wait_ms: of one without room: what was counted, and when there may be room.
+    """
+
+    outcome: str
+    entry_id: str = ""
+    num_counted: int = 0
+    wait_ms: int = 0
+
+
+def admit(
+    keys: Keys,
+    request: Generate,
+    *,
+    payload: bytes,
+    answer: bytes,
+    weight: float,
+    max_requests: int,
+    max_tokens: int | None,
+    max_bytes: int,
+) -> ScriptCall[AdmitReply]:
+    """Admit a request if its class and its tenant have room.
+
+    Args:
+        payload: the request as its entry has it.
+        answer: the answer that it begins, or b"".
+        weight: of its tenant.
+    """
+    return call_script(
+        "admit",
+        read_admit_reply,
+        keys={
+            "requests": keys.requests,
+            "places": keys.places,
+            "request": keys.request(request.request_id),
+            "clock": keys.clock,
+            "tenants": keys.tenants(request.service_class),
+        },
+        args={
+            "payload": payload,
+            "max_requests": max_requests,
+            "max_tokens": max_tokens or "",
+            "max_bytes": max_bytes,
+            "digest": request.digest,
+            "channel": request.channel,
+            "gateway": request.gateway,
+            "width": request.width,
+            "answer": answer,
+            "class": request.service_class,
+            "tenant": request.tenant,
+            "weight": weight,
+            "num_prompt": request.num_prompt,
+        },
+    )
+
+
+def read_admit_reply(reply: list[Any]) -> AdmitReply:
+    match reply:
+        case [b"admitted", entry_id]:
+            return AdmitReply("admitted", entry_id.decode())
+        case [what, num_counted, wait_ms]:
+            return AdmitReply(what.decode(), "", num_counted, wait_ms)
+        case _:
+            return AdmitReply(reply[0].decode())
+
+
+class OfferReply(NamedTuple):
+    """What became of a request that its gateway offered.
+
+    Attributes:
+        outcome: `kept`, `ended`, `superseded`, `foreign`, `queued` or `void`.
+        attempt: where it is queued or its run is void: tokens of earlier attempts no longer count. Else 0.
+    """
+
+    outcome: str
+    attempt: int = 0
+
+
+def offer(
+    keys: Keys,
+    request: Generate,
+    *,
+    made_by: str,
+    made_in: int,
+    records: bytes,
+    prompt_records: bytes,
+    num_cached: int | None,
+    reopen: bool,
+    answer: bytes,
+    reader: int,
+    connection: int,
+) -> ScriptCall[OfferReply]:
+    """Offer a request as its gateway knows it, with the `request.num_shown` tokens that its client has.
+
+    Args:
+        made_by, made_in: worker and attempt that made the last of these tokens.
+        records: of these tokens.
+        prompt_records: of the prompt's tokens, or b"".
+        num_cached: tokens of the prompt that were cached, where known.
+        reopen: whether to queue it again though it has ended, as that was with other tokens.
+        answer: the answer that it begins, or b"".
+        reader, connection: numbers of its reader, and of the one on whose connection the answer is written.
+    """
+    return call_script(
+        "offer",
+        lambda reply: OfferReply(reply[0].decode(), *reply[1:]),
+        keys={
+            "request": keys.request(request.request_id),
+            "tokens": keys.tokens(request.request_id),
+            "requests": keys.requests,
+            "places": keys.places,
+            "clock": keys.clock,
+            "control": keys.control,
+        },
+        args={
+            "payload": encode(request),
+            "digest": request.digest,
+            "channel": request.channel,
+            "gateway": request.gateway,
+            "width": request.width,
+            "made_by": made_by,
+            "made_in": made_in,
+            "num_tokens": request.num_shown,
+            "records": records,
+            "prompt_records": prompt_records,
+            "num_cached": "" if num_cached is None else num_cached,
+            "ttl_ms": TOKENS_TTL_MS,
+            "resume": encode(Resume(request.request_id)),
+            "reopen": int(reopen),
+            "answer": answer,
+            "reader": reader,
+            "connection": connection,
+            "class": request.service_class,
+            "num_prompt": request.num_prompt,
+            "tenant": request.tenant,
+        },
+    )
+
+
+def cancel(keys: Keys, request_id: str, *, reader: int | None) -> ScriptCall[bool]:
+    """Cancel a request, if given only for this reader. False if it has ended, is not known or has another
+    reader.
+    """
+    return call_script(
+        "cancel",
+        bool,
+        keys={"request": keys.request(request_id), "control": keys.control},
+        args={"payload": encode(Cancel(request_id, "client")), "reader": "" if reader is None else reader},
+    )
+
+
+class AttachReply(NamedTuple):
+    """Whether requests have another reader now.
+
+    Attributes:
+        outcome: `attached`, `cancelled`, `gone` or `superseded`.
+        reader: its number.
+        digests: of the requests.
+    """
+
+    outcome: str
+    reader: int = 0
+    digests: Sequence[str] = ()
+
+
+def attach(
+    keys: Keys, request_ids: Iterable[str], *, gateway: str, inherited: int | None
+) -> ScriptCall[AttachReply]:
+    """Give all requests of an answer another reader.
+
+    Args:
+        inherited: number of the reader whose connection it has; None for a connection of its own.
+    """
+    return call_script(
+        "readers/attach",
+        read_attach_reply,
+        keys={},
+        more_keys=[keys.request(name) for name in request_ids],
+        args={"gateway": gateway, "inherited": "" if inherited is None else inherited},
+    )
+
+
+def read_attach_reply(reply: list[Any]) -> AttachReply:
+    match reply:
+        case [outcome, reader, digests]:
+            return AttachReply(outcome.decode(), reader, [digest.decode() for digest in digests])
+        case _:
+            return AttachReply(reply[0].decode())
+
+
+def forget(keys: Keys, request_id: str, *, reader: int) -> ScriptCall[bool]:
+    """Delete a request that was answered. False if it has another reader than this one."""
+    return call_script(
+        "readers/forget",
+        bool,
+        keys={"request": keys.request(request_id), "tokens": keys.tokens(request_id)},
+        args={"reader": reader},
+    )
+
+
+def read_requests(
+    keys: Keys, offsets: Mapping[str, int | None], *, fields: Sequence[str], of_ended: bool
+) -> ScriptCall[list[tuple[list[bytes | None], bytes]]]:
+    """Read fields and tokens of requests.
+
+    Args:
+        offsets: the first byte of the tokens that are read, by request id; None reads no tokens.
+        of_ended: whether the tokens of a request that has ended are read, too, and then all of them.
+    """
+    first_bytes = ["" if offset is None else offset for offset in offsets.values()]
+    return call_script(
+        "read_requests",
+        lambda reply: [(fields, records) for *fields, records in reply],
+        keys={},
+        more_keys=request_keys(keys, offsets),
+        args={"which": "all" if of_ended else "live", "num_fields": len(fields)},
+        more_args=[*fields, *first_bytes],
+    )
+
+
+def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
+    """Delete a stored response. False if it has not ended yet."""
+    return call_script(
+        "responses/delete",
+        bool,
+        keys={
+            "request": keys.request(request_id),
+            "tokens": keys.tokens(request_id),
+            "responses": keys.responses,
+        },
+        args={"request_id": request_id},
+    )
+
+
+def keep_response(keys: Keys, request_id: str, *, ttl_s: int, max_kept: int) -> ScriptCall[list[str]]:
+    """Note a stored response. The reply names those that are to be deleted, as there are too many."""
+    return call_script(
+        "responses/keep",
+        decode_all,
+        keys={"responses": keys.responses},
+        args={"request_id": request_id, "ttl_s": ttl_s, "max_kept": max_kept},
+    )

@@ -1,0 +1,184 @@
+"""Scripts of workers: one function for each Lua script that workers run, and for those that end a worker."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
+from common.broker.lua import Argument, Fields, ScriptCall, call_script, in_pairs
+from common.messages.events import Terminal
+from common.messages.finish_reasons import kept_records
+
+
+def create_logs(keys: Keys, worker: str, *, owner: str) -> ScriptCall[bool]:
+    """Create log and reports of an incarnation. False if another owner has created them."""
+    return call_script(
+        "create_logs",
+        bool,
+        keys={"log": keys.log(worker), "reports": keys.reports(worker)},
+        args={"owner": owner, "ttl_ms": STREAMS_TTL_MS},
+    )
+
+
+def worker_heartbeat(
+    keys: Keys, worker: str, *, capacity: bytes, ttl_ms: int, state: str, step: int, fields: Fields
+) -> ScriptCall[str]:
+    """Write a worker's heartbeat. The reply is `OK`, `DRAIN`, `SEALED` or `MISSING`."""
+    return call_script(
+        "worker_heartbeat",
+        bytes.decode,
+        keys={
+            "worker": keys.worker(worker),
+            "workers": keys.workers,
+            "log": keys.log(worker),
+            "reports": keys.reports(worker),
+            "plans": keys.plans(worker),
+            "control": keys.control,
+        },
+        args={
+            "incarnation": worker,
+            "ttl_ms": ttl_ms,
+            "streams_ttl_ms": STREAMS_TTL_MS,
+            "state": state,
+            "step": step,
+            "capacity": capacity,
+        },
+        more_args=in_pairs(fields),
+    )
+
+
+class FlushedPrompt(NamedTuple):
+    """Records of a prompt's tokens."""
+
+    request_id: str
+    records: bytes
+
+    @property
+    def args(self) -> tuple[Argument, ...]:
+        return self[1:]
+
+
+class FlushedTerminal(NamedTuple):
+    """The end of a request on its worker, as `finish` takes it; `base`: where the attempt began."""
+
+    request_id: str
+    attempt: int
+    base: int
+    end: Terminal
+    records: bytes
+    ttl_ms: int
+    channel: str
+    payload: bytes
+
+    @property
+    def args(self) -> tuple[Argument, ...]:
+        end = self.end
+        kept = (end.reason, end.num_tokens, end.error, end.error_type, kept_records(end, self.records))
+        return (self.attempt, self.base, *kept, self.ttl_ms, self.channel, self.payload)
+
+
+class FlushedSpill(NamedTuple):
+    """Tokens that are copied to their request's string, from byte `offset` on."""
+
+    request_id: str
+    attempt: int
+    base: int
+    offset: int
+    records: bytes
+
+    @property
+    def args(self) -> tuple[Argument, ...]:
+        return self[1:]
+
+
+class FlushReply(NamedTuple):
+    """Whether a flush was written.
+
+    Attributes:
+        status: `OK`, `GAP`, `MISSING` or `SEALED`.
+        spilled: for each spill 1, 0 where it would leave a hole, or -1 where it was refused.
+    """
+
+    status: str
+    spilled: list[int]
+
+
+def flush(
+    keys: Keys,
+    worker: str,
+    *,
+    sequence: int,
+    report: bytes,
+    acknowledged: int,
+    mode: str,
+    messages: Sequence[tuple[str, bytes]],
+    prompts: Sequence[FlushedPrompt],
+    terminals: Sequence[FlushedTerminal],
+    spills: Sequence[FlushedSpill],
+) -> ScriptCall[FlushReply]:
+    """Append a flush to log and reports, then publish it.
+
+    Args:
+        report: b"" for none.
+        acknowledged: the last report that the batcher has applied.
+        mode: `trim` trims the log, `whole` follows whatever it has, or "".
+        messages: channel, payload of each; without a channel only the log has it.
+    """
+    more_keys = [keys.request(prompt.request_id) for prompt in prompts]
+    more_keys += request_keys(keys, [one.request_id for part in (terminals, spills) for one in part])
+    more_args: list[Argument] = [part for message in messages for part in message]
+    more_args += [arg for part in (prompts, terminals, spills) for one in part for arg in one.args]
+    return call_script(
+        "flush",
+        read_flush_reply,
+        keys={"log": keys.log(worker), "reports": keys.reports(worker)},
+        more_keys=more_keys,
+        args={
+            "sequence": sequence,
+            "report": report,
+            "oldest": f"{acknowledged}-0",
+            "ttl_ms": TOKENS_TTL_MS,
+            "worker": worker,
+            "num_messages": len(messages),
+            "num_prompts": len(prompts),
+            "num_terminals": len(terminals),
+            "num_spills": len(spills),
+            "mode": mode,
+        },
+        more_args=more_args,
+    )
+
+
+def read_flush_reply(reply: list[Any]) -> FlushReply:
+    return FlushReply(reply[0].decode(), reply[1:])
+
+
+def drain(keys: Keys, worker: str) -> ScriptCall[tuple[str, int] | None]:
+    """Ask a worker to drain. The reply has its state and number of rows; None: there is no such worker."""
+    return call_script("drain", read_drain_reply, keys={"worker": keys.worker(worker)}, args={})
+
+
+def read_drain_reply(reply: list[bytes | None] | None) -> tuple[str, int] | None:
+    if reply is None:
+        return None
+    state, rows = reply
+    return (state or b"").decode(), int(rows or 0)
+
+
+def seal(keys: Keys, worker: str, *, why: str) -> ScriptCall[bool]:
+    """Seal an incarnation: nothing can be appended to its streams any more. False if it has no log.
+
+    Args:
+        why: `died`, `drained` or `unreadable`.
+    """
+    return call_script(
+        "seal",
+        bool,
+        keys={
+            "log": keys.log(worker),
+            "reports": keys.reports(worker),
+            "worker": keys.worker(worker),
+            "workers": keys.workers,
+            "sealed": keys.sealed,
+        },
+        args={"incarnation": worker, "why": why, "ttl_ms": STREAMS_TTL_MS},
+    )

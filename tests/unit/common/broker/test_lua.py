@@ -1,0 +1,82 @@
+"""Scripts: their names agree with the functions that call them."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker import lua
+from common.broker.lua import SCRIPTS, call_script, load_script, run_script, script_names
+
+BROKER = Path(lua.__file__).parent
+TEXTS = {
+    "lib/double": "local function double(x) return 2 * x end\n",
+    "lib/inc": "-- needs: lib/double\nlocal function inc(x) return double(x) / 2 + 1 end\n",
+    "sum": """-- needs: lib/double, lib/inc
+-- Double, increment and add.
+-- KEYS one, ...
+-- ARGV left,
+--      right, ...
+-- Returns the key, the sum, and the first of the others.
+return {one, inc(double(left)) + right, KEYS[first_key], ARGV[first_arg]}
+""",
+}
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in TEXTS.items():
+        monkeypatch.setitem(SCRIPTS, name, text)
+
+
+@pytest.mark.usefixtures("texts")
+async def test_a_script_has_what_it_needs_and_its_names_whether_or_not_the_broker_knows_it(
+    redis: Redis,
+) -> None:
+    call = call_script(
+        "sum", list, keys={"one": "a"}, args={"left": 20, "right": 1}, more_keys=["b"], more_args=["c"]
+    )
+    for _ in range(2):
+        assert await run_script(redis, call) == [b"a", 42, b"b", b"c"]
+        await redis.script_flush()
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(
+    "args",
+    [{"left": 1}, {"right": 2, "left": 1}, {"left": 1, "wrong": 2}, {"left": 1, "right": 2, "third": 3}],
+)
+def test_other_names_than_the_scripts_are_refused(args: dict[str, int]) -> None:
+    with pytest.raises(TypeError):
+        call_script("sum", list, keys={"one": "a"}, args=args)
+
+
+def test_more_than_a_script_takes_is_refused() -> None:
+    with pytest.raises(TypeError):
+        call_script("drain", list, keys={"worker": "a"}, args={}, more_args=["b"])
+
+
+def called_scripts() -> list[str]:
+    """Names of the scripts that the functions of `common.broker` call."""
+    calls = [
+        node
+        for path in BROKER.glob("*_scripts.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "call_script"
+    ]
+    return [ast.literal_eval(call.args[0]) for call in calls]
+
+
+def test_each_script_has_one_function() -> None:
+    assert Counter(called_scripts()) == Counter(name for name in SCRIPTS if not name.startswith("lib/"))
+
+
+@pytest.mark.parametrize("name", sorted(called_scripts()))
+def test_a_script_knows_its_keys_and_arguments_by_name_alone(name: str) -> None:
+    keys, args = script_names(name)
+    assert max(Counter((*keys.given, *args.given)).values(), default=1) == 1
+    assert re.findall(r"(?:KEYS|ARGV)\[\d+\]", SCRIPTS[name]) == []
+    assert load_script(name).endswith(SCRIPTS[name])
