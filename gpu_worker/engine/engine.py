@@ -43,7 +43,7 @@ class Engine:
     again once granted.
 
     Attributes:
-        runs_ahead: the next step is launched before the last one is read, unless that `is_open`; not on CPU.
+        runs_ahead: the next step is launched before the last is read, unless that `is_unsure`; not on CPU.
         in_flight: the step that is launched and not read.
         collected_step: the last step read.
     """
@@ -157,7 +157,7 @@ class Engine:
         after that, while the forward runs: by then the rows' sampling states know the tokens just read.
         """
         in_flight = self.in_flight or self.sample(self.launch())
-        leads = in_flight and self.runs_ahead and not in_flight.is_open
+        leads = in_flight and self.runs_ahead and not in_flight.is_unsure
         following = self.launch(in_flight) if leads else None
         duration_ms = self.collect(in_flight) if in_flight else 0.0
         self.in_flight = self.sample(following)

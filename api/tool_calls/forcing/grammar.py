@@ -42,18 +42,18 @@ class Thinking:
 
     Attributes:
         form: None where the answer does not begin with thinking.
-        is_open: the answer begins inside of it.
+        begins_inside: the answer begins inside of it.
     """
 
     form: ReasoningFormat | None = None
-    is_open: bool = False
+    begins_inside: bool = False
 
 
 def thinking_after(form: ReasoningFormat | None, prompt: str) -> Thinking:
     """The thinking that an answer to this prompt may begin with."""
     if form is None or form.is_closed(prompt):
         return Thinking()
-    return Thinking(form, form.is_open(prompt))
+    return Thinking(form, form.begins_inside(prompt))
 
 
 async def call_grammar(
@@ -135,7 +135,7 @@ def thought(lark: Lark, thinking: Thinking) -> str:
     if thinking.form is None:
         return ""
     open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {SPACE}"
-    if not thinking.is_open:
+    if not thinking.begins_inside:
         return f"({open} {rest})?"
     return f"({open})? {rest}" if thinking.form.open in lark.special_ids else rest
 

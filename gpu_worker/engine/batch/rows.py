@@ -88,8 +88,8 @@ class Rows:
         return blocks
 
     def launch(self) -> list[RowSlice]:
-        """Launch the next step → its slices, arranged; empty where no step may or can run. Not behind one
-        with a slice that `is_open`.
+        """Launch the next step → its slices, arranged; empty where no step may or can run. It must not be
+        called while a step is unread that `is_unsure`.
         """
         if self.step >= self.grant.until:
             return []
