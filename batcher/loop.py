@@ -118,7 +118,7 @@ class Batcher:
         self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
         waits = not (acted or self.pending.can_run)  # what an action has resumed is to be placed
         await self.inbox.fill(waits, self.housekeeping.tasks, self.pending.due)
-        for entry in self.inbox.take(SLICE_S):
+        for entry in self.inbox.pop_entries(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()

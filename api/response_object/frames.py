@@ -28,7 +28,7 @@ class ResponseFrames(Feed[bytes]):
     def take(self) -> list[bytes]:
         events, self.first = self.first, []
         while self.renderer.has_more and len(events) < MAX_ITEMS:
-            events += self.renderer.take()
+            events += self.renderer.next_events()
         self.ended = self.renderer.ended
         new = [frame(i, event) for i, event in enumerate(events, self.num_frames)]
         self.num_frames += len(new)

@@ -61,7 +61,7 @@ class ResponseObjectRenderer:
         """Whether there is a piece, or an end, to take."""
         return not self.ended and (self.choice.has_piece or self.choice.failed)
 
-    def take(self) -> list[Event]:
+    def next_events(self) -> list[Event]:
         """Take the next piece, or the end. Returns its events, which may be none."""
         if not self.choice.has_piece:
             self.ended = True
@@ -128,7 +128,7 @@ class ResponseObjectRenderer:
     def render_so_far(self) -> dict[str, Any]:
         """The response with what its stream has."""
         while self.has_more:
-            self.take()
+            self.next_events()
         return self.render(self.status)
 
     @property

@@ -127,12 +127,12 @@ class Offers:
         with self.failures.caught():
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 answer, *placed = await self.send(stream, ttl_ms, reopen)
-            await self.take(stream, answer.decode(), placed)
+            await self.on_answer(stream, answer.decode(), placed)
             return
         await asyncio.sleep(PAUSE_S)
         self.request([stream], reopen)
 
-    async def take(self, stream: Stream, answer: str, placed: list[int]) -> None:
+    async def on_answer(self, stream: Stream, answer: str, placed: list[int]) -> None:
         """Apply the answer to an offer."""
         self.num_offers += 1
         self.apply(stream, answer, placed)

@@ -129,7 +129,7 @@ class ClassQueue:
             heapq.heappop(self.order)
         return None
 
-    def take(self, sequence: Sequence) -> None:
+    def remove_first(self, sequence: Sequence) -> None:
         """Remove the request that `first` returned."""
         if self.resumed and self.resumed[0][2] is sequence:
             heapq.heappop(self.resumed)
