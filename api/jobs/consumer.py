@@ -216,7 +216,7 @@ class JobConsumer:
             run.join(reply)
             await run.ended.wait()
             return
-        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.priority])
+        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.service_class])
         run.join(reply)
         try:
             await run.run()

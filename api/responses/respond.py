@@ -49,7 +49,7 @@ def describe_response(
     terms = body.resume_s, background, body.priority, body.service_tier
     outlives_client = streamed or background
     answer = new_answer(request, pool, requests, [""], chat.rendering, outlives_client, *terms)
-    fields = response_fields(body, chat.params.sampling, answer.requests[0].priority)
+    fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
     stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0
     return replace(
         answer,
@@ -59,8 +59,8 @@ def describe_response(
     )
 
 
-def response_fields(body: ResponsesRequest, sampling: SamplingParams, priority: str) -> dict[str, Any]:
-    """Fields of the response object that say what was requested; `priority` is its service class."""
+def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_class: str) -> dict[str, Any]:
+    """Fields of the response object that say what was requested; `service_class` is that of its requests."""
     form = body.text.format if body.text is not None else None
     reasoning = body.reasoning
     return {
@@ -78,7 +78,7 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams, priority: 
             "summary": reasoning.summary if reasoning else None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": SHOWN_TIERS[priority],
+        "service_tier": SHOWN_TIERS[service_class],
         "store": body.is_stored,
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},

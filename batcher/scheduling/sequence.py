@@ -57,7 +57,7 @@ class Sequence:
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.class_index = class_index(self.request.priority)
+        self.class_index = class_index(self.request.class_name)
         self.block_hashes = self.request.block_hashes
 
     @property

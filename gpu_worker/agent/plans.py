@@ -93,7 +93,7 @@ class PlanHandler:
             top_n_tokens=request.top_n_tokens,
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             num_cached=start.num_cached,
-            priority=class_index(request.priority),
+            class_index=class_index(request.class_name),
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

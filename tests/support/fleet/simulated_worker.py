@@ -61,7 +61,7 @@ class SimulatedRow:
         """As in the engine's prefill."""
         if self.num_passed >= PATIENCE:
             return -1, 0
-        return class_index(self.start.request.priority), self.target - self.kv_len
+        return class_index(self.start.request.class_name), self.target - self.kv_len
 
     @property
     def generated_hashes(self) -> bytes:
