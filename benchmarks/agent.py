@@ -29,7 +29,7 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
-from common.messages.plan import Plan, RowStart, WorkerCapacity
+from common.messages.plan import NewRow, Plan, WorkerCapacity
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
@@ -110,7 +110,7 @@ async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes
         request = Generate(f"{worker}-{row}", "d", prompt_ids, stopping, channel=CHANNEL)
         placed = {"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1}
         await redis.hset(KEYS.request(request.request_id), mapping=placed)  # type: ignore[misc]
-        starts.append(RowStart(row, 1, 0, b"", b"", request))
+        starts.append(NewRow(row, 1, 0, b"", b"", request))
     await plan(redis, worker, Plan(1, 1, 0, 64, starts))
 
 

@@ -11,7 +11,7 @@ from common.block_hashes import extend_hashes
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import Tokens
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.plan import HeldRow, RowStart
+from common.messages.plan import HeldRow, NewRow
 from common.messages.records import RECORD, pack_pairs, pack_records, unpack_columns, unpack_records
 from common.messages.request import Generate
 
@@ -160,7 +160,7 @@ class RowTable:
     num_known: int = 0
     num_cached: int = 0
 
-    def start(self, start: RowStart) -> RowText:
+    def start(self, start: NewRow) -> RowText:
         """Add a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
         the stop strings.
         """

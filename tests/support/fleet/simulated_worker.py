@@ -11,7 +11,7 @@ from zlib import crc32
 from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.plan import HeldRow, Plan, Report, RowStart
+from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.service_class import class_index
 from gpu_worker.engine.batch.prefill import PATIENCE
 
@@ -28,7 +28,7 @@ def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
 
 @dataclass(eq=False)
 class SimulatedRow:
-    start: RowStart
+    start: NewRow
     blocks: list[int]
     kv_len: int = 0
     num_tokens: int = 0
