@@ -106,14 +106,14 @@ class ResponseObjectRenderer:
 
     def begin_item(self, item: OutputItem) -> list[Event]:
         """Begin an item, and end the one before it."""
-        ended = self.output[-1].end("completed") if self.output else []
+        ended = self.output[-1].finish("completed") if self.output else []
         self.output.append(item)
         return ended + item.begin()
 
     def end_items(self) -> list[Event]:
         """End the last item; an answer that says nothing has an empty message."""
         opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
-        return opened + self.output[-1].end("completed" if self.status == "completed" else "incomplete")
+        return opened + self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
 
     def failure_event(self) -> Event:
         assert self.stream.terminal is not None

@@ -229,7 +229,7 @@ class Replica:
         self.leave(row)
         self.pool.release(row.blocks)
 
-    def end(self, row: PlacedRow) -> None:
+    def end_row(self, row: PlacedRow) -> None:
         """The row runs no more; its blocks stay in use until the engine releases it."""
         row.ended = True
         self.leave(row)

@@ -195,7 +195,7 @@ class Scheduler:
         set_lengths(replica, report.lengths)
         for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
-                replica.end(row)
+                replica.end_row(row)
                 self.release_followers(replica, row)
                 self.queue.learn(row.sequence, end - row.sequence.base)
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished

@@ -73,8 +73,8 @@ class AgentState:
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
-    def end(self) -> None:
-        """A signal tells the worker to end."""
+    def begin_shutdown(self) -> None:
+        """A signal tells the worker to end: begin to shut down."""
         self.signalled.set()
         self.draining.set()
 

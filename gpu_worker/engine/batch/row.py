@@ -113,7 +113,7 @@ class Row:
         return self.sampling_state is not None and self.sampling_state.grammar is not None
 
     @property
-    def end(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """Why it ends with the last token that was read; None where it goes on."""
         if not self.collected_index:
             return None

@@ -75,7 +75,7 @@ class Rows:
                 start, self.eos_ids, self.make_grammar, self.recompute_length is not None, self.make_proposer
             )
             granted.append(row.blocks[start.num_cached // self.block_size :])
-            if end := row.end:  # the broker lost that it had ended
+            if end := row.finish_reason:  # the broker lost that it had ended
                 self.finish(row, end)
         return granted
 
@@ -206,7 +206,7 @@ class Rows:
         result.samples.append((row.number, row.collected_index, token, logprob))
         row.last_id = token
         row.collected_index += 1
-        if why := row.end:
+        if why := row.finish_reason:
             self.finish(row, why)
         elif kv_len == self.recompute_length:
             self.finish(row, "preempted")

@@ -56,7 +56,7 @@ def test_a_prompt_waits_from_when_it_has_a_place() -> None:
     other = replica.start(make_sequence(16))
     replica.step = 100
     assert mixed_prefill_tokens(replica) == 30
-    replica.end(first)
+    replica.end_row(first)
     replica.limits = replace(replica.limits, max_batch_size=2)
     replica.prefilled(other, 16, 101)
     budgets = []
