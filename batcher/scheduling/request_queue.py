@@ -77,7 +77,7 @@ class RequestQueue:
         queue.looked_past.append(sequence)
         self.stopped = sequence.num_passed >= MAX_PASSED
 
-    def leave(self, sequence: Sequence) -> None:
+    def set_aside(self, sequence: Sequence) -> None:
         """The first request waits for something else, and is added again when that has come."""
         self.classes[sequence.class_index].remove_first(sequence)
 

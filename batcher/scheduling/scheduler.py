@@ -160,7 +160,7 @@ class Scheduler:
         if (replica := self.workers.remove(incarnation)) is None:
             return []
         for row in replica.rows.values():
-            self.queue.correct_charge(row, row.kv_at(replica.step, replica.step) if row.prefilled else 0)
+            self.queue.correct_charge(row, row.kv_at(replica.step, replica.step) if row.is_prefilled else 0)
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
@@ -190,7 +190,7 @@ class Scheduler:
         replica.plan_seen = max(replica.plan_seen, report.plan)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
-                replica.prefilled(row, kv_len, step)
+                replica.on_prefilled(row, kv_len, step)
                 self.release_followers(replica, row)
         set_lengths(replica, report.lengths)
         for number, why, end in report.ended:
@@ -241,8 +241,8 @@ class Scheduler:
             (self.queue.skip if sequence.crash_count else self.queue.look_past)(sequence)
             return
         if row is not None:
-            self.queue.leave(sequence)
-            replica.follow(row, sequence)
+            self.queue.set_aside(sequence)
+            replica.wait_for_prefill(row, sequence)
         else:
             row = replica.start(sequence)
             row.charged = self.queue.start(sequence, sequence.num_known - row.num_cached)

@@ -67,6 +67,6 @@ def adopt(replica: Replica, held: HeldRow, blocks: list[int], sequence: Sequence
     sequence.base = held.base
     replica.add(row)
     replica.due_stops.append(row)
-    if row.prefilled:
+    if row.is_prefilled:
         sequence.crash_count = 0
     replica.publish(row, max(held.kv_len, held.num_cached), replica.names(sequence))

@@ -23,7 +23,7 @@ def full_replica(*rows: tuple[int, int]) -> tuple[Replica, list[PlacedRow]]:
         sequence = make_sequence(16)
         sequence.class_index, sequence.entry_id = class_index, f"1-{arrival}"
         placed.append(replica.start(sequence))
-        replica.prefilled(placed[-1], 16, step=1)
+        replica.on_prefilled(placed[-1], 16, step=1)
     replica.step = replica.until = 33
     return replica, placed
 

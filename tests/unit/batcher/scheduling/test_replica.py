@@ -160,7 +160,7 @@ def test_a_grant_is_needed_where_a_row_that_is_ahead_fills_its_blocks(
 ) -> None:
     replica = make_replica()
     row = replica.start(make_sequence(16, max_new_tokens))
-    replica.prefilled(row, 16, 1)
+    replica.on_prefilled(row, 16, 1)
     replica.until, replica.report_at, replica.step = 32, 16, 5
     assert not replica.needs_grant
     set_lengths(replica, [(row.number, kv_len, 5), (99, 1, 5)])
