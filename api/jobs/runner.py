@@ -154,10 +154,10 @@ class JobRun:
         if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
         if await self.admission.admit(stream, self.wait):
-            await self.follow(stream)
+            await self.subscribe_first_channel(stream)
         self.relay.filler.request([stream])
 
-    async def follow(self, stream: Stream) -> None:
+    async def subscribe_first_channel(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
         request_key = self.pool.client.keys.request(stream.request.request_id)
         channel: bytes | None = await self.admission.retry_forever(
@@ -165,7 +165,7 @@ class JobRun:
         )
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())
-            self.relay.follow(stream.request.channel)
+            self.relay.follow_channel(stream.request.channel)
 
     async def check_cancelled(self) -> None:
         """Raises ApiError if the job was cancelled; cancels those of its requests that are admitted."""
@@ -200,7 +200,7 @@ class JobRun:
         on with them.
         """
         for stream in self.streams:  # without an `await`: the job's next run may use their ids
-            self.relay.leave(stream)
+            self.relay.release(stream)
             if stream.terminal:
                 metrics.count_stream(stream, self.pool.workers.limits)
         self.ended.set()

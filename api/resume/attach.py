@@ -143,7 +143,7 @@ def give_events(pool: Pool, stream: Stream) -> None:
     if (former := relay.streams.get(stream.request.request_id)) is not None:
         supersede(former)
     if stream.request.channel != relay.channel:
-        relay.follow(stream.request.channel)
+        relay.follow_channel(stream.request.channel)
     relay.add(stream)
     relay.admitted(stream)
     relay.filler.request([stream])
