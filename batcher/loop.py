@@ -210,7 +210,7 @@ class Batcher:
             self.scheduler.apply_report(incarnation, report)
         elif self.workers.answers_takeover(incarnation, report):
             try:
-                self.recovery.take_over(incarnation, report)
+                self.recovery.on_takeover_report(incarnation, report)
             except ValueError as error:
                 self.pending.add(
                     partial(self.recovery.seal, incarnation, f"its report contradicts itself: {error}")

@@ -60,13 +60,13 @@ class Recovery:
         self.timeline = timeline
         self.backlog = backlog
 
-    def take_over(self, incarnation: str, report: Report) -> None:
+    def on_takeover_report(self, incarnation: str, report: Report) -> None:
         """Adopt the rows that a worker holds, and resume what it held before this epoch and holds no more.
 
         Raises ValueError if the report contradicts itself; then the worker must be removed.
         """
         held = self.backlog.held_by.get(incarnation, [])
-        left = self.workers.take_over(incarnation, report, held)
+        left = self.workers.activate(incarnation, report, held)
         self.backlog.held_by.pop(incarnation, None)
         for part in in_slices(left, RESTORED_AT_ONCE):
             self.pending.defer(partial(self.restore, part))

@@ -78,7 +78,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise
     if behind is None:
         return Response(b"", 200, HEADERS)
-    reader = await attach.take_over(pool, streams)
+    reader = await attach.become_reader(pool, streams)
     return TokenStream(answer, behind, streams, {}, pool.admission.release, reader, num_seen)
 
 

@@ -111,7 +111,7 @@ async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen:
     return frames
 
 
-async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:
+async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:
     """Become the reader of these streams, and give them their events. Returns the reader's number.
 
     Args:

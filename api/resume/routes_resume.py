@@ -57,7 +57,7 @@ async def resume_stream(request: Request, request_id: RequestId) -> Response:
     streams, frames = await attach.read_behind(pool, answer, channel, num_seen)
     if frames is None:
         return Response(status_code=204)
-    reader = await attach.take_over(pool, streams)
+    reader = await attach.become_reader(pool, streams)
     return TokenStream(answer, frames, streams, {}, pool.admission.release, reader, num_seen)
 
 

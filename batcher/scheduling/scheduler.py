@@ -16,7 +16,7 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 from batcher.scheduling.standby import move_standby
-from batcher.scheduling.takeover import take_over
+from batcher.scheduling.takeover import adopt_rows
 from batcher.scheduling.turn import Turn
 from batcher.scheduling.worker_set import WorkerSet
 from common.messages.finish_reasons import INTERRUPTED
@@ -144,14 +144,14 @@ class Scheduler:
         if self.sequences.pop(sequence.request_id, None):
             self.gateways -= Counter([sequence.request.gateway])
 
-    def take_over(
+    def add_worker(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]
     ) -> list[Sequence]:
         """Add a worker that answered the takeover. Return those of `sequences` that it holds no more. Raises
         ValueError if the report contradicts itself.
         """
         replica = Replica(capacity, self.limits)
-        left = take_over(replica, report, sequences)
+        left = adopt_rows(replica, report, sequences)
         self.workers.add(replica)
         return left
 
