@@ -79,7 +79,7 @@ class Reply:
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes = b"", request_ids: Sequence[str] = ()
     ) -> None:
-        """Send what is new of the frames; where the broker has lost frames, offer it all of them. The answer
+        """Send what is new of the frames; where the broker has lost frames, send all of them. The answer
         goes together with the last frames: after the last frame a client finds it.
         """
         request_keys = [
@@ -96,16 +96,16 @@ class Reply:
             answer,
         ]
 
-        async def offer(first: int) -> int:
+        async def send_from(first: int) -> int:
             args = [*head, self.num_sent - first, *(part for frame in frames[first:] for part in frame)]
             answered: int = await self.retry_forever(
                 lambda: self.client.run("jobs/reply", [*self.own_keys, *request_keys], args)
             )
             return answered
 
-        answered = await offer(self.num_sent)
+        answered = await send_from(self.num_sent)
         if answered == FRAMES_LOST:
-            log.warning("job %s: the broker has lost frames: all are offered again", self.job.id)
-            answered = await offer(0)
+            log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
+            answered = await send_from(0)
         if answered == NOT_A_JOB:
             log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, self.own_keys[0])
