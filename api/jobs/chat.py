@@ -33,7 +33,7 @@ class ChatJob:
         """Chunks with their lanes; no `[DONE]`, which is not JSON."""
         return ChunkFeed(self.renderer(streams))
 
-    def answer(self, streams: list[Stream]) -> bytes:
+    def render_result(self, streams: list[Stream]) -> bytes:
         return self.renderer(streams).render_whole()
 
     def renderer(self, streams: list[Stream]) -> ChatCompletionRenderer:

@@ -31,7 +31,7 @@ class GenerateJob:
             async for bodies in render.StreamBodies(stream, self.prefix, self.details):
                 yield [(0, body) for body in bodies]
 
-    def answer(self, streams: list[Stream]) -> bytes:
+    def render_result(self, streams: list[Stream]) -> bytes:
         best, *others = best_of.rank_by_logprob(streams)
         return to_json(render.render_response(best, others, self.prefix, self.details))
 

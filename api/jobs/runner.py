@@ -73,12 +73,12 @@ class JobRun:
 
     async def run(self) -> None:
         """Serve the job; returns when it is answered, with a result or an error."""
-        answer = await self.answer()
+        answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
             await reply.send(self.frames, self.max_frames, answer, request_ids)
 
-    async def answer(self) -> bytes:
+    async def render_result(self) -> bytes:
         """The result or the error. An error is the last frame as well, unless it is one already."""
         try:
             return await self.serve()
@@ -108,7 +108,7 @@ class JobRun:
             if not stream.finished:
                 raise failed(stream.terminal)
         return await offload(
-            sum(stream.num_records for stream in self.streams), lambda: accepted.answer(self.streams)
+            sum(stream.num_records for stream in self.streams), lambda: accepted.render_result(self.streams)
         )
 
     async def accept(self) -> chat.ChatJob | generate.GenerateJob:

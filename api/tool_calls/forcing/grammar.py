@@ -91,12 +91,12 @@ def compile_calls(
     if not is_promised and not has_mark(name, Lark(dict(ids)), forced):
         return ""
     try:
-        check(tools, answer(name, Lark({}), forced, choice, thinking))
+        check(tools, answer_rule(name, Lark({}), forced, choice, thinking))
     except ApiError:
         if is_promised:
             raise
         return ""
-    return answer(name, Lark(dict(ids)), forced, choice, thinking)
+    return answer_rule(name, Lark(dict(ids)), forced, choice, thinking)
 
 
 def has_mark(name: str, lark: Lark, forced: ForcedTools) -> bool:
@@ -111,7 +111,7 @@ def check(tools: Sequence[Tool], source: str) -> None:
         raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
 
 
-def answer(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking) -> str:
+def answer_rule(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking) -> str:
     if name == HARMONY:
         return lark.source(harmony_answer(lark, forced, choice.is_required))
     calls = RULES[name](lark, forced)
