@@ -177,7 +177,7 @@ class Engine:
         if before:
             self.pace.launch(before.is_done)
         elif not self.communicator.rank:
-            self.matchers.begin(sample_requests([part for part in slices if part.row.has_grammar]))
+            self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
@@ -188,7 +188,7 @@ class Engine:
         logits, slices = launched.logits, launched.slices
         requests = sample_requests(slices)
         if not self.communicator.rank:
-            self.matchers.finish(requests)
+            self.matchers.finish_masks(requests)
         output = (
             empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank
