@@ -22,7 +22,7 @@ class ResponseFrames(Feed[bytes]):
         [stream] = streams
         super().__init__(stream.changed)
         self.renderer = ResponseObjectRenderer(answer, stream)
-        self.first = self.renderer.begin()
+        self.first = self.renderer.first_events()
         self.num_frames = 0
 
     def take(self) -> list[bytes]:

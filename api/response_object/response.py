@@ -49,7 +49,7 @@ class ResponseObjectRenderer:
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> list[Event]:
+    def first_events(self) -> list[Event]:
         """The events before the first token."""
         status = "queued" if self.fields["background"] else "in_progress"
         kinds = ["created", "queued"] if self.fields["background"] else ["created"]

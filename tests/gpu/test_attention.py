@@ -166,7 +166,9 @@ def test_unwritten_slots_do_not_matter(device: str, window: int | None) -> None:
 def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     device: str, shape: Shape, window: int | None
 ) -> None:
-    """`prepare_decode` against `begin`: the same bits, also with rows beside them that only fill the graph."""
+    """The same bits after either of `prepare_decode` and `prepare_forward`, also beside rows that only fill a
+    graph.
+    """
     torch.manual_seed(0)
     pair, lines = pair_of(device, shape, window, None), rows(shape[1], LENGTHS)
     assert pair.flash.plan_free

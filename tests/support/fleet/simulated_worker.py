@@ -53,7 +53,7 @@ class SimulatedRow:
         return len(self.start.request.prompt_ids) // 4 + self.start.base
 
     @property
-    def prefilled(self) -> bool:
+    def is_prefilled(self) -> bool:
         return self.kv_len >= self.target
 
     @property
@@ -158,8 +158,8 @@ class SimulatedWorker:
         """One step, if one is granted and a row can take part."""
         in_step = list(islice(self.rows.items(), self.max_rows))
         self.most_rows = max(self.most_rows, len(in_step))
-        decoding = [item for item in in_step if item[1].prefilled]
-        prompts = [item for item in in_step if not item[1].prefilled]
+        decoding = [item for item in in_step if item[1].is_prefilled]
+        prompts = [item for item in in_step if not item[1].is_prefilled]
         budget = self.mixed_prefill_tokens if decoding else self.prefill_tokens
         took_part = False
         if self.step >= self.until:
@@ -176,7 +176,7 @@ class SimulatedWorker:
             self.num_prefilled += chunk
             self.fill(row, chunk)
             took_part = took_part or chunk > 0
-            if row.prefilled:
+            if row.is_prefilled:
                 row.told_as = row.kv_len, self.step + 1
                 self.report.prefilled.append((number, *row.told_as))
                 self.sample(number, row)

@@ -32,7 +32,7 @@ def test_a_row_that_ends_is_replaced_at_the_same_step_boundary() -> None:
             pool.scheduler.apply_report("w0", worker.take_report())
             pool.decide()
     assert worker.run(), "before anybody hears of the end"
-    assert worker.rows[ROWS + 1].prefilled
+    assert worker.rows[ROWS + 1].is_prefilled
     assert worker.most_rows == ROWS
     pool.run()
     assert len(pool.finished) == ROWS + 1
