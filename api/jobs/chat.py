@@ -40,7 +40,7 @@ class ChatJob:
         return ChatCompletionRenderer(self.described, streams)
 
 
-async def accept(pool: Pool, job: Job) -> ChatJob:
+async def validate_job(pool: Pool, job: Job) -> ChatJob:
     """Validate a job. Raises ApiError."""
     assert job.body is not None
     parameters = job.body.parameters or {}

@@ -36,7 +36,7 @@ class GenerateJob:
         return to_json(render.render_response(best, others, self.prefix, self.details))
 
 
-async def accept(pool: Pool, job: Job) -> GenerateJob:
+async def validate_job(pool: Pool, job: Job) -> GenerateJob:
     """Validate a job. Raises ApiError."""
     assert job.body is not None
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})

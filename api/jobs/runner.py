@@ -99,7 +99,7 @@ class JobRun:
         check_model(self.job, self.pool.settings)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
-            accepted = await self.accept()
+            accepted = await self.validate_job()
             await self.admit_all(accepted.requests)
         self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in accepted.requests)
         await self.send_frames(accepted)
@@ -111,11 +111,11 @@ class JobRun:
             sum(stream.num_records for stream in self.streams), lambda: accepted.render_result(self.streams)
         )
 
-    async def accept(self) -> chat.ChatJob | generate.GenerateJob:
+    async def validate_job(self) -> chat.ChatJob | generate.GenerateJob:
         """Validate the job. Raises ApiError."""
         if self.job.is_chat:
-            return await chat.accept(self.pool, self.job)
-        return await generate.accept(self.pool, self.job)
+            return await chat.validate_job(self.pool, self.job)
+        return await generate.validate_job(self.pool, self.job)
 
     # --- admission ------------------------------------------------------------------------------------------
 

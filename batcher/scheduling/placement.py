@@ -68,7 +68,7 @@ class Placement:
         self.num_changes = 0
         self.refusal = ((math.inf, math.inf), 0)
 
-    def open(self, replicas: Collection[Replica]) -> None:
+    def set_open(self, replicas: Collection[Replica]) -> None:
         """Give rows to these workers, and to no others."""
         for replica in [one for one in self.rows if one not in replicas]:
             replica.pool.cache.leave_index()

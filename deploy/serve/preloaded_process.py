@@ -106,7 +106,7 @@ class PreloadedProcess:
     open_channel: OpenChannel | None = None
     waiting: WaitingProcess | None = None
 
-    async def keep(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
+    async def keep_one_waiting(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
         """Never returns; no process is left when it is cancelled."""
         retry_s = FIRST_RETRY_S
         try:
