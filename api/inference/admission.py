@@ -53,6 +53,7 @@ class Admission:
     def __init__(
         self,
         client: PoolClient,
+        *,
         gateway: str,
         settings: Settings,
         tokenizer: ModelTokenizer,

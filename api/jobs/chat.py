@@ -55,14 +55,14 @@ async def validate_job(pool: Pool, job: Job) -> ChatJob:
     params = replace(read.params, seed=job.seed if read.params.seed is None else read.params.seed)
     requests = await validate(params, pool.workers.limits, pool.tokenizer)
     answer = describe_answer(
-        job.id,
-        "/v1/chat/completions",
-        True,
-        pool.settings.model_name,
-        requests,
-        [read.prefix],
-        read.rendering,
-        ResumeTerms(detached=True),
-        job.created_s,
+        request_id=job.id,
+        route="/v1/chat/completions",
+        streamed=True,
+        model=pool.settings.model_name,
+        requests=requests,
+        prefixes=[read.prefix],
+        rendering=read.rendering,
+        terms=ResumeTerms(detached=True),
+        created_s=job.created_s,
     )
     return ChatJob(requests, answer)

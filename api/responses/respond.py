@@ -46,9 +46,18 @@ def describe_response(
 ) -> HttpAnswer:
     """The answer as it is kept: to `items`, behind the conversation `before` them. Raises ApiError."""
     streamed, background = bool(body.stream), bool(body.background)
-    terms = body.resume_s, background, body.priority, body.service_tier
-    outlives_client = streamed or background
-    answer = new_answer(request, pool, requests, [""], chat.rendering, outlives_client, *terms)
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=[""],
+        rendering=chat.rendering,
+        streamed=streamed or background,
+        resume_s=body.resume_s,
+        detached=background,
+        priority=body.priority,
+        service_tier=body.service_tier,
+    )
     fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
     stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0
     return replace(

@@ -61,10 +61,25 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
     release, renderer = pool.admission.release, attach.renderer_of(answer)
     if answer.streamed:
         frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen)
-        return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
+        return TokenStream(
+            answer,
+            frames=frames,
+            streams=streams,
+            headers={},
+            release=release,
+            reader=reader,
+            num_seen=kept.num_seen,
+        )
     arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
     return await respond_with_whole(
-        request, answer, streams, dict(kept.extra), renderer.whole, arrived_s, release, reader
+        request,
+        answer,
+        streams=streams,
+        headers=dict(kept.extra),
+        render=renderer.whole,
+        arrived_s=arrived_s,
+        release=release,
+        reader=reader,
     )
 
 

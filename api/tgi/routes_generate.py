@@ -86,6 +86,13 @@ async def respond(
         full_text = parameters.return_full_text
     prefix, rendering = parsed.inputs if full_text else "", Rendering(details=parameters.wants_details)
     described = new_answer(
-        request, pool, requests, [prefix], rendering, streamed, parsed.resume_s, parsed.detached
+        request,
+        pool,
+        requests=requests,
+        prefixes=[prefix],
+        rendering=rendering,
+        streamed=streamed,
+        resume_s=parsed.resume_s,
+        detached=parsed.detached,
     )
     return await submit_and_respond(request, pool, described, len(parsed.inputs), RENDERER)
