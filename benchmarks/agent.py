@@ -67,7 +67,16 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         PoolClient(redis, KEYS),
         engine,
         AgentState(RowTable(tokenizer)),
-        WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
+        WorkerCapacity(
+            incarnation=name,
+            name=name,
+            model="m",
+            dtype="bfloat16",
+            block_size=16,
+            num_blocks=10_000,
+            max_batch_prefill_tokens=64,
+            context=100_000,
+        ),
     )
     serving = asyncio.create_task(agent.run())
     await start_rows(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))

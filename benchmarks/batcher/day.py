@@ -81,7 +81,16 @@ class TimedPool(Pool):
         return name
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, 8192)
+        return WorkerCapacity(
+            incarnation=name,
+            name=name,
+            model="m",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_batch_prefill_tokens=STEP_TOKENS,
+            context=8192,
+        )
 
     def run_until(self, now_ms: float) -> None:
         """Run the steps that begin before this time, then report."""

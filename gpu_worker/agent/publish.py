@@ -125,18 +125,18 @@ class Publisher:
         for row in outbox.rows:
             by_channel[row.request.channel].append(row.new_tokens())
         return Flush(
-            self.sequence,
-            report,
-            acknowledged,
-            [(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
-            [
+            sequence=self.sequence,
+            report=report,
+            acknowledged=acknowledged,
+            messages=[(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
+            prompts=[
                 ([self.keys.request(row.request.request_id)], [bytes(row.prompt or b"")])
                 for row in outbox.prompts
             ],
-            [self.terminal(row, why) for row, why in outbox.terminals],
-            [*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
-            "trim" if trim else "",
-            "prefill" if outbox.prefilled else "decode",
+            terminals=[self.terminal(row, why) for row, why in outbox.terminals],
+            spills=[*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
+            mode="trim" if trim else "",
+            method="prefill" if outbox.prefilled else "decode",
         )
 
     def arguments(self, flush: Flush) -> tuple[list[str], list[Any]]:

@@ -56,8 +56,15 @@ class AgentState:
         stops: Sequence[tuple[int, str]] = (),
     ) -> Grant:
         """The newest grant, with what is to be started, extended and stopped."""
-        bounds = self.granted.mixed_prefill_tokens, self.granted.max_rows
-        return Grant(self.until, self.granted.prefill_tokens, starts, blocks, stops, *bounds)
+        return Grant(
+            until=self.until,
+            prefill_tokens=self.granted.prefill_tokens,
+            starts=starts,
+            blocks=blocks,
+            stops=stops,
+            mixed_prefill_tokens=self.granted.mixed_prefill_tokens,
+            max_rows=self.granted.max_rows,
+        )
 
     def add_time(self, step: StepResult) -> None:
         """Count what a step took, for the next report."""

@@ -64,14 +64,14 @@ class Engine:
         self.endings = Endings(self.matchers, settings.finish_json)
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.rows = Rows(
-            self.block_size,
-            loaded.eos_ids,
-            self.endings.start,
-            max(1, MAX_LOGITS // loaded.vocab_size),
-            loaded.recompute_length,
-            self.prefix_caching,
-            partial(make_proposer, settings.speculate),
-            warmup.max_decoded_tokens(settings.max_batch_size),
+            block_size=self.block_size,
+            eos_ids=loaded.eos_ids,
+            make_grammar=self.endings.start,
+            max_scored_tokens=max(1, MAX_LOGITS // loaded.vocab_size),
+            recompute_length=loaded.recompute_length,
+            prefix_caching=self.prefix_caching,
+            make_proposer=partial(make_proposer, settings.speculate),
+            max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"
