@@ -21,6 +21,7 @@ FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 
 
 def describe_answer(
+    *,
     request_id: str,
     route: str,
     streamed: bool,
@@ -39,18 +40,18 @@ def describe_answer(
     """
     n = len(requests) // len(prefixes)
     return HttpAnswer(
-        request_id,
-        route,
-        streamed,
-        int(time.time()) if created_s is None else created_s,
-        model,
-        FINGERPRINT,
-        n,
-        [request.prompt_ids for request in requests[::n]],
-        [replace(request, prompt_ids=b"") for request in requests],
-        list(prefixes),
-        rendering,
-        terms,
+        request_id=request_id,
+        route=route,
+        streamed=streamed,
+        created_s=int(time.time()) if created_s is None else created_s,
+        model=model,
+        fingerprint=FINGERPRINT,
+        n=n,
+        prompts=[request.prompt_ids for request in requests[::n]],
+        requests=[replace(request, prompt_ids=b"") for request in requests],
+        prefixes=list(prefixes),
+        rendering=rendering,
+        terms=terms,
     )
 
 

@@ -63,15 +63,15 @@ class ModelTokenizer:
         chat_template = ChatTemplate.load(path, tokenizer_config_path, chat_template_path)
         ending_ids = frozenset(model_config.eos_ids(path))
         return cls(
-            tokenizer,
-            special_ids,
-            ending_ids,
-            ControlTexts() if control_tokens_in_messages else control_texts(tokenizer),
-            cache(lambda: PlainCopy(tokenizer)),
-            chat_template,
-            sampling_defaults or {},
-            budget or TextBudget(),
-            text_bound(tokenizer),
+            backend=tokenizer,
+            special_ids=special_ids,
+            ending_ids=ending_ids,
+            controls=ControlTexts() if control_tokens_in_messages else control_texts(tokenizer),
+            plain=cache(lambda: PlainCopy(tokenizer)),
+            chat_template=chat_template,
+            sampling_defaults=sampling_defaults or {},
+            budget=budget or TextBudget(),
+            bound=text_bound(tokenizer),
         )
 
     @property

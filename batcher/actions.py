@@ -2,8 +2,8 @@
 
 They are done in order. Scripts are pipelined: each is sent without waiting for the replies to those before
 it. One connection keeps their order, and the broker refuses a plan that does not follow the one before. Any
-other action waits until everything before it is done, and everything after it waits for it. What a reply
-calls for is done before all that is not sent yet.
+other action is a barrier: it waits until everything before it is done, and everything after it waits for it.
+Follow-ups of a reply are done before all that is not sent yet.
 """
 
 import asyncio
@@ -45,6 +45,7 @@ class ActionQueue:
     """Each action can be repeated: one that fails is done again, and scripts that were sent behind it, too.
 
     Attributes:
+        deferred: long actions that are not in `queue` yet; `barrier` is the one that came there last.
         sent: scripts on their way, `num_bytes` long; to the first of them there are `replies`.
         all_replied: done once there is a reply to each, or will be none.
     """
@@ -53,16 +54,28 @@ class ActionQueue:
         self.redis = redis
         self.connection: FastConnection | None = None
         self.queue: deque[Action | ScriptAction] = deque()
+        self.deferred: deque[Action] = deque()
+        self.barrier: Action | None = None
         self.sent: deque[ScriptAction] = deque()
         self.num_bytes = 0
         self.replies: deque[Any] = deque()
         self.all_replied: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self.sent)
+        return len(self.queue) + len(self.sent) + len(self.deferred)
 
     def add(self, *actions: Action | ScriptAction) -> None:
         self.queue.extend(actions)
+
+    def defer(self, action: Action) -> None:
+        """Add an action that takes long. A turn queues at most one: plans and entries come between two."""
+        self.deferred.append(action)
+
+    def queue_deferred(self) -> None:
+        """Queue the next long action after all that was decided before, unless the last one is not done."""
+        if self.deferred and self.barrier not in self.queue:
+            self.barrier = self.deferred.popleft()
+            self.queue.append(self.barrier)
 
     @property
     def can_run(self) -> bool:
@@ -72,13 +85,14 @@ class ActionQueue:
         has_room = len(self.sent) < MAX_CALLS and self.num_bytes <= MAX_BYTES
         return has_room and isinstance(self.queue[0], ScriptAction)
 
-    async def run_next(self) -> None:
-        """Do the first action, or send all scripts that come before the next other one."""
+    async def run_next(self) -> bool:
+        """Send all scripts that come before the next other action, or do that one. Return whether it did."""
         if isinstance(first := self.queue[0], ScriptAction):
             await self.send()
-        else:
-            await first()
-            self.queue.popleft()
+            return False
+        await first()
+        self.queue.popleft()
+        return True
 
     async def send(self) -> None:
         connection = self.connection or await self.connect()

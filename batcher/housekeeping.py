@@ -34,6 +34,7 @@ class Housekeeping:
 
     def __init__(
         self,
+        *,
         settings: Settings,
         pool: PoolClient,
         incarnation: str,

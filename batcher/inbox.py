@@ -113,7 +113,7 @@ class Inbox:
             self.reading = None
             self.unhandled.extend(self.entries(reading.result()))
 
-    def take(self, seconds: float) -> Iterator[StreamEntry]:
+    def pop_entries(self, seconds: float) -> Iterator[StreamEntry]:
         """Yield the entries that were read; after `seconds` the rest stays for the next call."""
         end_s = time.monotonic() + seconds
         while self.unhandled and time.monotonic() < end_s:

@@ -74,7 +74,7 @@ class Lease:
         self.stopped_ms = b""
         self.stopped_since_s = time.monotonic()
 
-    async def request(self, ttl_s: float, clock_ms: int | bytes) -> LeaseReply:
+    async def run_script(self, ttl_s: float, clock_ms: int | bytes) -> LeaseReply:
         """Return the epoch, or "" while another batcher holds the lease, and the id of the server that
         answered. 0 seconds release the lease.
 
@@ -100,7 +100,7 @@ class Lease:
         failures = FailureLog(log, "asking for the lease")
         while True:
             with failures.caught():
-                epoch, server_id = await self.request(self.ttl_s, await self.watch_clock())
+                epoch, server_id = await self.run_script(self.ttl_s, await self.watch_clock())
                 READY.set()
                 if epoch:
                     held_ms = self.clock.now_ms() if self.server_id else 0
@@ -129,7 +129,7 @@ class Lease:
         """Raises LeaseLost when another batcher took over, WritesLost when the broker is another server or
         has lost everything.
         """
-        epoch, server_id = await self.request(self.ttl_s, self.clock.now_ms())
+        epoch, server_id = await self.run_script(self.ttl_s, self.clock.now_ms())
         if epoch != self.epoch:
             if not await self.pool.redis.exists(self.pool.keys.epoch):
                 raise WritesLost("the broker has lost everything")
@@ -137,7 +137,7 @@ class Lease:
         if server_id != self.server_id:
             raise WritesLost("the broker was restarted or replaced")
 
-    async def keep(self) -> NoReturn:
+    async def renew_forever(self) -> NoReturn:
         """Renew it while it is held, whatever else the batcher does. Raises LeaseLost, WritesLost."""
         failures = FailureLog(log, "renewing the lease")
         while True:
@@ -155,6 +155,6 @@ class Lease:
         """Release the lease, so a successor need not wait for its expiry."""
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self.request(0, self.clock.now_ms())
+                await self.run_script(0, self.clock.now_ms())
         except ERRORS as error:
             log.warning("the lease stays until it expires: %s", describe_error(error))

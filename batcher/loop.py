@@ -59,12 +59,26 @@ class Batcher:
         self.timeline = TimelineWriter(pool, self.detector.now_ms)
         self.workers = WorkerRegistry(pool, self.inbox, self.scheduler, self.detector)
         self.terminals = Terminals(pool, self.channels, self.scheduler, self.timeline)
-        self.recovery = Recovery(
-            pool, self.scheduler, self.workers, self.terminals, self.timeline, self.backlog
-        )
-        state = self.scheduler, self.workers, self.detector, self.channels, self.timeline
-        self.housekeeping = Housekeeping(settings, pool, lease.holder, *state)
         self.pending = ActionQueue(pool.redis)
+        self.recovery = Recovery(
+            pool=pool,
+            pending=self.pending,
+            scheduler=self.scheduler,
+            workers=self.workers,
+            terminals=self.terminals,
+            timeline=self.timeline,
+            backlog=self.backlog,
+        )
+        self.housekeeping = Housekeeping(
+            settings=settings,
+            pool=pool,
+            incarnation=lease.holder,
+            scheduler=self.scheduler,
+            workers=self.workers,
+            detector=self.detector,
+            channels=self.channels,
+            timeline=self.timeline,
+        )
         self.undecodable = 0
         self.failures = FailureLog(log, "a turn")
 
@@ -100,14 +114,13 @@ class Batcher:
         """Do what is pending as far as it waits for no reply, and decide on what has come."""
         await self.lease.confirm()
         self.inbox.read_ahead(self.scheduler.left_ms(self.lease.clock.now_ms(), self.housekeeping.wait_ms))
-        await self.run_pending()
+        acted = await self.run_pending()
         dead = self.housekeeping.take_dead()
         self.pending.add(*(partial(self.recovery.seal, one, "no heartbeat") for one in dead))
         self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
-        waits = not (self.pending.can_run or self.recovery.actions)  # what an action resumes is to be placed
-        await self.recover()
+        waits = not (acted or self.pending.can_run)  # what an action has resumed is to be placed
         await self.inbox.fill(waits, self.housekeeping.tasks, self.pending.due)
-        for entry in self.inbox.take(SLICE_S):
+        for entry in self.inbox.pop_entries(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
@@ -117,19 +130,17 @@ class Batcher:
         self.inbox.close()
         self.housekeeping.close()
 
-    async def run_pending(self) -> None:
-        """Take the replies that have come, and do all that waits for none."""
+    async def run_pending(self) -> bool:
+        """Take the replies that have come, and do all that waits for none. Return whether any of it was more
+        than a script.
+        """
+        acted = False
         self.pending.take_replies()
+        self.pending.queue_deferred()
         while self.pending.can_run:
             await self.lease.confirm()
-            await self.pending.run_next()
-
-    async def recover(self) -> None:
-        """Do one action of the recovery, which reads what plans write, once all decided before is done."""
-        while self.recovery.actions and self.pending:
-            await asyncio.gather(*self.pending.due)
-            await self.run_pending()
-        await self.recovery.run_next()
+            acted |= await self.pending.run_next()
+        return acted
 
     def on_entry(self, entry: StreamEntry) -> None:
         """Handle one entry. One that cannot be read is counted and skipped."""
@@ -158,7 +169,7 @@ class Batcher:
             return
         self.scheduler.register(sequence)
         if is_new and sequence.request.num_shown:
-            self.recovery.actions.append(partial(self.recovery.restore, [sequence]))
+            self.pending.defer(partial(self.recovery.restore, [sequence]))
         elif is_new:
             self.timeline.record_queued(sequence)
             self.scheduler.enqueue(sequence)
@@ -201,7 +212,7 @@ class Batcher:
             self.scheduler.apply_report(incarnation, report)
         elif self.workers.answers_takeover(incarnation, report):
             try:
-                self.recovery.take_over(incarnation, report)
+                self.recovery.on_takeover_report(incarnation, report)
             except ValueError as error:
                 self.pending.add(
                     partial(self.recovery.seal, incarnation, f"its report contradicts itself: {error}")

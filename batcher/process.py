@@ -49,7 +49,7 @@ async def run_batcher(
             batcher = Batcher(settings, pool, lease, epoch)
             try:
                 await run_until_one_ends(
-                    lease.keep(),
+                    lease.renew_forever(),
                     batcher.inbox.watch(pool.keys.requests),
                     batcher.run(),
                     close(batcher.scheduler, told_to_end),

@@ -6,10 +6,9 @@ the log has is saved to the string first, so the log can be deleted.
 
 import asyncio
 import logging
-from collections import deque
 from functools import partial
 
-from batcher.actions import Action, ScriptAction
+from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.backlog import Backlog
 from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
@@ -38,13 +37,14 @@ def count_crashes(state: Committed, is_crash: bool) -> int:
 class Recovery:
     """Resumes requests. Each coroutine may be repeated: sequences change only after everything was saved.
 
-    Attributes:
-        actions: what is to be done, one a turn of the loop, so that others go on meanwhile.
+    What reads many requests is deferred: it reads what plans write, so all decided before is done first.
     """
 
     def __init__(
         self,
+        *,
         pool: PoolClient,
+        pending: ActionQueue,
         scheduler: Scheduler,
         workers: WorkerRegistry,
         terminals: Terminals,
@@ -52,33 +52,28 @@ class Recovery:
         backlog: Backlog,
     ) -> None:
         self.pool = pool
+        self.pending = pending
         self.scheduler = scheduler
         self.workers = workers
         self.terminals = terminals
         self.timeline = timeline
         self.backlog = backlog
-        self.actions: deque[Action] = deque()
 
-    async def run_next(self) -> None:
-        if self.actions:
-            await self.actions[0]()
-            self.actions.popleft()
-
-    def take_over(self, incarnation: str, report: Report) -> None:
+    def on_takeover_report(self, incarnation: str, report: Report) -> None:
         """Adopt the rows that a worker holds, and resume what it held before this epoch and holds no more.
 
         Raises ValueError if the report contradicts itself; then the worker must be removed.
         """
         held = self.backlog.held_by.get(incarnation, [])
-        left = self.workers.take_over(incarnation, report, held)
+        left = self.workers.activate(incarnation, report, held)
         self.backlog.held_by.pop(incarnation, None)
         for part in in_slices(left, RESTORED_AT_ONCE):
-            self.actions.append(partial(self.restore, part))
+            self.pending.defer(partial(self.restore, part))
 
     def restore_unheld(self) -> None:
         """Resume the requests from before this epoch that no worker held."""
         for part in in_slices(self.backlog.held_by.pop("", []), RESTORED_AT_ONCE):
-            self.actions.append(partial(self.enqueue_unheld, part))
+            self.pending.defer(partial(self.enqueue_unheld, part))
 
     async def seal_process(self, incarnation: str) -> None:
         """Declare every incarnation of a process dead, by the name that its launcher gave it."""
@@ -98,7 +93,7 @@ class Recovery:
     def remove(self, incarnation: str) -> None:
         """Remove a worker that is sealed, and whose reports were read."""
         held = self.scheduler.remove_worker(incarnation) + self.backlog.held_by.pop(incarnation, [])
-        self.actions.append(partial(self.remove_worker, incarnation, held))
+        self.pending.defer(partial(self.remove_worker, incarnation, held))
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
         """Resume requests that their workers hold no more. Return those that are live."""

@@ -46,6 +46,7 @@ class TimelineWriter:
         self,
         sequence: Sequence,
         what: str,
+        *,
         worker: str = "",
         num_tokens: int = 0,
         why: str = "",
@@ -65,7 +66,13 @@ class TimelineWriter:
         capacity = published.replica.capacity
         for row in published.rows:
             sequence = row.sequence
-            self.record(sequence, "placed", capacity.incarnation, sequence.base, num_cached=row.num_cached)
+            self.record(
+                sequence,
+                "placed",
+                worker=capacity.incarnation,
+                num_tokens=sequence.base,
+                num_cached=row.num_cached,
+            )
             if capacity.prefix_caching and sequence.block_hashes:
                 catalogue.PREFIX_QUERIES.add(sequence.num_known)
                 catalogue.PREFIX_HITS.add(row.num_cached)
@@ -75,12 +82,12 @@ class TimelineWriter:
         worker = replica.capacity.incarnation
         for number, _, _ in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
-                self.record(row.sequence, "prefilled", worker, row.sequence.base + 1)
+                self.record(row.sequence, "prefilled", worker=worker, num_tokens=row.sequence.base + 1)
         for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is None or row.ended:
                 continue
             what = "interrupted" if why in INTERRUPTED else "ended"
-            self.record(row.sequence, what, worker, end, why)
+            self.record(row.sequence, what, worker=worker, num_tokens=end, why=why)
             if why in INTERRUPTED:
                 self.count_resume(row.sequence, why)
 
@@ -88,7 +95,7 @@ class TimelineWriter:
         """Record the death of a worker, once the committed tokens of the sequences it held have been read."""
         catalogue.WORKERS_LOST.add()
         for sequence in sequences:
-            self.record(sequence, "died", incarnation, sequence.base)
+            self.record(sequence, "died", worker=incarnation, num_tokens=sequence.base)
             self.count_resume(sequence, "died")
 
     def record_takeover(self, sequence: Sequence) -> None:

@@ -143,14 +143,14 @@ class WorkerRegistry:
             and report.epoch == self.scheduler.epoch
         )
 
-    def take_over(self, incarnation: str, report: Report, sequences: list[Sequence]) -> list[Sequence]:
+    def activate(self, incarnation: str, report: Report, sequences: list[Sequence]) -> list[Sequence]:
         """Make a worker active, with its rows. Return those of `sequences` that it does not hold.
 
         Raises ValueError if the report contradicts itself.
         """
         worker = self.workers[incarnation]
         assert worker.capacity is not None
-        left = self.scheduler.take_over(worker.capacity, report, sequences)
+        left = self.scheduler.add_worker(worker.capacity, report, sequences)
         worker.state = WorkerState.ACTIVE
         if worker.draining:
             self.scheduler.workers.drain(incarnation)

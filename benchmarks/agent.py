@@ -29,7 +29,7 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
-from common.messages.plan import Plan, RowStart, WorkerCapacity
+from common.messages.plan import NewRow, Plan, WorkerCapacity
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
@@ -67,7 +67,16 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         PoolClient(redis, KEYS),
         engine,
         AgentState(RowTable(tokenizer)),
-        WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
+        WorkerCapacity(
+            incarnation=name,
+            name=name,
+            model="m",
+            dtype="bfloat16",
+            block_size=16,
+            num_blocks=10_000,
+            max_batch_prefill_tokens=64,
+            context=100_000,
+        ),
     )
     serving = asyncio.create_task(agent.run())
     await start_rows(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
@@ -110,7 +119,7 @@ async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes
         request = Generate(f"{worker}-{row}", "d", prompt_ids, stopping, channel=CHANNEL)
         placed = {"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1}
         await redis.hset(KEYS.request(request.request_id), mapping=placed)  # type: ignore[misc]
-        starts.append(RowStart(row, 1, 0, b"", b"", request))
+        starts.append(NewRow(row, 1, 0, b"", b"", request))
     await plan(redis, worker, Plan(1, 1, 0, 64, starts))
 
 

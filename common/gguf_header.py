@@ -71,14 +71,14 @@ class HeaderReader:
     def refuse(self, problem: str) -> NoReturn:
         raise Damaged(f"{self.what} {problem}")
 
-    def take(self, num_bytes: int) -> bytes:
+    def read_bytes(self, num_bytes: int) -> bytes:
         if num_bytes > len(self.data) - self.at:
             self.refuse(f"ends behind the file's end ({len(self.data)} bytes)")
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
 
     def number(self, letter: str) -> Any:
-        return struct.unpack(self.order + letter, self.take(struct.calcsize(letter)))[0]
+        return struct.unpack(self.order + letter, self.read_bytes(struct.calcsize(letter)))[0]
 
     def count(self, what: str, size: int) -> int:
         """A number of things that take at least `size` bytes each."""
@@ -88,7 +88,7 @@ class HeaderReader:
         return found
 
     def text(self) -> str:
-        encoded = self.take(self.count("bytes", 1))
+        encoded = self.read_bytes(self.count("bytes", 1))
         try:
             return encoded.decode()
         except UnicodeDecodeError as error:
@@ -119,14 +119,14 @@ class HeaderReader:
             for _ in range(length):
                 self.text()
         else:
-            self.take(length * size)
+            self.read_bytes(length * size)
         return ArrayOf(kind, length)
 
 
 def read_header(data: mmap.mmap) -> Header:
     """Raises Damaged."""
     reader, header = HeaderReader(data), Header()
-    if reader.take(4) != MAGIC:
+    if reader.read_bytes(4) != MAGIC:
         raise Damaged(f"it begins with {data[:4]!r}, not {MAGIC!r}")
     version = reader.number("I")
     if version & 0xFFFF == 0:

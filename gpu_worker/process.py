@@ -107,8 +107,8 @@ async def serve_engine(
     state = AgentState(table)
     agent = Agent(settings, pool, engine, state, worker)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, state.end)
-    loop.add_signal_handler(signal.SIGINT, state.end)
+    loop.add_signal_handler(signal.SIGTERM, state.begin_shutdown)
+    loop.add_signal_handler(signal.SIGINT, state.begin_shutdown)
     why = "died"
     try:
         async with publishing_metrics(pool):

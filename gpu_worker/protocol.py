@@ -45,7 +45,7 @@ class StartRow:
         prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
             likeliest tokens at each place; None reports nothing of them.
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
-        priority: the lower, the sooner its prompt is computed.
+        class_index: the lower, the sooner its prompt is computed.
     """
 
     row: int
@@ -57,7 +57,7 @@ class StartRow:
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     num_cached: int = 0
-    priority: int = 0
+    class_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

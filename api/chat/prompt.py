@@ -40,7 +40,7 @@ class Chat:
         tool_prompt: text behind the tools; TGI's field.
         variables: a client's own ones, for the template.
         add_generation_prompt: whether the prompt ends with the beginning of the next message.
-        is_open: the last message is continued.
+        continues_final_message: the last message is continued.
     """
 
     messages: Sequence[Message]
@@ -48,7 +48,7 @@ class Chat:
     tool_prompt: str | None = None
     variables: Mapping[str, Any]
     add_generation_prompt: bool = True
-    is_open: bool = False
+    continues_final_message: bool = False
 
 
 def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTexts) -> Rendered:
@@ -79,7 +79,7 @@ def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTe
             messages, variables, tools = controls.guarded([messages, variables, tools], guard)
         except RecursionError as error:
             raise template_error("the messages are nested too deeply") from error
-    if chat.is_open:
+    if chat.continues_final_message:
         return rendered_text(template.render_open(messages, variables, tools), guard)
     return rendered_text(template.render(messages, chat.add_generation_prompt, variables, tools), guard)
 

@@ -118,18 +118,18 @@ class DrainingServer(uvicorn.Server):
             if drained_s < KEEPER_GOES_S:
                 return stops
             self.channel.hand_over()
-            self.leave()
+            self.stop_accepting()
         elif self.draining.is_last:
             self.draining.refuses = True
         else:
-            self.leave()
+            self.stop_accepting()
         is_idle = not self.server_state.tasks and not self.newly_connected()
         is_late = drained_s > self.timeout_s
         if is_late:
             self.draining.on_timeout()
         return stops or is_idle or is_late
 
-    def leave(self) -> None:
+    def stop_accepting(self) -> None:
         """Take no new connections, and no further request on those that are open."""
         self.looks_since_left += 1
         if self.looks_since_left == 0:

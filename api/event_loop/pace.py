@@ -98,7 +98,7 @@ class Turns:
         self.num_left = num_tasks
         self.waiting: deque[asyncio.Future[None]] = deque()
 
-    async def take(self) -> None:
+    async def wait_turn(self) -> None:
         """Return when the task may begin."""
         loop = asyncio.get_running_loop()
         if self.num_left == self.num_tasks:

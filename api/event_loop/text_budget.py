@@ -27,8 +27,8 @@ class Lane:
         self.num_bytes = 0
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def enter(self, size: int) -> int:
-        """Return the bytes that were taken, which `leave` gives back."""
+    async def acquire(self, size: int) -> int:
+        """Return the bytes that were taken, which `release` gives back."""
         size = min(size, self.max_bytes)
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append((size, turn))
@@ -40,11 +40,11 @@ class Lane:
                 self.waiting.remove((size, turn))
                 self.start_next()
             else:
-                self.leave(size)
+                self.release(size)
             raise
         return size
 
-    def leave(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.num_bytes -= size
         self.start_next()
 
@@ -70,9 +70,9 @@ class TextBudget:
             return work()
         is_short = size <= SHORT_BYTES
         lane = self.short if is_short else self.long
-        taken = await lane.enter(size)
+        taken = await lane.acquire(size)
         thread = asyncio.ensure_future(asyncio.to_thread(work if is_short else then_trimmed(work)))
-        thread.add_done_callback(lambda _: lane.leave(taken))
+        thread.add_done_callback(lambda _: lane.release(taken))
         return await asyncio.shield(thread)
 
 

@@ -82,9 +82,16 @@ class AnswerSocket:
             warn_once(f"streams end with this gateway: {error}")
             return
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
-        place = (request_id, base, FORMAT, connection, num_seen)
         self.answer = KeptAnswer(
-            *place, comment=comment, headers=headers, requests=requests, http_version=scope["http_version"]
+            request_id=request_id,
+            base=base,
+            format=FORMAT,
+            connection=connection,
+            num_seen=num_seen,
+            comment=comment,
+            headers=headers,
+            requests=requests,
+            http_version=scope["http_version"],
         )
         if extra is not None:
             await self.tell(replace(self.answer, extra=list(extra.items())))

@@ -65,14 +65,14 @@ class Heir:
         log.debug("request %s goes on here at byte %d of its answer", answer.request_id, num_written)
         comment = framed(answer.comment, answer.http_version)
         rest = RestOfAnswer(transport, num_written, comment, answer.comments)
-        cycle = self.begin(answer, protocol, rest)
+        cycle = self.new_cycle(answer, protocol, rest)
         try:
             await self.app(cycle.scope, cycle.receive, cycle.send)
         except Exception:
             log.exception("request %s", answer.request_id)
             transport.abort()
 
-    def begin(self, answer: KeptAnswer, protocol: H11Protocol, rest: RestOfAnswer) -> Any:
+    def new_cycle(self, answer: KeptAnswer, protocol: H11Protocol, rest: RestOfAnswer) -> Any:
         """The server's object for a request that has arrived and is answered on an inherited connection."""
         read_request(protocol.conn, answer.http_version)
         state = protocol.app_state | {"request_id": answer.request_id, INHERITED: answer}

@@ -71,5 +71,5 @@ async def note_arrival(turns: Turns, app: ASGIApp, scope: Scope, receive: Receiv
     """
     if scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
         count_arrival()
-        await turns.take()
+        await turns.wait_turn()
     await app(scope, receive, send)

@@ -37,6 +37,7 @@ class AnswerRenderer(NamedTuple):
 def new_answer(
     request: Request,
     pool: Pool,
+    *,
     requests: Iterable[Generate],
     prefixes: Sequence[str],
     rendering: Rendering,
@@ -56,7 +57,16 @@ def new_answer(
     own_id, model = request_id(request), pool.settings.model_name
     terms = read_terms(request, own_id, streamed, resume_s, detached)
     route = request.url.path
-    return describe_answer(own_id, route, streamed, model, on_own_terms, prefixes, rendering, terms)
+    return describe_answer(
+        request_id=own_id,
+        route=route,
+        streamed=streamed,
+        model=model,
+        requests=on_own_terms,
+        prefixes=prefixes,
+        rendering=rendering,
+        terms=terms,
+    )
 
 
 async def submit_and_respond(
@@ -70,7 +80,15 @@ async def submit_and_respond(
     streams = await pool.admission.submit_all(answer)
     headers, release = prompt_headers(pool.settings, num_chars), pool.admission.release
     if answer.streamed:
-        return TokenStream(answer, renderer.frames(answer, streams), streams, headers, release)
+        return TokenStream(
+            answer, frames=renderer.frames(answer, streams), streams=streams, headers=headers, release=release
+        )
     return await respond_with_whole(
-        request, answer, streams, headers, renderer.whole, ARRIVED_S.get(), release
+        request,
+        answer,
+        streams=streams,
+        headers=headers,
+        render=renderer.whole,
+        arrived_s=ARRIVED_S.get(),
+        release=release,
     )

@@ -43,6 +43,7 @@ class TokenStream(RawEventSourceResponse):
     def __init__(
         self,
         answer: HttpAnswer,
+        *,
         frames: Feed[bytes],
         streams: Sequence[Stream],
         headers: Mapping[str, str],

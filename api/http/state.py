@@ -21,7 +21,7 @@ def own_pool(request: Request) -> Pool:
     return pools_of(request).own
 
 
-async def accept(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
+async def pool_and_body(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
     """The pool that serves the body's model, and the body. Raises ApiError."""
     pools = pools_of(request)
     parsed = await body.read(request, shape, pools.own.settings.payload_limit)

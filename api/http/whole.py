@@ -26,6 +26,7 @@ RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], Whole]
 async def respond_with_whole(
     request: Request,
     answer: HttpAnswer,
+    *,
     streams: Sequence[Stream],
     headers: Mapping[str, str],
     render: RenderWhole,

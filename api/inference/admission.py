@@ -54,6 +54,7 @@ class Admission:
     def __init__(
         self,
         client: PoolClient,
+        *,
         gateway: str,
         settings: Settings,
         tokenizer: ModelTokenizer,
@@ -205,7 +206,7 @@ class Admission:
             if not is_counted:
                 metrics.count_stream(stream, self.workers.limits)
         finally:
-            self.relay.leave(stream)
+            self.relay.release(stream)
 
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
@@ -222,7 +223,7 @@ class Admission:
                 "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
             )
         finally:
-            self.relay.leave(stream)
+            self.relay.release(stream)
 
     async def cancel(self, request_id: str, reader: int | None = None) -> bool:
         """Cancel a request, if given only for this reader, however long the broker is away. Returns False if

@@ -57,7 +57,13 @@ class Pool:
         )
         self.batcher = BatcherMonitor(self.client, settings)
         self.admission = Admission(
-            self.client, gateway, settings, tokenizer, self.relay, self.workers, self.batcher
+            self.client,
+            gateway=gateway,
+            settings=settings,
+            tokenizer=tokenizer,
+            relay=self.relay,
+            workers=self.workers,
+            batcher=self.batcher,
         )
 
     @contextlib.asynccontextmanager

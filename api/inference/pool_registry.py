@@ -82,7 +82,7 @@ class PoolRegistry:
                 return None
             async with self.lock:
                 if name not in self.foreign:
-                    self.foreign[name] = await self.open(name, worker)
+                    self.foreign[name] = await self.open_pool(name, worker)
         found = self.foreign[name]
         found.used_s = self.clock()
         return found.pool
@@ -114,7 +114,7 @@ class PoolRegistry:
             while self.foreign:
                 await self.foreign.popitem()[1].stack.aclose()
 
-    async def open(self, name: str, worker: WorkerCapacity) -> OpenPool:
+    async def open_pool(self, name: str, worker: WorkerCapacity) -> OpenPool:
         settings = foreign_settings(self.own.settings, name, worker)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)

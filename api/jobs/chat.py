@@ -33,14 +33,14 @@ class ChatJob:
         """Chunks with their lanes; no `[DONE]`, which is not JSON."""
         return ChunkFeed(self.renderer(streams))
 
-    def answer(self, streams: list[Stream]) -> bytes:
+    def render_result(self, streams: list[Stream]) -> bytes:
         return self.renderer(streams).render_whole()
 
     def renderer(self, streams: list[Stream]) -> ChatCompletionRenderer:
         return ChatCompletionRenderer(self.described, streams)
 
 
-async def accept(pool: Pool, job: Job) -> ChatJob:
+async def validate_job(pool: Pool, job: Job) -> ChatJob:
     """Validate a job. Raises ApiError."""
     assert job.body is not None
     parameters = job.body.parameters or {}
@@ -55,14 +55,14 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     params = replace(read.params, seed=job.seed if read.params.seed is None else read.params.seed)
     requests = await validate(params, pool.workers.limits, pool.tokenizer)
     answer = describe_answer(
-        job.id,
-        "/v1/chat/completions",
-        True,
-        pool.settings.model_name,
-        requests,
-        [read.prefix],
-        read.rendering,
-        ResumeTerms(detached=True),
-        job.created_s,
+        request_id=job.id,
+        route="/v1/chat/completions",
+        streamed=True,
+        model=pool.settings.model_name,
+        requests=requests,
+        prefixes=[read.prefix],
+        rendering=read.rendering,
+        terms=ResumeTerms(detached=True),
+        created_s=job.created_s,
     )
     return ChatJob(requests, answer)

@@ -93,7 +93,7 @@ class JobConsumer:
             new = await self.next_entries()
             num_accepted = len(new) - (await self.count_surplus() if new else 0)
             for entry_id, fields in new[:num_accepted]:
-                await self.accept(entry_id, fields)
+                await self.on_entry(entry_id, fields)
             for entry_id, fields in new[num_accepted:]:
                 await self.reject(entry_id, fields)
 
@@ -131,7 +131,7 @@ class JobConsumer:
                     self.hold(entry_id)
         await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
-    async def accept(self, entry_id: str, fields: Fields) -> None:
+    async def on_entry(self, entry_id: str, fields: Fields) -> None:
         if is_cancel(fields):  # cancels do not wait for a permit
             await self.cancel(fields[b"cancel"])
             await self.delete_entry(entry_id)
@@ -219,7 +219,7 @@ class JobConsumer:
             run.join(reply)
             await run.ended.wait()
             return
-        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.priority])
+        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.service_class])
         run.join(reply)
         try:
             await run.run()

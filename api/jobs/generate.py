@@ -31,12 +31,12 @@ class GenerateJob:
             async for bodies in render.StreamBodies(stream, self.prefix, self.details):
                 yield [(0, body) for body in bodies]
 
-    def answer(self, streams: list[Stream]) -> bytes:
+    def render_result(self, streams: list[Stream]) -> bytes:
         best, *others = best_of.rank_by_logprob(streams)
         return to_json(render.render_response(best, others, self.prefix, self.details))
 
 
-async def accept(pool: Pool, job: Job) -> GenerateJob:
+async def validate_job(pool: Pool, job: Job) -> GenerateJob:
     """Validate a job. Raises ApiError."""
     assert job.body is not None
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})

@@ -71,11 +71,11 @@ class Reply:
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes = b"", request_ids: Sequence[str] = ()
     ) -> None:
-        """Send what is new of the frames; where the broker has lost frames, offer it all of them. The answer
+        """Send what is new of the frames; where the broker has lost frames, send all of them. The answer
         goes together with the last frames: after the last frame a client finds it.
         """
 
-        async def offer(first: int) -> int:
+        async def send_from(first: int) -> int:
             call = job_scripts.reply(
                 self.keys,
                 self.job.id,
@@ -89,10 +89,10 @@ class Reply:
             )
             return await self.retry_forever(lambda: self.client.run(call))
 
-        answered = await offer(self.num_sent)
+        answered = await send_from(self.num_sent)
         if answered == FRAMES_LOST:
-            log.warning("job %s: the broker has lost frames: all are offered again", self.job.id)
-            answered = await offer(0)
+            log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
+            answered = await send_from(0)
         if answered == NOT_A_JOB:
             key = self.keys.job(self.job.id)
             log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, key)

@@ -73,12 +73,12 @@ class JobRun:
 
     async def run(self) -> None:
         """Serve the job; returns when it is answered, with a result or an error."""
-        answer = await self.answer()
+        answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
             await reply.send(self.frames, self.max_frames, answer, request_ids)
 
-    async def answer(self) -> bytes:
+    async def render_result(self) -> bytes:
         """The result or the error. An error is the last frame as well, unless it is one already."""
         try:
             return await self.serve()
@@ -99,7 +99,7 @@ class JobRun:
         check_model(self.job, self.pool.settings)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
-            accepted = await self.accept()
+            accepted = await self.validate_job()
             await self.admit_all(accepted.requests)
         self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in accepted.requests)
         await self.send_frames(accepted)
@@ -108,14 +108,14 @@ class JobRun:
             if not stream.finished:
                 raise failed(stream.terminal)
         return await offload(
-            sum(stream.num_records for stream in self.streams), lambda: accepted.answer(self.streams)
+            sum(stream.num_records for stream in self.streams), lambda: accepted.render_result(self.streams)
         )
 
-    async def accept(self) -> chat.ChatJob | generate.GenerateJob:
+    async def validate_job(self) -> chat.ChatJob | generate.GenerateJob:
         """Validate the job. Raises ApiError."""
         if self.job.is_chat:
-            return await chat.accept(self.pool, self.job)
-        return await generate.accept(self.pool, self.job)
+            return await chat.validate_job(self.pool, self.job)
+        return await generate.validate_job(self.pool, self.job)
 
     # --- admission ------------------------------------------------------------------------------------------
 
@@ -154,10 +154,10 @@ class JobRun:
         if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
         if await self.admission.admit(stream, self.wait):
-            await self.follow(stream)
+            await self.subscribe_first_channel(stream)
         self.relay.filler.request([stream])
 
-    async def follow(self, stream: Stream) -> None:
+    async def subscribe_first_channel(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
         request_key = self.pool.client.keys.request(stream.request.request_id)
         channel: bytes | None = await self.admission.retry_forever(
@@ -165,7 +165,7 @@ class JobRun:
         )
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())
-            self.relay.follow(stream.request.channel)
+            self.relay.follow_channel(stream.request.channel)
 
     async def check_cancelled(self) -> None:
         """Raises ApiError if the job was cancelled; cancels those of its requests that are admitted."""
@@ -200,7 +200,7 @@ class JobRun:
         on with them.
         """
         for stream in self.streams:  # without an `await`: the job's next run may use their ids
-            self.relay.leave(stream)
+            self.relay.release(stream)
             if stream.terminal:
                 metrics.count_stream(stream, self.pool.workers.limits)
         self.ended.set()

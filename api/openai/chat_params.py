@@ -56,7 +56,11 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     check_effort(body, pool)
     continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
     chat, prompt = await render_chat(body, tools, continues, pool.tokenizer)
-    reading = None if chat.is_open else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
+    reading = (
+        None
+        if chat.continues_final_message
+        else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
+    )
     params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = grammar or body.grammar()
@@ -115,7 +119,7 @@ def read_messages(
         tool_prompt=body.tool_prompt,
         variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
         add_generation_prompt=body.add_generation_prompt is not False,
-        is_open=continues,
+        continues_final_message=continues,
     )
 
 

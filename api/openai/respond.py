@@ -46,8 +46,18 @@ async def respond(
         raise invalid(
             f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}", "n"
         )
-    terms = body.resume_s, body.detached, body.priority, body.service_tier
-    answer = new_answer(request, pool, requests, prefixes, rendering, bool(body.stream), *terms)
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=prefixes,
+        rendering=rendering,
+        streamed=bool(body.stream),
+        resume_s=body.resume_s,
+        detached=body.detached,
+        priority=body.priority,
+        service_tier=body.service_tier,
+    )
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 
 

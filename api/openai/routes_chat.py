@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.http.openapi import OPENAI, generation_body
-from api.http.state import accept
+from api.http.state import pool_and_body
 from api.inference.validate import validate
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
@@ -30,7 +30,7 @@ async def chat_completions(request: Request) -> Response:
     """Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for each
     token, and ends with `data: [DONE]`.
     """
-    pool, body = await accept(request, ChatRequest)
+    pool, body = await pool_and_body(request, ChatRequest)
     await pool.admission.check()
     chat = await read_chat(body, pool)
     requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from api.errors import invalid
 from api.event_loop.pace import Pace
 from api.http.openapi import OPENAI, generation_body
-from api.http.state import accept
+from api.http.state import pool_and_body
 from api.inference.lengths import with_truncate
 from api.inference.limits import Limits
 from api.inference.validate import validate
@@ -34,7 +34,7 @@ async def completions(request: Request) -> Response:
     """Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of the
     next. With `stream`, they come as server-sent events, a chunk for each token, and end with `data: [DONE]`.
     """
-    pool, completion = await accept(request, CompletionRequest)
+    pool, completion = await pool_and_body(request, CompletionRequest)
     await pool.admission.check()
     limits, tokenizer = pool.workers.limits, pool.tokenizer
     prompts = read_prompts(completion.prompt)

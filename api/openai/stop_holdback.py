@@ -31,7 +31,7 @@ class StopHoldback:
 
     def step(self) -> str:
         """Take one token, which is not the last, and return the text that is free now."""
-        text, visible = self.take()
+        text, visible = self.next_piece()
         stopping = self.stream.request.stopping
         if not stopping.stop or self.num_tokens <= stopping.min_new_tokens:
             return visible
@@ -43,7 +43,7 @@ class StopHoldback:
         assert self.stream.terminal is not None
         reason, fresh = self.stream.terminal.reason, self.num_tokens < self.stream.num_tokens
         if fresh:
-            self.held.append(self.take())
+            self.held.append(self.next_piece())
         stops = self.stream.request.stopping.stop if reason == "stop_sequence" else []
         stop = find_first_stop(self.text, stops)
         if stop is not None:
@@ -67,7 +67,7 @@ class StopHoldback:
         pairs = zip(self.stream.ids, self.stream.texts, strict=False)
         return "".join(text for token, text in pairs if token not in self.hidden_ids)
 
-    def take(self) -> tuple[str, str]:
+    def next_piece(self) -> tuple[str, str]:
         i = self.num_tokens
         text = self.stream.texts[i]
         visible = "" if self.stream.ids[i] in self.hidden_ids else text

@@ -22,13 +22,13 @@ class ResponseFrames(Feed[bytes]):
         [stream] = streams
         super().__init__(stream.changed)
         self.renderer = ResponseObjectRenderer(answer, stream)
-        self.first = self.renderer.begin()
+        self.first = self.renderer.first_events()
         self.num_frames = 0
 
     def take(self) -> list[bytes]:
         events, self.first = self.first, []
         while self.renderer.has_more and len(events) < MAX_ITEMS:
-            events += self.renderer.take()
+            events += self.renderer.next_events()
         self.ended = self.renderer.ended
         new = [frame(i, event) for i, event in enumerate(events, self.num_frames)]
         self.num_frames += len(new)

@@ -31,7 +31,7 @@ class OutputItem(ABC):
     def begin(self) -> list[Event]:
         return [self.whole_event("response.output_item.added")]
 
-    def end(self, status: str) -> list[Event]:
+    def finish(self, status: str) -> list[Event]:
         """End the item; further text is of another one."""
         self.status = status
         return [*self.done_events(), self.whole_event("response.output_item.done")]
@@ -153,8 +153,8 @@ class CallItem(OutputItem):
         self.text += text
         return [self.event("response.function_call_arguments.delta", delta=text)]
 
-    def end(self, status: str) -> list[Event]:
-        return super().end(status if is_json(self.text) else "incomplete")
+    def finish(self, status: str) -> list[Event]:
+        return super().finish(status if is_json(self.text) else "incomplete")
 
     def done_events(self) -> list[Event]:
         """Clients do what a call says when its arguments are done: those of one that is cut never are."""

@@ -49,7 +49,7 @@ class ResponseObjectRenderer:
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> list[Event]:
+    def first_events(self) -> list[Event]:
         """The events before the first token."""
         status = "queued" if self.fields["background"] else "in_progress"
         kinds = ["created", "queued"] if self.fields["background"] else ["created"]
@@ -61,7 +61,7 @@ class ResponseObjectRenderer:
         """Whether there is a piece, or an end, to take."""
         return not self.ended and (self.choice.has_piece or self.choice.failed)
 
-    def take(self) -> list[Event]:
+    def next_events(self) -> list[Event]:
         """Take the next piece, or the end. Returns its events, which may be none."""
         if not self.choice.has_piece:
             self.ended = True
@@ -106,14 +106,14 @@ class ResponseObjectRenderer:
 
     def begin_item(self, item: OutputItem) -> list[Event]:
         """Begin an item, and end the one before it."""
-        ended = self.output[-1].end("completed") if self.output else []
+        ended = self.output[-1].finish("completed") if self.output else []
         self.output.append(item)
         return ended + item.begin()
 
     def end_items(self) -> list[Event]:
         """End the last item; an answer that says nothing has an empty message."""
         opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
-        return opened + self.output[-1].end("completed" if self.status == "completed" else "incomplete")
+        return opened + self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
 
     def failure_event(self) -> Event:
         assert self.stream.terminal is not None
@@ -128,7 +128,7 @@ class ResponseObjectRenderer:
     def render_so_far(self) -> dict[str, Any]:
         """The response with what its stream has."""
         while self.has_more:
-            self.take()
+            self.next_events()
         return self.render(self.status)
 
     @property

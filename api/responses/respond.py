@@ -46,10 +46,19 @@ def describe_response(
 ) -> HttpAnswer:
     """The answer as it is kept: to `items`, behind the conversation `before` them. Raises ApiError."""
     streamed, background = bool(body.stream), bool(body.background)
-    terms = body.resume_s, background, body.priority, body.service_tier
-    outlives_client = streamed or background
-    answer = new_answer(request, pool, requests, [""], chat.rendering, outlives_client, *terms)
-    fields = response_fields(body, chat.params.sampling, answer.requests[0].priority)
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=[""],
+        rendering=chat.rendering,
+        streamed=streamed or background,
+        resume_s=body.resume_s,
+        detached=background,
+        priority=body.priority,
+        service_tier=body.service_tier,
+    )
+    fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
     stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0
     return replace(
         answer,
@@ -59,8 +68,8 @@ def describe_response(
     )
 
 
-def response_fields(body: ResponsesRequest, sampling: SamplingParams, priority: str) -> dict[str, Any]:
-    """Fields of the response object that say what was requested; `priority` is its service class."""
+def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_class: str) -> dict[str, Any]:
+    """Fields of the response object that say what was requested; `service_class` is that of its requests."""
     form = body.text.format if body.text is not None else None
     reasoning = body.reasoning
     return {
@@ -78,7 +87,7 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams, priority: 
             "summary": reasoning.summary if reasoning else None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": SHOWN_TIERS[priority],
+        "service_tier": SHOWN_TIERS[service_class],
         "store": body.is_stored,
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from api.event_loop.offload import offload
 from api.http.openapi import OPENAI, event_stream, generation_body
 from api.http.request_id import request_id
-from api.http.state import accept
+from api.http.state import pool_and_body
 from api.inference.validate import validate
 from api.openai.chat_params import CHARS_OF_MESSAGE
 from api.openai.response_schemas import ERROR_RESPONSES
@@ -31,7 +31,7 @@ async def create_response(request: Request) -> Response:
     """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
     numbers. With `background`, the response is queued, and outlives every process of the fleet.
     """
-    pool, asked = await accept(request, ResponsesRequest)
+    pool, asked = await pool_and_body(request, ResponsesRequest)
     await pool.admission.check()
     before = await read_conversation(request, asked.previous_response_id)
     size = CHARS_OF_MESSAGE * len(asked.input) if isinstance(asked.input, list) else 0

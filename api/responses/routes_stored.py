@@ -78,8 +78,16 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise
     if behind is None:
         return Response(b"", 200, HEADERS)
-    reader = await attach.take_over(pool, streams)
-    return TokenStream(answer, behind, streams, {}, pool.admission.release, reader, num_seen)
+    reader = await attach.become_reader(pool, streams)
+    return TokenStream(
+        answer,
+        frames=behind,
+        streams=streams,
+        headers={},
+        release=pool.admission.release,
+        reader=reader,
+        num_seen=num_seen,
+    )
 
 
 @router.post(

@@ -112,7 +112,7 @@ async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen:
     return frames
 
 
-async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:
+async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:
     """Become the reader of these streams, and give them their events. Returns the reader's number.
 
     Args:
@@ -141,7 +141,7 @@ def give_events(pool: Pool, stream: Stream) -> None:
     if (former := relay.streams.get(stream.request.request_id)) is not None:
         supersede(former)
     if stream.request.channel != relay.channel:
-        relay.follow(stream.request.channel)
+        relay.follow_channel(stream.request.channel)
     relay.add(stream)
     relay.admitted(stream)
     relay.filler.request([stream])

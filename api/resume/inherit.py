@@ -55,19 +55,35 @@ async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, s
 async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Response:
     """Raises ApiError, ClientDisconnect."""
     pool, answer, streams, reader = await attempt(
-        lambda: take_over(pools, kept), partial(wait_for_broker, request.scope["extensions"][CYCLE], kept)
+        lambda: attach_inherited(pools, kept),
+        partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
     )
     release, renderer = pool.admission.release, attach.renderer_of(answer)
     if answer.streamed:
         frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen)
-        return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
+        return TokenStream(
+            answer,
+            frames=frames,
+            streams=streams,
+            headers={},
+            release=release,
+            reader=reader,
+            num_seen=kept.num_seen,
+        )
     arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
     return await respond_with_whole(
-        request, answer, streams, dict(kept.extra), renderer.whole, arrived_s, release, reader
+        request,
+        answer,
+        streams=streams,
+        headers=dict(kept.extra),
+        render=renderer.whole,
+        arrived_s=arrived_s,
+        release=release,
+        reader=reader,
     )
 
 
-async def take_over(pools: PoolRegistry, kept: KeptAnswer) -> Inherited:
+async def attach_inherited(pools: PoolRegistry, kept: KeptAnswer) -> Inherited:
     """Have the requests of an answer read here. Those that the broker has lost are queued again: they
     give the same tokens, which the client does not get twice.
 
@@ -78,16 +94,16 @@ async def take_over(pools: PoolRegistry, kept: KeptAnswer) -> Inherited:
         if found is None:
             raise attach.unknown_answer(kept.request_id)
         streams = attach.new_streams(*found)
-        reader = await attach.take_over(found.pool, streams, kept.connection)
+        reader = await attach.become_reader(found.pool, streams, kept.connection)
         return found.pool, found.answer, streams, reader
     except ApiError as error:
         if error.status != 404 or kept.requests is None:
             raise
-    pool, answer, streams = await offer(pools, kept, kept.requests)
-    return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+    pool, answer, streams = await offer_again(pools, kept, kept.requests)
+    return pool, answer, streams, await attach.become_reader(pool, streams, kept.connection)
 
 
-async def offer(
+async def offer_again(
     pools: PoolRegistry, kept: KeptAnswer, lost: KeptRequests
 ) -> tuple[Pool, HttpAnswer, list[Stream]]:
     """Offer the requests of an answer to a broker that does not know them all. Raises ApiError: 404 where

@@ -71,7 +71,7 @@ def describe(answer: HttpAnswer, streams: Sequence[Stream], states: Sequence[str
     return {
         "id": answer.request_id,
         "state": min(states, key=STATES.index),
-        "priority": service_class(first.priority),
+        "priority": service_class(first.class_name),
         "tenant": first.tenant,
         "created": answer.created_s,
         "prompt_tokens": answer.num_prompt_tokens,

@@ -57,8 +57,16 @@ async def resume_stream(request: Request, request_id: RequestId) -> Response:
     streams, frames = await attach.read_behind(pool, answer, channel, num_seen)
     if frames is None:
         return Response(status_code=204)
-    reader = await attach.take_over(pool, streams)
-    return TokenStream(answer, frames, streams, {}, pool.admission.release, reader, num_seen)
+    reader = await attach.become_reader(pool, streams)
+    return TokenStream(
+        answer,
+        frames=frames,
+        streams=streams,
+        headers={},
+        release=pool.admission.release,
+        reader=reader,
+        num_seen=num_seen,
+    )
 
 
 def read_last_event_id(request: Request) -> int:

@@ -28,12 +28,12 @@ class ServiceTerms:
     """What a client asks for.
 
     Attributes:
-        priority: a service class.
+        service_class: one of SERVICE_CLASSES.
         tenant: who shares the fleet with others; empty for all who do not say.
         deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, which is the most.
     """
 
-    priority: str = DEFAULT_CLASS
+    service_class: str = DEFAULT_CLASS
     tenant: str = ""
     deadline_ms: int | None = None
 
@@ -42,7 +42,7 @@ class ServiceTerms:
         most_ms = round(settings.request_timeout_s * 1000)
         ttl_ms = most_ms if self.deadline_ms is None else min(self.deadline_ms, most_ms)
         return [
-            replace(request, priority=self.priority, tenant=self.tenant, ttl_ms=ttl_ms)
+            replace(request, class_name=self.service_class, tenant=self.tenant, ttl_ms=ttl_ms)
             for request in requests
         ]
 

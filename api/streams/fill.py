@@ -157,7 +157,7 @@ class Filler:
     async def add_logged(self, tokens: Tokens, worker: str) -> None:
         stream = self.streams.get(tokens.request_id)
         if stream is not None:
-            await self.follow(stream)
+            await self.detokenize_late(stream)
             with contextlib.suppress(WireError):
                 stream.add_logged(tokens, worker)
             await self.pace.step()
@@ -215,14 +215,14 @@ class Filler:
         token_bytes = width * RECORD.size
         index, num_bytes = offset // token_bytes, NUM_TOKENS * token_bytes
         for i in range(0, len(records), num_bytes):
-            await self.follow(stream)
+            await self.detokenize_late(stream)
             ids, logprobs, tops = unpack_records(records[i : i + num_bytes], width)
             if index + NUM_TOKENS > stream.num_tokens:
                 stream.add_committed(index, ids, logprobs, tops)
                 await self.pace.step(len(ids) // TOKENS_A_UNIT)
             index += NUM_TOKENS
 
-    async def follow(self, stream: Stream) -> None:
+    async def detokenize_late(self, stream: Stream) -> None:
         """Let the stream's detokenizer see the tokens that came with their text."""
-        while stream.late_text.follow(stream.ids, NUM_TOKENS):
+        while stream.late_text.see(stream.ids, NUM_TOKENS):
             await self.pace.step(NUM_TOKENS // TOKENS_A_UNIT)

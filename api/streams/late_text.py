@@ -20,7 +20,7 @@ class LateText:
         self.detokenizer: Detokenizer | None = None
         self.num_seen = 0
 
-    def follow(self, ids: Sequence[int], num_tokens: int) -> bool:
+    def see(self, ids: Sequence[int], num_tokens: int) -> bool:
         """See some more of the stream's `ids`. Returns whether there are others, not seen yet."""
         self.detokenizer = self.detokenizer or Detokenizer(self.tokenizer, self.prompt_ids)
         for token_id in ids[self.num_seen : self.num_seen + num_tokens]:
@@ -30,7 +30,7 @@ class LateText:
 
     def texts(self, ids: Sequence[int], new_ids: Sequence[int]) -> list[str]:
         """The texts of `new_ids`, which come after `ids`."""
-        self.follow(ids, len(ids))
+        self.see(ids, len(ids))
         assert self.detokenizer is not None
         self.num_seen += len(new_ids)
         return [self.detokenizer.step(token_id) for token_id in new_ids]

@@ -125,12 +125,12 @@ class Offers:
         with self.failures.caught():
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reply = await self.send(stream, ttl_ms, reopen)
-            await self.take(stream, reply)
+            await self.on_reply(stream, reply)
             return
         await asyncio.sleep(PAUSE_S)
         self.request([stream], reopen)
 
-    async def take(self, stream: Stream, reply: OfferReply) -> None:
+    async def on_reply(self, stream: Stream, reply: OfferReply) -> None:
         """Apply the reply to an offer."""
         self.num_offers += 1
         self.apply(stream, reply)

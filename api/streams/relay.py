@@ -89,13 +89,13 @@ class Relay:
             del self.streams[request_id]
             self.filler.forget(request_id)
 
-    def leave(self, stream: Stream) -> None:
+    def release(self, stream: Stream) -> None:
         """Remove a stream, and its need of another gateway's channel."""
         self.remove(stream)
         if stream.request.channel != self.channel:
-            self.unfollow(stream.request.channel)
+            self.unfollow_channel(stream.request.channel)
 
-    def follow(self, channel: str) -> None:
+    def follow_channel(self, channel: str) -> None:
         """Subscribe to another gateway's channel as well; without a connection, with the next
         subscription.
         """
@@ -103,7 +103,7 @@ class Relay:
         if self.followed[channel] == 1 and self.connection is not None:
             self.connection.send("SUBSCRIBE", channel)
 
-    def unfollow(self, channel: str) -> None:
+    def unfollow_channel(self, channel: str) -> None:
         self.followed[channel] -= 1
         if not self.followed[channel]:
             del self.followed[channel]

@@ -29,7 +29,7 @@ class ScoredPrompt:
     def num_records(self) -> int:
         return len(self.records or b"") // RECORD.size
 
-    def keep(self, state: Committed) -> None:
+    def store(self, state: Committed) -> None:
         """Keep what is committed: the records only if the request asks for them and they are complete."""
         if state.num_cached is not None:
             self.num_cached = state.num_cached

@@ -172,7 +172,7 @@ class Stream:
         self.worker = state.worker
         self.worker_attempt = state.attempt
         self.attempt = max(self.attempt, state.attempt)
-        self.prompt.keep(state)
+        self.prompt.store(state)
         self.add_ahead()
 
     def fail(self, why: str, error_type: str = "") -> None:

@@ -33,7 +33,7 @@ async def generate(request: Request) -> Response:
     """Returns the whole text when generation has finished. With `details`, the response has the tokens with
     their log-probabilities, the seed and the finish reason.
     """
-    return await answer(request, GenerateRequest, streamed=False)
+    return await respond(request, GenerateRequest, streamed=False)
 
 
 @router.post(
@@ -47,7 +47,7 @@ async def generate_stream(request: Request) -> Response:
     """Sends each token as a server-sent event (`data: {…}`) as soon as it is generated. The last event has
     the whole text in `generated_text`. A request that fails midway ends with an event that has `error`.
     """
-    return await answer(request, GenerateRequest, streamed=True)
+    return await respond(request, GenerateRequest, streamed=True)
 
 
 @router.post(
@@ -60,10 +60,10 @@ async def compat_generate(request: Request) -> Response:
     """Does what /generate_stream does if `stream` is true, else what /generate does, with the response in an
     array of one. The text begins with the prompt unless `return_full_text` is false.
     """
-    return await answer(request, CompatGenerateRequest, full_text=True)
+    return await respond(request, CompatGenerateRequest, full_text=True)
 
 
-async def answer(
+async def respond(
     request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
 ) -> Response:
     """Read, validate, submit and answer a request. Raises ApiError.
@@ -86,6 +86,13 @@ async def answer(
         full_text = parameters.return_full_text
     prefix, rendering = parsed.inputs if full_text else "", Rendering(details=parameters.wants_details)
     described = new_answer(
-        request, pool, requests, [prefix], rendering, streamed, parsed.resume_s, parsed.detached
+        request,
+        pool,
+        requests=requests,
+        prefixes=[prefix],
+        rendering=rendering,
+        streamed=streamed,
+        resume_s=parsed.resume_s,
+        detached=parsed.detached,
     )
     return await submit_and_respond(request, pool, described, len(parsed.inputs), RENDERER)

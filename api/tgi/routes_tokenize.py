@@ -10,7 +10,7 @@ from api.event_loop.offload import offload
 from api.event_loop.text_budget import utf8_size
 from api.http import body
 from api.http.openapi import TGI, json_body
-from api.http.state import accept, own_pool
+from api.http.state import own_pool, pool_and_body
 from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
 from api.prompt_text.control_texts import Rendered
@@ -58,7 +58,7 @@ async def chat_tokenize(request: Request) -> Response:
     """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be
     longer than the model's context.
     """
-    pool, chat = await accept(request, ChatRequest)
+    pool, chat = await pool_and_body(request, ChatRequest)
     prompt = await chat_prompt(chat, pool)
 
     def render() -> bytes:

@@ -79,7 +79,9 @@ async def vertex(request: Request) -> Response:
         found.append(params)
         requests += await validate(params, limits, pool.tokenizer)
         await pace.step()
-    answer = new_answer(request, pool, requests, [""] * len(requests), Rendering())
+    answer = new_answer(
+        request, pool, requests=requests, prefixes=[""] * len(requests), rendering=Rendering()
+    )
     num_chars = sum(len(params.text or "") for params in found)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 

@@ -57,7 +57,7 @@ def read_answer(
 ) -> Scan:
     yield
     if reasoning is not None:
-        yield from read_reasoning(scanner, reasoning, reasoning.is_open(prompt))
+        yield from read_reasoning(scanner, reasoning, reasoning.begins_inside(prompt))
     if calls is not None and (not scanner.is_either or (yield from begins_call(scanner, calls))):
         yield from calls.read(scanner)
     else:

@@ -26,7 +26,7 @@ class ReasoningFormat:
         """Whether this prompt ends with thinking that is over: the answer has none."""
         return prompt.rstrip(SPACE).endswith(self.close)
 
-    def is_open(self, prompt: str) -> bool:
+    def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins inside of thinking."""
         ends_open = prompt.rstrip(SPACE).endswith(self.open)
         return ends_open or (self.always and not self.is_closed(prompt))
@@ -52,10 +52,10 @@ REASONING_FORMATS = {
 }
 
 
-def read_reasoning(scanner: Scanner, form: ReasoningFormat, is_open: bool) -> Scan:
+def read_reasoning(scanner: Scanner, form: ReasoningFormat, begins_inside: bool) -> Scan:
     """Read thinking, if the answer begins with it."""
     yield from scanner.skip()
-    if not (yield from scanner.literal(form.open)) and not is_open:
+    if not (yield from scanner.literal(form.open)) and not begins_inside:
         scanner.position = 0
         return
     scanner.forget(scanner.position)

@@ -81,7 +81,7 @@ class ClassQueue:
 
     def put(self, sequence: Sequence, account: Account) -> None:
         heapq.heappush(account.waiting, (sequence.arrival, sequence))
-        self.place(account)
+        self.enqueue_account(account)
 
     def add_resumed(self, sequence: Sequence) -> None:
         heapq.heappush(self.resumed, (sequence.num_known, sequence.arrival, sequence))
@@ -102,7 +102,7 @@ class ClassQueue:
             if account is besides or account.waiting or account.num_started or account.served > self.level
         }
 
-    def place(self, account: Account) -> None:
+    def enqueue_account(self, account: Account) -> None:
         """Give a tenant that waits its place among the others."""
         account.place = 0
         if (first := account.first()) is None:
@@ -129,14 +129,14 @@ class ClassQueue:
             heapq.heappop(self.order)
         return None
 
-    def take(self, sequence: Sequence) -> None:
+    def remove_first(self, sequence: Sequence) -> None:
         """Remove the request that `first` returned."""
         if self.resumed and self.resumed[0][2] is sequence:
             heapq.heappop(self.resumed)
             return
         account = self.order[0][3]
         heapq.heappop(account.waiting)
-        self.place(account)
+        self.enqueue_account(account)
 
     def charge(self, sequence: Sequence, num_prefill: int) -> int:
         """Charge a request that starts to its tenant: `num_prefill` tokens, which it computes first, and what
@@ -149,7 +149,7 @@ class ClassQueue:
         charged = num_prefill + min(left, round(account.mean_output))
         account.num_started += 1
         account.served += charged / account.weight
-        self.place(account)
+        self.enqueue_account(account)
         return charged
 
     def correct_charge(self, sequence: Sequence, charged: int, num_computed: int) -> None:
@@ -157,7 +157,7 @@ class ClassQueue:
         account = self.account(sequence)
         account.num_started -= 1
         account.served += (num_computed - charged) / account.weight
-        self.place(account)
+        self.enqueue_account(account)
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
         """Update what the tenant's rows generate on average by one that has ended."""

@@ -68,17 +68,17 @@ class Placement:
         self.num_changes = 0
         self.refusal = ((math.inf, math.inf), 0)
 
-    def open(self, replicas: Collection[Replica]) -> None:
+    def set_open(self, replicas: Collection[Replica]) -> None:
         """Give rows to these workers, and to no others."""
         for replica in [one for one in self.rows if one not in replicas]:
-            replica.pool.cache.leave()
+            replica.pool.cache.leave_index()
             self.move(replica, None)
             self.with_batch.pop(replica, None)
             del self.rows[replica], self.changes[replica], self.replicas[replica.pool.cache]
         self.block_size = max((replica.block_size for replica in replicas), default=1)
         for replica in replicas:
             if replica not in self.rows:
-                replica.pool.cache.join(self.index)
+                replica.pool.cache.join_index(self.index)
                 self.replicas[replica.pool.cache] = replica
                 self.rows[replica] = 0
                 self.update(replica)

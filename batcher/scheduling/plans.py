@@ -8,7 +8,7 @@ from batcher.scheduling.prefill_budget import mixed_prefill_tokens
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PREEMPT, PlacedRow
 from common.messages.packing import pack_ids
-from common.messages.plan import Plan, RowStart
+from common.messages.plan import NewRow, Plan
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         until=replica.until,
         prefill_tokens=replica.capacity.max_batch_prefill_tokens,
         mixed_prefill_tokens=mixed_prefill_tokens(replica),
-        starts=[row_start(row) for row in starting],
+        starts=[new_row(row) for row in starting],
         blocks=blocks,
         stops=stops,
         acknowledged=replica.acknowledged,
@@ -122,9 +122,9 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
     return stops
 
 
-def row_start(row: PlacedRow) -> RowStart:
+def new_row(row: PlacedRow) -> NewRow:
     sequence = row.sequence
-    return RowStart(
+    return NewRow(
         row.number,
         sequence.attempt,
         sequence.base,

@@ -36,4 +36,4 @@ def has_progressed(replica: Replica, row: PlacedRow) -> bool:
     """Whether a row has filled a block since it started, or all that it has."""
     filled = row.kv_at(replica.step, replica.step)
     enough = min(row.sequence.num_known + replica.block_size, len(row.blocks) * replica.block_size)
-    return row.prefilled and filled >= enough
+    return row.is_prefilled and filled >= enough

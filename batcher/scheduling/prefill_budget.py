@@ -20,7 +20,7 @@ def mixed_prefill_tokens(replica: Replica) -> int:
         for row in islice(replica.running, limits.max_batch_size, None):
             row.added_at = replica.step  # a row that stands by waits for a place, not for its prefill
         rows = list(islice(replica.running, limits.max_batch_size))
-        ages = [replica.step - row.added_at for row in rows if not row.prefilled]
+        ages = [replica.step - row.added_at for row in rows if not row.is_prefilled]
         if takes_whole_steps(limits, ages, len(rows) - len(ages)):
             return most
     return replica.pace.times.prefill_tokens(limits.inter_token_target_ms, most)

@@ -64,13 +64,13 @@ class PrefixCache:
         self.expected: dict[bytes, PlacedRow] = {}
         self.index = PrefixIndex()
 
-    def join(self, index: PrefixIndex) -> None:
+    def join_index(self, index: PrefixIndex) -> None:
         """Be one of the caches in which a request is looked up."""
         self.index = index
         for name in (*self.blocks, *self.expected):
             index.add(name, self)
 
-    def leave(self) -> None:
+    def leave_index(self) -> None:
         for name in (*self.blocks, *self.expected):
             self.index.remove(name, self)
         self.index = PrefixIndex()

@@ -106,7 +106,7 @@ class Replica:
     @property
     def has_suspect(self) -> bool:
         """Whether a row runs that was there when a worker died and has committed no token since."""
-        return any(row.sequence.crash_count and not row.prefilled for row in self.running)
+        return any(row.sequence.crash_count and not row.is_prefilled for row in self.running)
 
     @property
     def needs_grant(self) -> bool:
@@ -182,12 +182,12 @@ class Replica:
         row.reserved = min(left, self.blocks_for(horizon) + 1)
         self.reserved += row.reserved
 
-    def leave(self, row: PlacedRow) -> None:
+    def detach_row(self, row: PlacedRow) -> None:
         """A row runs no more."""
         self.num_running -= 1
         self.batch_rows.pop(row, None)
         self.reserved -= row.reserved
-        if not row.prefilled:
+        if not row.is_prefilled:
             self.pool.cache.expect_no_more(self.names(row.sequence), row)
         row.sequence.row = None
 
@@ -196,7 +196,7 @@ class Replica:
         row.stopping = PREEMPT
         self.due_stops.append(row)
 
-    def follow(self, row: PlacedRow, sequence: Sequence) -> None:
+    def wait_for_prefill(self, row: PlacedRow, sequence: Sequence) -> None:
         """Have a request wait until a row has computed its prompt, or will not."""
         row.followers.append(sequence)
         sequence.follows = row
@@ -214,7 +214,7 @@ class Replica:
         for block, name in zip(row.blocks[: kv_len // self.block_size], names, strict=False):
             self.pool.cache.add(name, block)
 
-    def prefilled(self, row: PlacedRow, kv_len: int, step: int) -> None:
+    def on_prefilled(self, row: PlacedRow, kv_len: int, step: int) -> None:
         """The row's prompt is computed."""
         row.kv_len = kv_len
         row.at_step = step
@@ -226,13 +226,13 @@ class Replica:
     def withdraw(self, row: PlacedRow) -> None:
         """Remove a row whose plan was never published."""
         del self.rows[row.number]
-        self.leave(row)
+        self.detach_row(row)
         self.pool.release(row.blocks)
 
-    def end(self, row: PlacedRow) -> None:
+    def end_row(self, row: PlacedRow) -> None:
         """The row runs no more; its blocks stay in use until the engine releases it."""
         row.ended = True
-        self.leave(row)
+        self.detach_row(row)
         self.starved = self.starved and self.num_running > 0
 
     def release(self, number: int, kv_len: int = 0, hashes: bytes = b"") -> None:

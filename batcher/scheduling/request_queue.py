@@ -59,7 +59,7 @@ class RequestQueue:
         of tokens that its tenant is charged with.
         """
         queue = self.classes[sequence.class_index]
-        queue.take(sequence)
+        queue.remove_first(sequence)
         charged = queue.charge(sequence, num_prefill)
         sequence.num_passed = 0
         sequence.stays = queue.num_passed >= PATIENCE
@@ -73,18 +73,18 @@ class RequestQueue:
     def look_past(self, sequence: Sequence) -> None:
         """The first request does not fit; others of its class may start before it."""
         queue = self.classes[sequence.class_index]
-        queue.take(sequence)
+        queue.remove_first(sequence)
         queue.looked_past.append(sequence)
         self.stopped = sequence.num_passed >= MAX_PASSED
 
-    def leave(self, sequence: Sequence) -> None:
+    def set_aside(self, sequence: Sequence) -> None:
         """The first request waits for something else, and is added again when that has come."""
-        self.classes[sequence.class_index].take(sequence)
+        self.classes[sequence.class_index].remove_first(sequence)
 
     def skip(self, sequence: Sequence) -> None:
         """The first request may not start now; nobody waits for it."""
         queue = self.classes[sequence.class_index]
-        queue.take(sequence)
+        queue.remove_first(sequence)
         queue.skipped.append(sequence)
 
     def correct_charge(self, row: PlacedRow, kv_len: int) -> None:

@@ -16,7 +16,7 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 from batcher.scheduling.standby import move_standby
-from batcher.scheduling.takeover import take_over
+from batcher.scheduling.takeover import adopt_rows
 from batcher.scheduling.turn import Turn
 from batcher.scheduling.worker_set import WorkerSet
 from common.messages.finish_reasons import INTERRUPTED
@@ -144,14 +144,14 @@ class Scheduler:
         if self.sequences.pop(sequence.request_id, None):
             self.gateways -= Counter([sequence.request.gateway])
 
-    def take_over(
+    def add_worker(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]
     ) -> list[Sequence]:
         """Add a worker that answered the takeover. Return those of `sequences` that it holds no more. Raises
         ValueError if the report contradicts itself.
         """
         replica = Replica(capacity, self.limits)
-        left = take_over(replica, report, sequences)
+        left = adopt_rows(replica, report, sequences)
         self.workers.add(replica)
         return left
 
@@ -160,7 +160,7 @@ class Scheduler:
         if (replica := self.workers.remove(incarnation)) is None:
             return []
         for row in replica.rows.values():
-            self.queue.correct_charge(row, row.kv_at(replica.step, replica.step) if row.prefilled else 0)
+            self.queue.correct_charge(row, row.kv_at(replica.step, replica.step) if row.is_prefilled else 0)
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
@@ -190,12 +190,12 @@ class Scheduler:
         replica.plan_seen = max(replica.plan_seen, report.plan)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
-                replica.prefilled(row, kv_len, step)
+                replica.on_prefilled(row, kv_len, step)
                 self.release_followers(replica, row)
         set_lengths(replica, report.lengths)
         for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
-                replica.end(row)
+                replica.end_row(row)
                 self.release_followers(replica, row)
                 self.queue.learn(row.sequence, end - row.sequence.base)
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
@@ -241,8 +241,8 @@ class Scheduler:
             (self.queue.skip if sequence.crash_count else self.queue.look_past)(sequence)
             return
         if row is not None:
-            self.queue.leave(sequence)
-            replica.follow(row, sequence)
+            self.queue.set_aside(sequence)
+            replica.wait_for_prefill(row, sequence)
         else:
             row = replica.start(sequence)
             row.charged = self.queue.start(sequence, sequence.num_known - row.num_cached)

@@ -57,7 +57,7 @@ class Sequence:
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.class_index = class_index(self.request.priority)
+        self.class_index = class_index(self.request.class_name)
         self.block_hashes = self.request.block_hashes
 
     @property
@@ -143,17 +143,17 @@ class PlacedRow:
     charged: int | None = None
 
     @property
-    def prefilled(self) -> bool:
+    def is_prefilled(self) -> bool:
         return self.kv_len > 0
 
     @property
     def was_interrupted(self) -> bool:
         """Whether its answer has begun, and stands still until its tokens are computed again."""
-        return self.sequence.base > 0 and not self.prefilled
+        return self.sequence.base > 0 and not self.is_prefilled
 
     def kv_at(self, step: int, start: int) -> int:
         """The most KV slots it can have filled after `step`, if it began at step `start` at the earliest."""
-        if self.prefilled:
+        if self.is_prefilled:
             num_filled = self.kv_len + step - self.at_step
         else:
             num_filled = self.sequence.num_known + step - start

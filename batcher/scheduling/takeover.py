@@ -10,8 +10,8 @@ from common.messages.packing import unpack_ids
 from common.messages.plan import HeldRow, Report
 
 
-def take_over(replica: Replica, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Have a worker's rows go on. Return those of `sequences` that it holds no more.
+def adopt_rows(replica: Replica, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Adopt the rows of a worker. Return those of `sequences` that it holds no more.
 
     A row of none of them is stopped. The next plan grants steps to all. Raises ValueError, and changes
     nothing, if the report contradicts itself.
@@ -25,7 +25,7 @@ def take_over(replica: Replica, report: Report, sequences: Iterable[Sequence]) -
     for held, numbers in zip(report.held, blocks, strict=True):
         sequence = by_name.get(held.request_id)
         if sequence is not None and sequence.attempt == held.attempt and not held.ended:
-            adopt(replica, held, numbers, by_name.pop(held.request_id))
+            adopt_row(replica, held, numbers, by_name.pop(held.request_id))
             continue
         replica.leaving[held.row] = numbers
         if not held.ended:
@@ -54,7 +54,7 @@ def count_rows(blocks: list[list[int]], num_shared: list[int]) -> Counter[int]:
     return Counter(chain.from_iterable(blocks))
 
 
-def adopt(replica: Replica, held: HeldRow, blocks: list[int], sequence: Sequence) -> None:
+def adopt_row(replica: Replica, held: HeldRow, blocks: list[int], sequence: Sequence) -> None:
     row = PlacedRow(
         held.row,
         sequence,
@@ -67,6 +67,6 @@ def adopt(replica: Replica, held: HeldRow, blocks: list[int], sequence: Sequence
     sequence.base = held.base
     replica.add(row)
     replica.due_stops.append(row)
-    if row.prefilled:
+    if row.is_prefilled:
         sequence.crash_count = 0
     replica.publish(row, max(held.kv_len, held.num_cached), replica.names(sequence))

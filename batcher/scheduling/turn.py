@@ -17,15 +17,15 @@ class Turn:
     """One turn.
 
     Attributes:
-        is_open: whether requests may stand by. None may behind a request that waits for a place and may not
-            stand by itself: they would take each place that a row leaves before that one gets it.
+        allows_standby: whether requests may stand by. None may once a request waits for a batch row that may
+            not stand by itself: they would take each row that ends before that request gets one.
         promised: places of rows that were preempted for requests which still wait for them.
     """
 
     def __init__(self, workers: WorkerSet) -> None:
         self.workers = workers
         self.placement = workers.placement
-        self.is_open = True
+        self.allows_standby = True
         self.promised: Counter[Replica] = Counter()
 
     def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
@@ -37,7 +37,7 @@ class Turn:
         if replica is None:
             replica = self.make_room(sequence, knowing)
         if replica is None:
-            self.is_open = self.is_open and may_stand_by(sequence)
+            self.allows_standby = self.allows_standby and may_stand_by(sequence)
             replica = next(self.able_to_hold(sequence, knowing), None)
         if replica is None and sequence.victim and sequence.has_victim:
             self.promised[self.workers.replicas[sequence.victim.worker]] += 1
@@ -48,7 +48,11 @@ class Turn:
         the fewest do.
         """
         num_places = self.placement.limits.max_batch_size
-        full = sorted(level for level in self.placement.levels if level >= num_places) if self.is_open else []
+        full = (
+            sorted(level for level in self.placement.levels if level >= num_places)
+            if self.allows_standby
+            else []
+        )
         fewest = (replica for level in full for replica in islice(self.placement.levels[level], FEW))
         for replica in chain(knowing if full else (), fewest):
             num_standby = replica.num_due - num_places

@@ -56,7 +56,7 @@ class WorkerSet:
             if replica.draining:
                 replica.due_stops.extend(replica.running)
             self.changed[replica] = None
-        self.placement.open(staying or (replicas if self.closing else []))
+        self.placement.set_open(staying or (replicas if self.closing else []))
         self.most_tokens = max((one.block_size * one.pool.num_blocks for one in replicas), default=0)
 
     def note_change(self, replica: Replica) -> None:

@@ -81,7 +81,16 @@ class TimedPool(Pool):
         return name
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, 8192)
+        return WorkerCapacity(
+            incarnation=name,
+            name=name,
+            model="m",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_batch_prefill_tokens=STEP_TOKENS,
+            context=8192,
+        )
 
     def run_until(self, now_ms: float) -> None:
         """Run the steps that begin before this time, then report."""
@@ -121,7 +130,7 @@ def make_trace(seed: int, day_ms: float) -> list[tuple[float, Caller, Sequence]]
     for number, (at_ms, caller) in enumerate(sorted(arrivals(draw, day_ms), key=lambda item: item[0])):
         sizes = length(draw, caller.prompt, MAX_PROMPT), length(draw, caller.answer, MAX_ANSWER)
         sequence = request(f"r{number}", *sizes, number, ttl_ms=10**12)
-        asked = replace(sequence.request, priority=caller.priority, tenant=caller.tenant)
+        asked = replace(sequence.request, class_name=caller.priority, tenant=caller.tenant)
         trace.append((at_ms, caller, Sequence(asked, sequence.entry_id, sequence.deadline_ms)))
     return trace
 
@@ -139,7 +148,7 @@ def play(seed: int, day_ms: float, in_order: bool) -> dict[tuple[str, str], list
         while due < len(trace) and trace[due][0] <= now_ms:
             sequence = trace[due][2]
             if in_order:
-                one_line = replace(sequence.request, priority="", tenant="")
+                one_line = replace(sequence.request, class_name="", tenant="")
                 sequence = Sequence(one_line, sequence.entry_id, sequence.deadline_ms)
             pool.add(sequence)
             due += 1

@@ -54,7 +54,16 @@ class TimedPool(Pool):
         self.worker = self.workers["w0"]
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, MAX_PREFILL, 4096)
+        return WorkerCapacity(
+            incarnation=name,
+            name=name,
+            model="m",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            max_batch_prefill_tokens=MAX_PREFILL,
+            context=4096,
+        )
 
     def send(self, number: int) -> None:
         name = f"r{number}"

@@ -100,8 +100,17 @@ class FullPool:
         self.prompt = pack_ids(range(PROMPT_TOKENS))
         self.num_ended = 0
         for name in self.workers:
-            sizes = (BLOCK_SIZE, NUM_BLOCKS, 512, 8192)
-            capacity = WorkerCapacity(name, name, "m", "float32", *sizes, prefix_caching=True)
+            capacity = WorkerCapacity(
+                name,
+                name,
+                model="m",
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                num_blocks=NUM_BLOCKS,
+                max_batch_prefill_tokens=512,
+                context=8192,
+                prefix_caching=True,
+            )
             self.scheduler.workers.add(Replica(capacity, self.scheduler.limits))
         self.add(num_workers * NUM_ROWS)
         self.decide()

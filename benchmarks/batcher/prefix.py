@@ -40,8 +40,17 @@ class TimedPool(Pool):
         self.first_ms: dict[str, float] = {}
 
     def capacity(self, name: str) -> WorkerCapacity:
-        sizes = (BLOCK_SIZE, NUM_BLOCKS, 512, 8192)
-        return WorkerCapacity(name, name, "m", "float32", *sizes, prefix_caching=True)
+        return WorkerCapacity(
+            name,
+            name,
+            model="m",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_batch_prefill_tokens=512,
+            context=8192,
+            prefix_caching=True,
+        )
 
     def run_until(self, now_ms: float) -> None:
         """Run the steps that begin before this time, then report."""

@@ -75,8 +75,17 @@ class TimedPool:
         self.waits_ms = array("d")
         self.num_cached = 0
         for name in self.workers:
-            sizes = (BLOCK_SIZE, NUM_BLOCKS, 512, 8192)
-            capacity = WorkerCapacity(name, name, "m", "float32", *sizes, prefix_caching=True)
+            capacity = WorkerCapacity(
+                name,
+                name,
+                model="m",
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                num_blocks=NUM_BLOCKS,
+                max_batch_prefill_tokens=512,
+                context=8192,
+                prefix_caching=True,
+            )
             self.scheduler.workers.add(Replica(capacity, self.scheduler.limits))
 
     def step(self) -> None:

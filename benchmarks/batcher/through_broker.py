@@ -77,8 +77,17 @@ class Pool:
         await self.redis.script_load(load_script("admit"))
         await self.redis.set(KEYS.gateway("g"), 1)
         for name in self.workers:
-            sizes = (16, NUM_BLOCKS, 512, 8192)
-            capacity = WorkerCapacity(name, name, "m", "float32", *sizes, prefix_caching=True)
+            capacity = WorkerCapacity(
+                name,
+                name,
+                model="m",
+                dtype="float32",
+                block_size=16,
+                num_blocks=NUM_BLOCKS,
+                max_batch_prefill_tokens=512,
+                context=8192,
+                prefix_caching=True,
+            )
             await start_worker(self.redis, name, encode(capacity))
         for _ in self.workers:
             await self.send([], NUM_ROWS)

@@ -71,14 +71,14 @@ class SerialClient:
     def on_reply(self, reply: Any) -> None:
         if isinstance(reply, ReadOnlyError):
             self.close()  # what was the primary is a replica: the next connection leads to the new one
-        self.answer(reply)
+        self.deliver(reply)
 
     def on_lost(self, connection: FastConnection) -> None:
         if connection is self.connection:
             self.connection = None
-            self.answer(connection.closed.exception() or ConnectionError())
+            self.deliver(connection.closed.exception() or ConnectionError())
 
-    def answer(self, answer: Any) -> None:
+    def deliver(self, answer: Any) -> None:
         on_answer, self.on_answer = self.on_answer, None
         if on_answer is not None:
             on_answer(answer)

@@ -7,7 +7,7 @@ from common.messages.request import Generate
 
 
 @dataclass(frozen=True, slots=True)
-class RowStart:
+class NewRow:
     """A row that starts on a worker: one attempt of one request.
 
     Attributes:
@@ -52,7 +52,7 @@ class Plan:
     number: int = wire_field("n")
     until: int = wire_field("u")
     prefill_tokens: int = wire_field("pt")
-    starts: list[RowStart] = wire_field("s", default_factory=list)
+    starts: list[NewRow] = wire_field("s", default_factory=list)
     blocks: list[tuple[int, bytes]] = wire_field("b", default_factory=list)
     stops: list[tuple[int, str]] = wire_field("x", default_factory=list)
     acknowledged: int = wire_field("k", default=0)

@@ -99,7 +99,7 @@ class Generate:
         cache_salt: requests with different salts share no KV blocks.
         block_hashes: hashes of the prompt (common/block_hashes.py), from the root on; empty where the request
             shares no KV blocks.
-        priority: its service class; empty for the default.
+        class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of requests for one answer, with the same prompt, that this is one of.
     """
@@ -116,7 +116,7 @@ class Generate:
     gateway: str = wire_field("gw", default="")
     grace_ms: int = wire_field("gr", default=0)
     result_ttl_ms: int = wire_field("rt", default=60_000)
-    priority: str = wire_field("cl", default="")
+    class_name: str = wire_field("cl", default="")
     tenant: str = wire_field("tn", default="")
     num_shown: int = wire_field("sh", default=0)
     cache_salt: str = wire_field("cs", default="")
@@ -125,7 +125,7 @@ class Generate:
 
     @property
     def service_class(self) -> str:
-        return service_class(self.priority)
+        return service_class(self.class_name)
 
     @property
     def num_prompt(self) -> int:

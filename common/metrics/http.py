@@ -28,15 +28,15 @@ def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> No
         def do_GET(self) -> None:
             match self.path.split("?")[0]:
                 case "/metrics":
-                    self.answer(200, CONTENT_TYPE, render_own(settings.pool))
+                    self.respond(200, CONTENT_TYPE, render_own(settings.pool))
                 case "/health" if is_ready():
-                    self.answer(200, "text/plain", b"ready\n")
+                    self.respond(200, "text/plain", b"ready\n")
                 case "/health":
-                    self.answer(503, "text/plain", b"not ready yet\n")
+                    self.respond(503, "text/plain", b"not ready yet\n")
                 case _:
                     self.send_error(404)
 
-        def answer(self, status: int, content_type: str, body: bytes) -> None:
+        def respond(self, status: int, content_type: str, body: bytes) -> None:
             self.send_response(status)
             self.send_header("content-type", content_type)
             self.send_header("content-length", str(len(body)))

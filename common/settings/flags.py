@@ -176,7 +176,7 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
     for option in OPTIONS.values():
         if option.flag:
             nargs = "?" if option.kind is bool else None
-            add(others, option.name, option.answer if everything else None, nargs)
+            add(others, option.name, option.outcome if everything else None, nargs)
     for name, target in (ALIASES | FLAG_ALIASES).items():
         nargs = "?" if is_switch(target) else None
         add(others, name, f"see {flag_of(target)}" if everything else None, nargs)

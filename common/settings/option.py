@@ -39,7 +39,7 @@ class Option:
     known: tuple[str, ...] = ()
 
     @property
-    def answer(self) -> str:
+    def outcome(self) -> str:
         """What becomes of the option, for the help."""
         if self.accepts is ANY:
             return f"accepted: {self.why}"

@@ -160,11 +160,11 @@ class SseDecoder:
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
         self.num_events = 0
         self.ended = False
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin another response: what is left of the last one is no whole frame."""
         self.rest = b""
 

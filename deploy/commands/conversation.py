@@ -118,7 +118,7 @@ class Conversation:
         """
         decoder, place, until_s = SseDecoder(), "", 0.0
         while not decoder.ended:
-            decoder.begin()
+            decoder.reset()
             try:
                 with self.request(place, decoder.num_events) as response:
                     if response.status_code != 200 and not (place and response.status_code == 503):

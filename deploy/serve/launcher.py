@@ -75,7 +75,7 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         if fleet.is_whole:
             say_ready(fleet.settings)
         for preloaded in fleet.preloaded:
-            tasks.create_task(preloaded.keep(partial(are_ready, fleet, preloaded.kind)))
+            tasks.create_task(preloaded.keep_one_waiting(partial(are_ready, fleet, preloaded.kind)))
 
 
 def say_ready(settings: Settings) -> None:

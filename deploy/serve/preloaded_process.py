@@ -79,7 +79,7 @@ class WaitingProcess:
         self.writer.close()
         return accepted
 
-    async def end(self) -> None:
+    async def kill(self) -> None:
         """End the process now, with those that it has started."""
         self.writer.close()
         kill_group(self.process)
@@ -106,7 +106,7 @@ class PreloadedProcess:
     open_channel: OpenChannel | None = None
     waiting: WaitingProcess | None = None
 
-    async def keep(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
+    async def keep_one_waiting(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
         """Never returns; no process is left when it is cancelled."""
         retry_s = FIRST_RETRY_S
         try:
@@ -124,7 +124,7 @@ class PreloadedProcess:
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
         finally:
             if self.waiting is not None:
-                await self.waiting.end()
+                await self.waiting.kill()
 
     async def wait_until_taken(self, flags: Sequence[str]) -> bool:
         """Start a process, and return when it was taken; False when it ended by itself."""
@@ -145,7 +145,7 @@ class PreloadedProcess:
         if waiting.taken.is_set():
             return True
         self.waiting = None
-        await waiting.end()
+        await waiting.kill()
         log.warning("the preloaded %s ended with %s", self.kind, waiting.process.returncode)
         return False
 
@@ -159,5 +159,5 @@ class PreloadedProcess:
         if await waiting.takes(variables):
             log.info("a preloaded %s takes the place, process %d", self.kind, waiting.process.pid)
             return waiting.process
-        await waiting.end()
+        await waiting.kill()
         return None

@@ -143,7 +143,7 @@ class EngineClient:
             if over.done():
                 return
             try:
-                handle_frames(link.take(), handle)
+                handle_frames(link.pop_frames(), handle)
                 if not link.is_open:
                     over.set_result(None)
             except Exception as error:

@@ -48,7 +48,7 @@ class EngineLink(asyncio.Protocol):
                 self.listener = None
         return self.frames.popleft() if self.frames else None
 
-    def take(self) -> list[Frame]:
+    def pop_frames(self) -> list[Frame]:
         """Return all frames that have come."""
         frames = [*self.frames]
         self.frames.clear()

@@ -131,7 +131,7 @@ class Flusher:
 
     async def flush(self) -> None:
         """Publish the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
-        it; where it has lost flushes, offers every row anew. Raises Sealed, StreamsGone.
+        it; where it has lost flushes, sends every row again. Raises Sealed, StreamsGone.
         """
         self.answered.clear()
         self.poll()
@@ -156,8 +156,8 @@ class Flusher:
     async def prepare_again(self, flush: Flush, error: Exception) -> None:
         """Return when a flush can be written again that had this error. Raises the error if it never can."""
         if isinstance(error, FlushesLost):
-            log.warning("the broker has lost what was before %s: all rows are offered anew", error)
-            self.offer(flush)
+            log.warning("the broker has lost what was before %s: all rows are sent again", error)
+            self.resync(flush)
         elif isinstance(error, ERRORS):
             self.failures.failed(error)
             await asyncio.sleep(RETRY_S)
@@ -175,13 +175,13 @@ class Flusher:
         report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
         return self.publisher.build(outbox, report, state.plan.acknowledged, state.table.live)
 
-    def offer(self, flush: Flush) -> None:
-        """Have a flush offer every token of every row, and tell the batcher that reports are lost."""
+    def resync(self, flush: Flush) -> None:
+        """Have a flush bring every token of every row, and tell the batcher that reports are lost."""
         state = self.state
         for row in state.table.rows.values():
             row.num_spilled = 0
         report = flush.report or self.make_report(Outbox(), flush.sequence)
-        self.publisher.offer(flush, replace(report, reports_lost=True), state.table.live)
+        self.publisher.resync(flush, replace(report, reports_lost=True), state.table.live)
 
     def report_due(self) -> bool:
         """Whether the batcher must hear how far the rows are: the grant is half used, a row that is ahead

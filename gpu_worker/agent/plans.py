@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from common.broker.failures import FailureLog
 from common.messages.codec import WireError, decode
 from common.messages.packing import pack_ids
-from common.messages.plan import Plan, RowStart
+from common.messages.plan import NewRow, Plan
 from common.messages.records import unpack_records
 from common.messages.service_class import class_index
 from common.metrics import catalogue
@@ -78,7 +78,7 @@ class PlanHandler:
             self.steps.end_at_committed_stop_string(state.table.rows[start.row])
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
 
-    def start_row(self, start: RowStart) -> StartRow:
+    def start_row(self, start: NewRow) -> StartRow:
         """Add a row to the table → what the engine starts."""
         row = self.state.table.start(start)
         request = row.request
@@ -93,7 +93,7 @@ class PlanHandler:
             top_n_tokens=request.top_n_tokens,
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             num_cached=start.num_cached,
-            priority=class_index(request.priority),
+            class_index=class_index(request.class_name),
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

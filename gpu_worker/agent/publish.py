@@ -111,7 +111,7 @@ class Publisher:
 
     Attributes:
         spill_due: whether the next flush spills all rows, as a spill was found to be missing.
-        offered_at: number of the last flush that was offered to a broker that had lost others.
+        resynced_at: number of the last flush with which a broker that had lost others was brought up to date.
     """
 
     def __init__(self, pool: PoolClient, incarnation: str) -> None:
@@ -121,28 +121,30 @@ class Publisher:
         self.client = SerialClient(pool.redis)
         self.sequence = 0
         self.spill_due = False
-        self.offered_at = 0
+        self.resynced_at = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
         """Build the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
         64 flushes.
         """
         self.sequence += 1
-        trim = self.spill_due or (self.sequence - self.offered_at) % SPILL_EVERY == 0
+        trim = self.spill_due or (self.sequence - self.resynced_at) % SPILL_EVERY == 0
         self.spill_due = False
         by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
         for row in outbox.rows:
             by_channel[row.request.channel].append(row.new_tokens())
         return Flush(
-            self.sequence,
-            report,
-            acknowledged,
-            [(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
-            [FlushedPrompt(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts],
-            [self.terminal(row, why) for row, why in outbox.terminals],
-            [*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
-            "trim" if trim else "",
-            "prefill" if outbox.prefilled else "decode",
+            sequence=self.sequence,
+            report=report,
+            acknowledged=acknowledged,
+            messages=[(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
+            prompts=[
+                FlushedPrompt(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts
+            ],
+            terminals=[self.terminal(row, why) for row, why in outbox.terminals],
+            spills=[*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
+            mode="trim" if trim else "",
+            method="prefill" if outbox.prefilled else "decode",
         )
 
     def call(self, flush: Flush) -> ScriptCall[FlushReply]:
@@ -181,7 +183,7 @@ class Publisher:
     async def write(self, flush: Flush) -> list[RowText]:
         """Write a flush → rows that are not this worker's to go on with: the request is gone, has ended,
         goes on elsewhere, or has other tokens. Raises Sealed; StreamsGone; FlushesLost, after which the
-        flush needs `offer`; or what the broker raises: then the same flush may be written again.
+        flush needs `resync`; or what the broker raises: then the same flush may be written again.
         """
         started_s = time.perf_counter()
         reply = await self.client.run(self.call(flush))
@@ -217,10 +219,10 @@ class Publisher:
                 refused.append(spill.row)
         return refused
 
-    def offer(self, flush: Flush, report: Report, live: list[RowText]) -> None:
+    def resync(self, flush: Flush, report: Report, live: list[RowText]) -> None:
         """Have a flush follow whatever the broker has, and spill all tokens of its own and of live rows."""
         rows = dict.fromkeys([*(spill.row for spill in flush.spills), *live])
         flush.report = report
         flush.spills = [Spill.whole(row) for row in rows]
         flush.mode = "whole"
-        self.offered_at = flush.sequence  # before the next trim the batcher saves what the log has
+        self.resynced_at = flush.sequence  # before the next trim the batcher saves what the log has

@@ -11,7 +11,7 @@ from common.block_hashes import extend_hashes
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import Tokens
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.plan import HeldRow, RowStart
+from common.messages.plan import HeldRow, NewRow
 from common.messages.records import RECORD, pack_pairs, pack_records, unpack_columns, unpack_records
 from common.messages.request import Generate
 
@@ -76,16 +76,16 @@ class RowText:
         )
         since_start_ms = 0 if index else round(1000 * (time.monotonic() - self.started_s))
         return Tokens(
-            request.request_id,
-            self.attempt,
-            index,
-            ids,
-            logprobs,
-            texts,
-            top_ids,
-            top_logprobs,
-            since_start_ms,
-            0 if index else self.num_cached,
+            request_id=request.request_id,
+            attempt=self.attempt,
+            index=index,
+            ids=ids,
+            logprobs=logprobs,
+            texts=texts,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            since_start_ms=since_start_ms,
+            num_cached=0 if index else self.num_cached,
         )
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
@@ -120,16 +120,16 @@ class RowText:
     def held(self) -> HeldRow:
         """What a new batcher must know to go on with the row."""
         return HeldRow(
-            self.row,
-            self.request.request_id,
-            self.attempt,
-            self.base,
-            self.num_tokens,
-            self.blocks,
-            self.kv_len,
-            self.at_step,
-            self.ended,
-            self.num_cached,
+            row=self.row,
+            request_id=self.request.request_id,
+            attempt=self.attempt,
+            base=self.base,
+            num_tokens=self.num_tokens,
+            blocks=self.blocks,
+            kv_len=self.kv_len,
+            step=self.at_step,
+            ended=self.ended,
+            num_cached=self.num_cached,
         )
 
     def generated_hashes(self, kv_len: int) -> bytes:
@@ -160,7 +160,7 @@ class RowTable:
     num_known: int = 0
     num_cached: int = 0
 
-    def start(self, start: RowStart) -> RowText:
+    def start(self, start: NewRow) -> RowText:
         """Add a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
         the stop strings.
         """

@@ -56,8 +56,15 @@ class AgentState:
         stops: Sequence[tuple[int, str]] = (),
     ) -> Grant:
         """The newest grant, with what is to be started, extended and stopped."""
-        bounds = self.granted.mixed_prefill_tokens, self.granted.max_rows
-        return Grant(self.until, self.granted.prefill_tokens, starts, blocks, stops, *bounds)
+        return Grant(
+            until=self.until,
+            prefill_tokens=self.granted.prefill_tokens,
+            starts=starts,
+            blocks=blocks,
+            stops=stops,
+            mixed_prefill_tokens=self.granted.mixed_prefill_tokens,
+            max_rows=self.granted.max_rows,
+        )
 
     def add_time(self, step: StepResult) -> None:
         """Count what a step took, for the next report."""
@@ -73,8 +80,8 @@ class AgentState:
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
-    def end(self) -> None:
-        """A signal tells the worker to end."""
+    def begin_shutdown(self) -> None:
+        """A signal tells the worker to end: begin to shut down."""
         self.signalled.set()
         self.draining.set()
 

@@ -69,7 +69,7 @@ class StepHandler:
         rows = state.table.rows
         for number, why, end in step.ended:
             if (row := rows.get(number)) is not None and not row.ended:
-                self.end(row, why, end)
+                self.finish_row(row, why, end)
         for number, kv_len in step.released:
             state.outbox.released.append((number, kv_len))
             row = rows.pop(number, None)
@@ -112,7 +112,7 @@ class StepHandler:
         first.
         """
         if (row.row, row.num_tokens) not in ((number, end) for number, _, end in step.ended):
-            self.end(row, "stop_sequence", row.num_tokens)
+            self.finish_row(row, "stop_sequence", row.num_tokens)
             self.stop(row, "stop_sequence")
 
     def end_at_committed_stop_string(self, row: RowText) -> None:
@@ -121,7 +121,7 @@ class StepHandler:
         """
         has_stop_string = row.matcher is not None and row.matcher.matched
         if has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
-            self.end(row, "stop_sequence", row.num_tokens)
+            self.finish_row(row, "stop_sequence", row.num_tokens)
             self.stop(row, "stop_sequence")
             self.state.wake.set()
 
@@ -140,8 +140,8 @@ class StepHandler:
         """Have the engine stop a row that has ended for the client."""
         self.engine.send(self.state.grant(stops=[(row.row, why)]))
 
-    def end(self, row: RowText, why: str, end: int) -> None:
-        """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
+    def finish_row(self, row: RowText, why: str, end: int) -> None:
+        """Finish a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
         row.ended = True
         outbox = self.state.outbox
         outbox.ended.append((row.row, why, end))

@@ -49,7 +49,7 @@ class AgentLink:
                 assert isinstance(frame, Grant)
                 yield frame
 
-    def begin(self) -> Begin:
+    def receive_variables(self) -> Begin:
         """Wait for the variables of an engine that was preloaded. Raises PeerClosed."""
         while True:
             self.receive(None)

@@ -43,7 +43,7 @@ class Engine:
     again once granted.
 
     Attributes:
-        runs_ahead: the next step is launched before the last one is read, unless that `is_open`; not on CPU.
+        runs_ahead: the next step is launched before the last is read, unless that `is_unsure`; not on CPU.
         in_flight: the step that is launched and not read.
         collected_step: the last step read.
     """
@@ -64,14 +64,14 @@ class Engine:
         self.endings = Endings(self.matchers, settings.finish_json)
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.rows = Rows(
-            self.block_size,
-            loaded.eos_ids,
-            self.endings.start,
-            max(1, MAX_LOGITS // loaded.vocab_size),
-            loaded.recompute_length,
-            self.prefix_caching,
-            partial(make_proposer, settings.speculate),
-            warmup.max_decoded_tokens(settings.max_batch_size),
+            block_size=self.block_size,
+            eos_ids=loaded.eos_ids,
+            make_grammar=self.endings.start,
+            max_scored_tokens=max(1, MAX_LOGITS // loaded.vocab_size),
+            recompute_length=loaded.recompute_length,
+            prefix_caching=self.prefix_caching,
+            make_proposer=partial(make_proposer, settings.speculate),
+            max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"
@@ -157,7 +157,7 @@ class Engine:
         after that, while the forward runs: by then the rows' sampling states know the tokens just read.
         """
         in_flight = self.in_flight or self.sample(self.launch())
-        leads = in_flight and self.runs_ahead and not in_flight.is_open
+        leads = in_flight and self.runs_ahead and not in_flight.is_unsure
         following = self.launch(in_flight) if leads else None
         duration_ms = self.collect(in_flight) if in_flight else 0.0
         self.in_flight = self.sample(following)
@@ -177,7 +177,7 @@ class Engine:
         if before:
             self.pace.launch(before.is_done)
         elif not self.communicator.rank:
-            self.matchers.begin(sample_requests([part for part in slices if part.row.has_grammar]))
+            self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
@@ -188,7 +188,7 @@ class Engine:
         logits, slices = launched.logits, launched.slices
         requests = sample_requests(slices)
         if not self.communicator.rank:
-            self.matchers.finish(requests)
+            self.matchers.finish_masks(requests)
         output = (
             empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank

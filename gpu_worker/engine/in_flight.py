@@ -82,9 +82,9 @@ class InFlightStep:
             self.copied.record()
 
     @property
-    def is_open(self) -> bool:
+    def is_unsure(self) -> bool:
         """Whether the next step can be launched only once this one is read."""
-        return any(row_slice.is_open for row_slice in self.slices)
+        return any(row_slice.is_unsure for row_slice in self.slices)
 
     @property
     def is_done(self) -> bool:

@@ -75,7 +75,7 @@ def preload(link: AgentLink, loads_model: bool) -> Any:
     check_cuda_is_unused()
     loaded = load(Settings.read([], os.environ), no_progress, SINGLE_RANK) if loads_model else None
     link.send(LoadProgress("preloaded"))
-    os.environ.update(link.begin().variables)
+    os.environ.update(link.receive_variables().variables)
     return loaded
 
 

@@ -78,7 +78,7 @@ class Pair:
             (torch.float32, self.dtype),
             strict=True,
         ):
-            backend.begin(build_inputs(slices, self.block_size, device))
+            backend.prepare_forward(build_inputs(slices, self.block_size, device))
             own = None if sinks is None else sinks.to(device)
             outputs.append(backend.attend(module, *(tensor.to(device, dtype) for tensor in given), own))
         return outputs
@@ -166,7 +166,9 @@ def test_unwritten_slots_do_not_matter(device: str, window: int | None) -> None:
 def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     device: str, shape: Shape, window: int | None
 ) -> None:
-    """`begin_decode` against `begin`: the same bits, also with rows beside them that only fill the graph."""
+    """The same bits after either of `prepare_decode` and `prepare_forward`, also beside rows that only fill a
+    graph.
+    """
     torch.manual_seed(0)
     pair, lines = pair_of(device, shape, window, None), rows(shape[1], LENGTHS)
     assert pair.flash.plan_free
@@ -174,7 +176,7 @@ def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
     given = pair.tokens(len(slices))
     _, planned = pair.attend(slices, given, None)
-    pair.flash.begin_decode(*on_device(pair, slices, 2))
+    pair.flash.prepare_decode(*on_device(pair, slices, 2))
     filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
     found = pair.flash.attend(pair.modules[1], *filled, None)
     assert torch.equal(found[:, : len(slices)], planned)
@@ -192,7 +194,7 @@ def test_split_rows_equal_those_of_torch(device: str, shape: Shape, sinks: bool)
     pair.attend(prompts, pair.tokens(2134), own)
     slices, given = parts_of(lines, [(0, 2100, 1), (1, 1, 1), (2, 33, 1)]), pair.tokens(3)
     exact, _ = pair.attend(slices, given, own)
-    pair.flash.begin_decode(*on_device(pair, slices, 0), True)
+    pair.flash.prepare_decode(*on_device(pair, slices, 0), True)
     tensors = [None if one is None else one.to(pair.device) for one in (*given, own)]
     for _ in range(2):  # the counters are left as they were
         pair.check([exact, pair.flash.attend(pair.modules[1], *tensors)], "split")

@@ -32,6 +32,8 @@ README = (ROOT / "README.md").read_text()
 TOOLS = (ROOT / "docs/tools.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MAX_README_LINES = 150
+MAX_TERMS = 65
+"""Terms of the glossary: more than that is a language of its own."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, "help", "help-all", "config", "no-", "schema"}
@@ -86,7 +88,7 @@ def test_the_glossary_names_what_exists() -> None:
         row.split(" | ") for row in (ROOT / "docs/glossary.md").read_text().splitlines() if row[:2] == "| "
     ]
     terms = [term.strip("| ") for term, *_ in rows if term != "| term"]
-    assert len(terms) > 70 and len({*terms}) == len(terms)
+    assert 40 < len(terms) <= MAX_TERMS and len({*terms}) == len(terms)
     named = [name for _, meaning, *_ in rows for name in re.findall(r"`([\w./-]+)", meaning)]
     code = "\n".join(path.read_text() for path in FILES)
     assert [name for name in named if not (ROOT / name).is_file() and name not in code] == []

@@ -10,7 +10,7 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.packing import pack_floats, pack_ids
-from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
+from common.messages.plan import NewRow, Plan, Report, WorkerCapacity
 from common.messages.records import RECORD
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
@@ -68,7 +68,7 @@ async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: An
     base = len(committed) // RECORD.size
     admitted = {"digest": "d", "worker": "w0-1", "attempt": 1, "base": base}
     await hset(agent.pool.redis, KEYS.request(name), admitted)
-    agent.plans.apply(plan(agent, starts=[RowStart(row, 1, base, committed, pack_ids([1]), request)]))
+    agent.plans.apply(plan(agent, starts=[NewRow(row, 1, base, committed, pack_ids([1]), request)]))
 
 
 def plan(agent: Agent, **fields: Any) -> Plan:

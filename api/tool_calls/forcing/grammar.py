@@ -12,7 +12,7 @@ from api.structured_output.check import error_of
 from api.structured_output.grammar import MAX_GRAMMAR_BYTES
 from api.structured_output.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
-from api.tool_calls.forcing.offer import CallsRule, Offer
+from api.tool_calls.forcing.offer import CallsRule, ForcedTools
 from api.tool_calls.forcing.rules import RULES
 from api.tool_calls.forcing.schemas import field_of, forced_schema
 from api.tool_calls.formats.table import CallFormat
@@ -42,18 +42,18 @@ class Thinking:
 
     Attributes:
         form: None where the answer does not begin with thinking.
-        is_open: the answer begins inside of it.
+        begins_inside: the answer begins inside of it.
     """
 
     form: ReasoningFormat | None = None
-    is_open: bool = False
+    begins_inside: bool = False
 
 
 def thinking_after(form: ReasoningFormat | None, prompt: str) -> Thinking:
     """The thinking that an answer to this prompt may begin with."""
     if form is None or form.is_closed(prompt):
         return Thinking()
-    return Thinking(form, form.is_open(prompt))
+    return Thinking(form, form.begins_inside(prompt))
 
 
 async def call_grammar(
@@ -87,21 +87,21 @@ def compile_calls(
 ) -> str:
     tools = [Tool(*fields) for fields in json.loads(key)]
     is_promised = choice.is_required or any(tool.strict for tool in tools)
-    offer = Offer([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
-    if not is_promised and not has_mark(name, Lark(dict(ids)), offer):
+    forced = ForcedTools([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
+    if not is_promised and not has_mark(name, Lark(dict(ids)), forced):
         return ""
     try:
-        check(tools, answer(name, Lark({}), offer, choice, thinking))
+        check(tools, answer_rule(name, Lark({}), forced, choice, thinking))
     except ApiError:
         if is_promised:
             raise
         return ""
-    return answer(name, Lark(dict(ids)), offer, choice, thinking)
+    return answer_rule(name, Lark(dict(ids)), forced, choice, thinking)
 
 
-def has_mark(name: str, lark: Lark, offer: Offer) -> bool:
+def has_mark(name: str, lark: Lark, forced: ForcedTools) -> bool:
     """Whether calls begin with a mark, so that text is free up to it."""
-    return name != HARMONY and RULES[name](lark, offer).mark != ""
+    return name != HARMONY and RULES[name](lark, forced).mark != ""
 
 
 def check(tools: Sequence[Tool], source: str) -> None:
@@ -111,10 +111,10 @@ def check(tools: Sequence[Tool], source: str) -> None:
         raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
 
 
-def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Thinking) -> str:
+def answer_rule(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking) -> str:
     if name == HARMONY:
-        return lark.source(harmony_answer(lark, offer, choice.is_required))
-    calls = RULES[name](lark, offer)
+        return lark.source(harmony_answer(lark, forced, choice.is_required))
+    calls = RULES[name](lark, forced)
     required = f"{lark.mark(calls.mark)} {calls.rest}" if calls.mark else calls.rest
     body = required if choice.is_required else optional(lark, calls, choice.is_parallel)
     return lark.source(f"{thought(lark, thinking)} {lark.rule(body)}")
@@ -135,7 +135,7 @@ def thought(lark: Lark, thinking: Thinking) -> str:
     if thinking.form is None:
         return ""
     open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {SPACE}"
-    if not thinking.is_open:
+    if not thinking.begins_inside:
         return f"({open} {rest})?"
     return f"({open})? {rest}" if thinking.form.open in lark.special_ids else rest
 

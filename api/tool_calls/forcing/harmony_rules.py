@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from api.structured_output.lark import TEXT, Lark, literal, one_of
-from api.tool_calls.forcing.offer import Offer
+from api.tool_calls.forcing.offer import ForcedTools
 from api.tool_calls.formats import harmony
 
 END = harmony.ENDS[0]
 
 
-def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
+def harmony_answer(lark: Lark, forced: ForcedTools, is_required: bool) -> str:
     """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
     channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
-    names = [(literal(f"{harmony.FUNCTIONS}{tool.name}"), lark.json(schema)) for tool, schema in offer.tools]
+    names = [(literal(f"{harmony.FUNCTIONS}{tool.name}"), lark.json(schema)) for tool, schema in forced.tools]
     before = [f'" to=" {name} {channel} "commentary json" {message} {value}' for name, value in names]
     after = [
         f'{channel} "commentary to=" {name} " " {lark.mark(harmony.CONSTRAIN)} "json" {message} {value}'

@@ -5,74 +5,76 @@ from collections.abc import Mapping
 from typing import Any
 
 from api.structured_output.lark import Lark, listed, literal, one_of
-from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
+from api.tool_calls.forcing.offer import CallsRule, ForcedTools, calls_between
 from api.tool_calls.formats import mistral, tgi
 from api.tool_calls.formats.llama_json import PYTHON_TAG
 from api.tool_calls.formats.sections import FENCE, SectionMarks
 
 
-def call_objects(lark: Lark, offer: Offer, arguments: str) -> list[str]:
+def call_objects(lark: Lark, forced: ForcedTools, arguments: str) -> list[str]:
     """`{"name": …, "arguments": …}` for each function."""
     calls = []
-    for tool, schema in offer.tools:
+    for tool, schema in forced.tools:
         head = literal(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
         calls.append(f'{head} {lark.json(schema)} "}}"')
     return calls
 
 
-def objects_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
+def objects_between(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
     """A call between two marks; several are on lines of their own."""
-    one = lark.rule(one_of(call_objects(lark, offer, "arguments")))
-    return calls_between(lark, offer, open, f'"\\n" {one} "\\n"', close)
+    one = lark.rule(one_of(call_objects(lark, forced, "arguments")))
+    return calls_between(lark, forced, open, f'"\\n" {one} "\\n"', close)
 
 
-def list_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
+def list_between(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
     """A list of calls between two marks, of which the second may be missing."""
-    calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
+    calls = listed(call_objects(lark, forced, "arguments"), ", ", forced.is_parallel)
     return CallsRule(open, f'"[" {calls} "]" {lark.marked(close)}')
 
 
-def list_after(word: str, lark: Lark, offer: Offer) -> CallsRule:
+def list_after(word: str, lark: Lark, forced: ForcedTools) -> CallsRule:
     """A list of calls behind a word, which begins them only with the list's bracket."""
-    calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
+    calls = listed(call_objects(lark, forced, "arguments"), ", ", forced.is_parallel)
     return CallsRule(f"{word}[", f'{calls} "]"')
 
 
-def mistral_calls(lark: Lark, offer: Offer) -> CallsRule:
+def mistral_calls(lark: Lark, forced: ForcedTools) -> CallsRule:
     """Models with the mark of arguments write names and arguments, others a list."""
     if mistral.ARGS not in lark.special_ids:
-        return list_between(mistral.CALLS, "", lark, offer)
+        return list_between(mistral.CALLS, "", lark, forced)
     marked = lark.mark(mistral.ARGS)
-    calls = [f"{literal(tool.name)} {marked} {lark.json(schema)}" for tool, schema in offer.tools]
+    calls = [f"{literal(tool.name)} {marked} {lark.json(schema)}" for tool, schema in forced.tools]
     one = lark.rule(one_of(calls))
-    more = f" ({lark.mark(mistral.CALLS)} {one})*" if offer.is_parallel else ""
+    more = f" ({lark.mark(mistral.CALLS)} {one})*" if forced.is_parallel else ""
     return CallsRule(mistral.CALLS, one + more)
 
 
-def llama_calls(lark: Lark, offer: Offer) -> CallsRule:
-    calls = listed(call_objects(lark, offer, "parameters"), "; ", offer.is_parallel)
+def llama_calls(lark: Lark, forced: ForcedTools) -> CallsRule:
+    calls = listed(call_objects(lark, forced, "parameters"), "; ", forced.is_parallel)
     tag = f"({lark.mark(PYTHON_TAG)})? " if PYTHON_TAG in lark.special_ids else ""
     return CallsRule("", tag + calls, "{")
 
 
-def fenced_sections(marks: SectionMarks, lark: Lark, offer: Offer) -> CallsRule:
+def fenced_sections(marks: SectionMarks, lark: Lark, forced: ForcedTools) -> CallsRule:
     """Sections in which the arguments are fenced: DeepSeek V3's and R1's."""
     separator, end = lark.mark(marks.arguments_begin), literal("\n" + FENCE)
     calls = []
-    for tool, schema in offer.tools:
+    for tool, schema in forced.tools:
         head = literal(f"{tool.name}\n{FENCE}json\n")
         calls.append(f'"function" {separator} {head} {lark.json(schema)} {end}')
-    return sections(lark, marks, calls, '"\\n"', offer.is_parallel)
+    return sections(lark, marks, calls, '"\\n"', forced.is_parallel)
 
 
-def named_sections(marks: SectionMarks, prefix: str, suffix: str, lark: Lark, offer: Offer) -> CallsRule:
+def named_sections(
+    marks: SectionMarks, prefix: str, suffix: str, lark: Lark, forced: ForcedTools
+) -> CallsRule:
     """Sections of a name, between a text and an expression, and arguments."""
     separator = lark.mark(marks.arguments_begin)
     calls = [
         f"{literal(prefix + tool.name)} {suffix} {separator} {lark.json(schema)}"
-        for tool, schema in offer.tools
+        for tool, schema in forced.tools
     ]
-    return sections(lark, marks, calls, "", offer.is_parallel)
+    return sections(lark, marks, calls, "", forced.is_parallel)
 
 
 def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is_parallel: bool) -> CallsRule:
@@ -81,9 +83,9 @@ def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is
     return CallsRule(marks.calls_begin, f"{one}{more} {lark.mark(marks.calls_end)}")
 
 
-def tgi_call(lark: Lark, offer: Offer) -> CallsRule:
+def tgi_call(lark: Lark, forced: ForcedTools) -> CallsRule:
     """One call, whose name is among its arguments."""
-    calls = [lark.json(with_name(tool.name, schema)) for tool, schema in offer.tools]
+    calls = [lark.json(with_name(tool.name, schema)) for tool, schema in forced.tools]
     return CallsRule("", f'"{{\\"{tgi.FUNCTION}\\": " {one_of(calls)} "}}"', "{")
 
 

@@ -1,4 +1,4 @@
-"""Offer: what a model may call; and the rule of the calls that it may write."""
+"""Forced tools: what a model may call; and the rule of the calls that it may write."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from api.tool_calls.reading.deltas import Tool
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ForcedTools:
     """What a model may call.
 
     Attributes:
@@ -36,11 +36,11 @@ class CallsRule:
     first: str = ""
 
 
-Rule = Callable[[Lark, Offer], CallsRule]
+Rule = Callable[[Lark, ForcedTools], CallsRule]
 
 
-def calls_between(lark: Lark, offer: Offer, open: str, call: str, close: str) -> CallsRule:
+def calls_between(lark: Lark, forced: ForcedTools, open: str, call: str, close: str) -> CallsRule:
     """A call between two marks; several are on lines of their own."""
     one = f"{call} {lark.mark(close)}"
-    more = f' ("\\n" {lark.mark(open)} {one})*' if offer.is_parallel else ""
+    more = f' ("\\n" {lark.mark(open)} {one})*' if forced.is_parallel else ""
     return CallsRule(open, one + more)

@@ -7,7 +7,7 @@ from typing import Any
 
 from api.structured_output.lark import Lark, literal, one_of
 from api.structured_output.tagged_values import Refuse, properties_of, tagged_value
-from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
+from api.tool_calls.forcing.offer import CallsRule, ForcedTools, calls_between
 from api.tool_calls.forcing.schemas import unsupported
 from api.tool_calls.formats import tagged
 from api.tool_calls.reading.deltas import Tool
@@ -17,23 +17,24 @@ Arguments = Callable[[Tool, Mapping[str, Any]], str]
 NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 
 
-def functions_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
+def functions_between(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
     """Functions with their parameters in tags: Qwen3-Coder's."""
-    one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, tagged.PARAMETER))
+    one = call_of_any(lark, forced, tagged.FUNCTION, ">\n", partial(arguments_of, lark, tagged.PARAMETER))
     tail = literal(f"{tagged.END_FUNCTION}\n")
-    return calls_between(lark, offer, open, f'"\\n" {one} {tail}', close)
+    return calls_between(lark, forced, open, f'"\\n" {one} {tail}', close)
 
 
-def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
-    call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, tagged.PAIR))
-    return calls_between(lark, offer, tagged.OPEN, call, tagged.CLOSE)
+def glm_calls(lark: Lark, forced: ForcedTools) -> CallsRule:
+    call = call_of_any(lark, forced, "", "\n", partial(arguments_of, lark, tagged.PAIR))
+    return calls_between(lark, forced, tagged.OPEN, call, tagged.CLOSE)
 
 
-def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Arguments) -> str:
+def call_of_any(lark: Lark, forced: ForcedTools, before: str, after: str, arguments: Arguments) -> str:
     """A call of one of the functions: what stands around its name, and its arguments."""
     return lark.rule(
         one_of(
-            f"{literal(before + tool.name + after)} {arguments(tool, schema)}" for tool, schema in offer.tools
+            f"{literal(before + tool.name + after)} {arguments(tool, schema)}"
+            for tool, schema in forced.tools
         )
     )
 
@@ -49,10 +50,12 @@ def arguments_of(lark: Lark, tags: tagged.ArgumentTags, tool: Tool, schema: Mapp
     return " ".join(parts)
 
 
-def python_list(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
+def python_list(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
     """A list of calls with named arguments, whose values are JSON."""
-    one = call_of_any(lark, offer, "", "(", lambda tool, schema: f'{named_arguments(lark, tool, schema)} ")"')
-    more = f' (", " {one})*' if offer.is_parallel else ""
+    one = call_of_any(
+        lark, forced, "", "(", lambda tool, schema: f'{named_arguments(lark, tool, schema)} ")"'
+    )
+    more = f' (", " {one})*' if forced.is_parallel else ""
     expression = f'"[" {one}{more} "]"'
     if open in lark.special_ids and close in lark.special_ids:
         return CallsRule(open, f"{expression} {lark.mark(close)}")

@@ -24,7 +24,7 @@ class AttentionBackend(Protocol):
 
     Attributes:
         geometry: what the cache keeps of each token for this backend.
-        capturable: the backend has `plan_decode`, `begin_decode` and `splits_rows`, so steps in which all
+        capturable: the backend has `plan_decode`, `prepare_decode` and `splits_rows`, so steps in which all
             rows decode can be captured as CUDA graphs.
         plan_free: captured steps need no `plan_decode`: sums are split by the shape of a step, and by whether
             rows are split for the sake of a long one.
@@ -42,7 +42,7 @@ class AttentionBackend(Protocol):
     def take_pages(self) -> None:
         """Follow the modules to a new cache."""
 
-    def begin(self, inputs: Inputs) -> None:
+    def prepare_forward(self, inputs: Inputs) -> None:
         """Prepare a forward: compute what its layers share."""
 
     def attend(

@@ -106,7 +106,7 @@ class FlashInferBackend:
     def take_pages(self) -> None:
         """Nothing is kept of a cache."""
 
-    def begin(self, inputs: Inputs) -> None:
+    def prepare_forward(self, inputs: Inputs) -> None:
         first = next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))
         table, lengths = table_of(inputs.spans[:first])
         self.step = FlashInferStep(
@@ -125,13 +125,13 @@ class FlashInferBackend:
         )
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
-        """Prepare a `begin_decode`: positions int32 [rows], table int32 [rows, blocks]."""
+        """Prepare a `prepare_decode`: positions int32 [rows], table int32 [rows, blocks]."""
         if not self.plan_free:
             self.decode_plans.plan(positions, table)
 
-    def begin_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
-        """Prepare a forward of rows that all decode and are planned, as `begin`, from tensors on the device:
-        positions int32 [rows], table int32 [rows, blocks]. `is_split`: rows are split.
+    def prepare_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
+        """Prepare a forward of rows that all decode and are planned, from tensors on the device: positions
+        int32 [rows], table int32 [rows, blocks]. `is_split`: rows are split.
         """
         self.step = self.rows_that_decode(positions, table, is_split)
         wrappers = self.decode_plans.wrappers.get(len(positions), {})

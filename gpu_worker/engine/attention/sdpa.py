@@ -79,7 +79,7 @@ class SdpaBackend:
     def take_pages(self) -> None:
         """Nothing is kept of a cache."""
 
-    def begin(self, inputs: Inputs) -> None:
+    def prepare_forward(self, inputs: Inputs) -> None:
         self.prepared = {spec: self.prepare(spec, inputs) for spec in self.specs}
 
     def prepare(self, spec: AttentionSpec, inputs: Inputs) -> PreparedStep:

@@ -16,7 +16,7 @@ def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
     of which less is left, of these the one that started first. So many short ones do not starve a long one,
     and those that have waited take one step of PATIENCE, however many they are.
     """
-    line = sorted(prompts, key=lambda row: (row.priority, len(row.ids) - row.kv_len))
+    line = sorted(prompts, key=lambda row: (row.class_index, len(row.ids) - row.kv_len))
     last = max(line, key=lambda row: row.num_passed, default=None)
     if last and step % PATIENCE == 0 and last.num_passed >= PATIENCE - 1:
         line.remove(last)

@@ -46,7 +46,7 @@ class Row:
         num_unread: tokens that these steps sample, behind which the row goes on.
         num_returns: how often it went back from proposals; a slice launched before that is void.
         proposer: proposes tokens that are checked in the step of the one before them; None proposes none.
-        priority: the lower, the sooner its prompt is computed.
+        class_index: the lower, the sooner its prompt is computed.
         num_passed: steps that began with another's prompt since one began with its own.
     """
 
@@ -69,7 +69,7 @@ class Row:
     num_returns: int = 0
     proposer: Proposer | None = None
     ended: bool = False
-    priority: int = 0
+    class_index: int = 0
     num_passed: int = 0
 
     @classmethod
@@ -105,7 +105,7 @@ class Row:
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
             proposer=make_proposer(ids, grammar) if make_proposer else None,
-            priority=start.priority,
+            class_index=start.class_index,
         )
 
     @property
@@ -113,7 +113,7 @@ class Row:
         return self.sampling_state is not None and self.sampling_state.grammar is not None
 
     @property
-    def end(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """Why it ends with the last token that was read; None where it goes on."""
         if not self.collected_index:
             return None

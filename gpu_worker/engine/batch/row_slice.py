@@ -59,7 +59,7 @@ class RowSlice:
         return self.num_returns != self.row.num_returns
 
     @property
-    def is_open(self) -> bool:
+    def is_unsure(self) -> bool:
         """Whether nobody can tell, until it is read, behind how many of its proposals the row goes on."""
         proposer = self.row.proposer
         return bool(self.proposed) and proposer is not None and not proposer.is_sure

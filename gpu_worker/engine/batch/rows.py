@@ -75,7 +75,7 @@ class Rows:
                 start, self.eos_ids, self.make_grammar, self.recompute_length is not None, self.make_proposer
             )
             granted.append(row.blocks[start.num_cached // self.block_size :])
-            if end := row.end:  # the broker lost that it had ended
+            if end := row.finish_reason:  # the broker lost that it had ended
                 self.finish(row, end)
         return granted
 
@@ -88,8 +88,8 @@ class Rows:
         return blocks
 
     def launch(self) -> list[RowSlice]:
-        """Launch the next step → its slices, arranged; empty where no step may or can run. Not behind one
-        with a slice that `is_open`.
+        """Launch the next step → its slices, arranged; empty where no step may or can run. It must not be
+        called while a step is unread that `is_unsure`.
         """
         if self.step >= self.grant.until:
             return []
@@ -206,7 +206,7 @@ class Rows:
         result.samples.append((row.number, row.collected_index, token, logprob))
         row.last_id = token
         row.collected_index += 1
-        if why := row.end:
+        if why := row.finish_reason:
             self.finish(row, why)
         elif kv_len == self.recompute_length:
             self.finish(row, "preempted")

@@ -62,14 +62,14 @@ class StepResultBuilder:
 
     def build(self, step: int, duration_ms: float) -> StepResult:
         return StepResult(
-            step,
-            b"".join(starmap(SAMPLE.pack, self.samples)),
-            tuple(self.top_logprobs),
-            tuple(self.prompt_logprobs),
-            tuple(self.prefilled),
-            tuple(self.ended),
-            tuple(self.released),
-            duration_ms,
-            self.prefill_tokens,
-            self.proposed_tokens,
+            step=step,
+            samples=b"".join(starmap(SAMPLE.pack, self.samples)),
+            top_logprobs=tuple(self.top_logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            prefilled=tuple(self.prefilled),
+            ended=tuple(self.ended),
+            released=tuple(self.released),
+            duration_ms=duration_ms,
+            prefill_tokens=self.prefill_tokens,
+            proposed_tokens=self.proposed_tokens,
         )

@@ -32,7 +32,7 @@ class KernelArguments:
         self.step_arrays: tuple[npt.NDArray[Any], ...] = ()  # `step` points into these
         self.sinks: list[torch.Tensor] = []  # `caches` point into these
 
-    def begin(self, inputs: Inputs) -> None:
+    def prepare_forward(self, inputs: Inputs) -> None:
         """Set the step that runs."""
         widths = [span.blocks.shape[1] for span in inputs.spans]
         starts = offsets_of(span.blocks.size for span in inputs.spans)

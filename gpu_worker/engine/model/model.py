@@ -62,7 +62,7 @@ class LoadedModel:
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
         """Compute a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
-        self.backend.begin(inputs)
+        self.backend.prepare_forward(inputs)
         for rope in self.ropes:
             rope.lengths = inputs.lengths
         return self.logits(inputs.ids, inputs.positions, inputs.sampled)
@@ -88,7 +88,7 @@ class LoadedModel:
         ids int64 [1, rows], positions int32 [rows], table of blocks int32 [rows, blocks] → logits [rows,
         vocabulary]. `is_split`: each row's keys are split.
         """
-        self.backend.begin_decode(positions, table, is_split)  # type: ignore[attr-defined]
+        self.backend.prepare_decode(positions, table, is_split)  # type: ignore[attr-defined]
         for rope in self.ropes:
             rope.lengths = positions.long() + 1  # rows that decode have outgrown their prompts
         return self.logits(ids, positions.long()[None], 0)

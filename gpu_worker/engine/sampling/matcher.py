@@ -160,12 +160,12 @@ class Matchers:
         matcher.consume_tokens(tokens)
         return matcher
 
-    def begin(self, requests: Iterable[SampleRequest | None]) -> None:
+    def start_masks(self, requests: Iterable[SampleRequest | None]) -> None:
         """Begin to compute the masks of a step whose forward runs now."""
         if matchers := missing(requests):
             self.pending = self.masker.submit(self.compute, matchers)
 
-    def finish(self, requests: Iterable[SampleRequest | None]) -> None:
+    def finish_masks(self, requests: Iterable[SampleRequest | None]) -> None:
         """Compute the masks of a step that are not computed yet."""
         if self.pending is not None:
             self.pending.result()

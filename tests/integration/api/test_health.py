@@ -88,9 +88,9 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
     turns = asyncio.Event()
     run_pending = Batcher.run_pending
 
-    async def hang(batcher: Batcher) -> None:
+    async def hang(batcher: Batcher) -> bool:
         await turns.wait()
-        await run_pending(batcher)
+        return await run_pending(batcher)
 
     monkeypatch.setattr(Batcher, "run_pending", hang)
     monkeypatch.setattr(batcher_monitor, "SILENT_S", 1.0)

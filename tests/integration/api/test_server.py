@@ -129,8 +129,8 @@ async def test_a_silent_stream_gets_keep_alive_comments(
     assert KEEP_ALIVE_S == 15
     init = TokenStream.__init__
 
-    def hasty(self: TokenStream, *args: Any) -> None:
-        init(self, *args)
+    def hasty(self: TokenStream, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         self.ping_interval = 0.05
 
     monkeypatch.setattr(TokenStream, "__init__", hasty)

@@ -53,9 +53,11 @@ async def asked(
 async def test_headers_count_on_every_route(client: httpx.AsyncClient, worker: FakeWorker) -> None:
     for path in ROUTES:
         request = await asked(client, worker, path, HEADERS)
-        assert (request.priority, request.tenant, request.ttl_ms) == ("batch", "acme", 5000), path
+        assert (request.class_name, request.tenant, request.ttl_ms) == ("batch", "acme", 5000), path
         request = await asked(client, worker, path, {"x-deadline-ms": str(MAX_DEADLINE_MS)})
-        assert (request.priority, request.tenant, request.ttl_ms) == ("standard", "", TIMEOUT_S * 1000), path
+        assert (request.class_name, request.tenant, request.ttl_ms) == ("standard", "", TIMEOUT_S * 1000), (
+            path
+        )
 
 
 async def test_fields_of_openai_and_vllm_count_and_headers_come_before_them(
@@ -72,7 +74,7 @@ async def test_fields_of_openai_and_vllm_count_and_headers_come_before_them(
     ]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
         for fields, headers, expected in cases:
-            assert (await asked(client, worker, path, headers, **fields)).priority == expected, fields
+            assert (await asked(client, worker, path, headers, **fields)).class_name == expected, fields
 
 
 async def test_a_response_says_its_tier(client: httpx.AsyncClient) -> None:

@@ -18,7 +18,7 @@ def start_row(
     top_n_tokens: int = 0,
     prompt_logprobs: int | None = None,
     num_cached: int = 0,
-    priority: int = 0,
+    class_index: int = 0,
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -32,5 +32,5 @@ def start_row(
         top_n_tokens,
         prompt_logprobs,
         num_cached,
-        priority,
+        class_index,
     )

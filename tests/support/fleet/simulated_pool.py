@@ -156,7 +156,7 @@ class Pool:
             self.scheduler.register(left[name])
         for name, worker in self.workers.items():
             ended = worker.ended_requests
-            rest = self.scheduler.take_over(
+            rest = self.scheduler.add_worker(
                 self.capacity(name), worker.answer_takeover(self.scheduler.epoch), list(left.values())
             )
             left = {sequence.request_id: sequence for sequence in rest}

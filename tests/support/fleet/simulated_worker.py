@@ -11,7 +11,7 @@ from zlib import crc32
 from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.plan import HeldRow, Plan, Report, RowStart
+from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.service_class import class_index
 from gpu_worker.engine.batch.prefill import PATIENCE
 
@@ -28,7 +28,7 @@ def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
 
 @dataclass(eq=False)
 class SimulatedRow:
-    start: RowStart
+    start: NewRow
     blocks: list[int]
     kv_len: int = 0
     num_tokens: int = 0
@@ -53,7 +53,7 @@ class SimulatedRow:
         return len(self.start.request.prompt_ids) // 4 + self.start.base
 
     @property
-    def prefilled(self) -> bool:
+    def is_prefilled(self) -> bool:
         return self.kv_len >= self.target
 
     @property
@@ -61,7 +61,7 @@ class SimulatedRow:
         """As in the engine's prefill."""
         if self.num_passed >= PATIENCE:
             return -1, 0
-        return class_index(self.start.request.priority), self.target - self.kv_len
+        return class_index(self.start.request.class_name), self.target - self.kv_len
 
     @property
     def generated_hashes(self) -> bytes:
@@ -158,8 +158,8 @@ class SimulatedWorker:
         """One step, if one is granted and a row can take part."""
         in_step = list(islice(self.rows.items(), self.max_rows))
         self.most_rows = max(self.most_rows, len(in_step))
-        decoding = [item for item in in_step if item[1].prefilled]
-        prompts = [item for item in in_step if not item[1].prefilled]
+        decoding = [item for item in in_step if item[1].is_prefilled]
+        prompts = [item for item in in_step if not item[1].is_prefilled]
         budget = self.mixed_prefill_tokens if decoding else self.prefill_tokens
         took_part = False
         if self.step >= self.until:
@@ -176,7 +176,7 @@ class SimulatedWorker:
             self.num_prefilled += chunk
             self.fill(row, chunk)
             took_part = took_part or chunk > 0
-            if row.prefilled:
+            if row.is_prefilled:
                 row.told_as = row.kv_len, self.step + 1
                 self.report.prefilled.append((number, *row.told_as))
                 self.sample(number, row)

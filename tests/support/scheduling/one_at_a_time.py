@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from common.messages.packing import pack_ids
-from common.messages.plan import Plan, RowStart
+from common.messages.plan import NewRow, Plan
 from common.messages.request import Generate
 from tests.support.fleet.simulated_worker import SimulatedWorker
 
@@ -17,7 +17,7 @@ def completions(requests: Iterable[Generate], eos_chance: float) -> dict[str, in
     worker = SimulatedWorker(BLOCK_SIZE, random.Random(1), eos_chance)
     for number, request in enumerate(requests, 1):
         blocks = pack_ids(range(1, 2 + request.max_kv // BLOCK_SIZE))
-        start = RowStart(number, 1, 0, b"", blocks, request)
+        start = NewRow(number, 1, 0, b"", blocks, request)
         worker.apply_plan(Plan(1, number, until=10**9, prefill_tokens=10**9, starts=[start], max_rows=1))
         for _ in count():
             if not worker.run():

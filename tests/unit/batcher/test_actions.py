@@ -63,8 +63,8 @@ def script(name: str, taken: list[Any], *follow: Action | ScriptAction) -> Scrip
     return ScriptAction(lambda: ScriptCall("dequeue", [], [name], str), on_reply)
 
 
-async def run_all(actions: ActionQueue) -> None:
-    while actions:
+async def run_all(actions: ActionQueue, most_left: int = 0) -> None:
+    while len(actions) > most_left:
         while actions.can_run:
             await actions.run_next()
         await asyncio.gather(*actions.due)
@@ -111,6 +111,32 @@ async def test_what_a_reply_decides_comes_before_all_that_is_not_sent(actions: R
     await run_all(actions)
     assert actions.names == [["refused", "sent"], ["again", "behind", "sent again"], ["end"]]
     assert done == ["refused", "sent", "again", "behind", "sent again", "other", "end"]
+
+
+async def test_a_long_action_waits_for_what_was_decided_and_the_next_one_for_another_turn(
+    actions: RecordedQueue,
+) -> None:
+    done: list[Any] = []
+
+    def long(name: str) -> Action:
+        async def act() -> None:
+            done.append(name)
+
+        return act
+
+    actions.add(script("plan", done))
+    actions.defer(long("first"))
+    actions.defer(long("second"))
+    actions.queue_deferred()
+    actions.queue_deferred()
+    actions.add(script("after the first", done))
+    await actions.run_next()
+    assert not actions.can_run, "there is no reply to the plan yet"
+    await run_all(actions, len(actions.deferred))
+    assert done == ["plan", "first", "after the first"]
+    actions.queue_deferred()
+    await run_all(actions)
+    assert done[3:] == ["second"]
 
 
 async def test_what_the_broker_refuses_and_what_was_sent_behind_it_is_done_again(

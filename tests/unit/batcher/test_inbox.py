@@ -21,14 +21,16 @@ async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_b
     ids = [(await redis.xadd("s", {"kind": str(number)})).decode() for number in range(3)]
     await read(inbox)
     await redis.xadd("s", {"kind": "later"})
-    assert next(inbox.take(60.0)).data == b"0"
-    assert list(inbox.take(0.0)) == [], "no time is left"
+    assert next(inbox.pop_entries(60.0)).data == b"0"
+    assert list(inbox.pop_entries(0.0)) == [], "no time is left"
     assert inbox.done_id("s") == ids[1], "the next one"
     await read(inbox)
-    assert [entry.data for entry in inbox.take(60.0)] == [b"1", b"2"], "nothing is read before all is taken"
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"1", b"2"], (
+        "nothing is read before all is taken"
+    )
     assert inbox.done_id("s") == ids[2]
     await read(inbox)
-    assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
     assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])
 
 
@@ -41,10 +43,10 @@ async def test_entries_of_a_watched_stream_come_once_though_no_read_waits(redis:
         await redis.xadd("s", {"kind": str(number)})
         await wait_until(partial(has_entries, inbox, number + 1))
     watching.cancel()
-    assert [entry.data for entry in inbox.take(60.0)] == [b"0", b"1", b"2"]
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"0", b"1", b"2"]
     await redis.xadd("s", {"kind": "later"})
     await read(inbox)
-    assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
 
 
 async def test_an_entry_with_the_id_of_a_watched_one_is_not_missed(redis: Redis) -> None:
@@ -58,9 +60,9 @@ async def test_an_entry_with_the_id_of_a_watched_one_is_not_missed(redis: Redis)
     await redis.xadd("t", {"kind": "other"}, id="7-0")
     await wait_until(lambda: has_entries(inbox, 1))
     watching.cancel()
-    assert [entry.data for entry in inbox.take(60.0)] == [b"watched"]
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"watched"]
     await read(inbox)
-    assert [entry.data for entry in inbox.take(60.0)] == [b"other"]
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"other"]
 
 
 async def test_tasks_go_on_while_entries_wait(redis: Redis) -> None:
@@ -93,4 +95,4 @@ async def test_what_is_due_long_since_is_no_time_to_read_in(redis: Redis) -> Non
     await redis.xadd("due", {"kind": "1"})
     inbox.read_ahead(-60_000)
     await inbox.fill(waits=True)
-    assert [entry.data for entry in inbox.take(60.0)] == [b"1"]
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"1"]

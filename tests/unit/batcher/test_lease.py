@@ -23,7 +23,7 @@ def make_lease(redis: Redis, holder: str, ttl_s: float = LONG_S) -> Lease:
 async def test_a_held_lease_is_not_acquired_by_another(redis: Redis) -> None:
     await make_lease(redis, "b0").acquire()
     standby = make_lease(redis, "b1")
-    assert (await standby.request(LONG_S, b""))[0] == ""
+    assert (await standby.run_script(LONG_S, b""))[0] == ""
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(standby.acquire(), 0.3)
     assert await redis.get(KEYS.batcher) == b"b0"
@@ -124,7 +124,7 @@ async def test_it_is_kept_until_another_takes_it(redis: Redis) -> None:
     await lease.acquire()
     failures = fail_twice(lease)
     acquired_until_s = lease.expires_s
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.renew_forever())
     await wait_until(lambda: lease.expires_s > acquired_until_s and len(failures) == 2)
     await redis.delete(KEYS.batcher)
     await redis.incr(KEYS.epoch)
@@ -171,7 +171,7 @@ async def test_a_lease_is_not_taken_over_while_the_pool_s_clock_goes_on(redis: R
     assert await standby.watch_clock() == b"", "it was seen for the first time"
     lease.clock = PoolClock(60_000)
     await lease.renew()
-    assert (await standby.request(LONG_S, stopped_ms))[0] == ""
+    assert (await standby.run_script(LONG_S, stopped_ms))[0] == ""
     assert await standby.watch_clock() == b""
 
 
@@ -181,6 +181,6 @@ async def test_of_two_that_saw_the_pool_s_clock_stop_one_takes_the_lease(redis: 
     await dead.renew()
     first, second = (make_lease(redis, name) for name in ("b1", "b2"))
     stopped_ms = await redis.get(KEYS.clock)
-    first.epoch, first.server_id = await first.request(LONG_S, stopped_ms)
-    assert first.epoch and (await second.request(LONG_S, stopped_ms))[0] == ""
+    first.epoch, first.server_id = await first.run_script(LONG_S, stopped_ms)
+    assert first.epoch and (await second.run_script(LONG_S, stopped_ms))[0] == ""
     await first.renew()

@@ -249,9 +249,40 @@ async def test_a_turn_with_something_to_do_waits_for_no_entry(
         monkeypatch.setattr(batcher.housekeeping, "run", run)
         while not batcher.pending:
             await batcher.turn()
-        batcher.recovery.actions.append(resume)
-        while batcher.recovery.actions:
+        while batcher.pending:
             await batcher.turn()
+        batcher.pending.defer(resume)
+        while batcher.pending:
+            await batcher.turn()
+
+
+async def test_plans_and_entries_come_between_two_long_actions(batcher: Batcher, redis: Redis) -> None:
+    """The first waits for the reply to the plan that was decided before it."""
+    seen: list[tuple[int, int]] = []
+
+    async def recover() -> None:
+        seen.append((len(await plans(redis)), len(batcher.pending.sent)))
+        await admit(redis, make_request(f"r{len(seen) + 1}"))
+
+    await batcher.start_epoch()
+    await join(batcher, redis)
+    await admit(redis, make_request("r1"))
+    while len(await plans(redis)) < 2:
+        await batcher.turn()
+    batcher.pending.defer(recover)
+    batcher.pending.defer(recover)
+    async with asyncio.timeout(30):
+        while len(seen) < 1:
+            await batcher.turn()
+        assert batcher.pending.deferred
+        while batcher.pending:
+            await batcher.turn()
+        while len(await plans(redis)) < 4:
+            await batcher.turn()
+    assert seen[0] == (2, 0) and not seen[1][1]
+    assert {"r1", "r2", "r3"} == {
+        start.request.request_id for plan in await plans(redis) for start in plan.starts
+    }
 
 
 async def test_a_request_waits_for_no_housekeeping(

@@ -4,6 +4,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from batcher.actions import ActionQueue
 from batcher.backlog import Backlog
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
@@ -40,7 +41,15 @@ def recovery(redis: Redis) -> Recovery:
     terminals = Terminals(pool, ChannelSequences("b0-1"), scheduler, timeline)
     detector = FailureDetector(5.0)
     workers = WorkerRegistry(pool, Inbox(redis), scheduler, detector)
-    return Recovery(pool, scheduler, workers, terminals, timeline, Backlog(pool))
+    return Recovery(
+        pool=pool,
+        pending=ActionQueue(redis),
+        scheduler=scheduler,
+        workers=workers,
+        terminals=terminals,
+        timeline=timeline,
+        backlog=Backlog(pool),
+    )
 
 
 async def queue(redis: Redis, request_id: str) -> Sequence:

@@ -35,7 +35,7 @@ def workers(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> WorkerRegistry:
 
 def answer_takeover(workers: WorkerRegistry, incarnation: str) -> None:
     assert workers.answers_takeover(incarnation, ANSWER)
-    assert workers.take_over(incarnation, ANSWER, []) == []
+    assert workers.activate(incarnation, ANSWER, []) == []
 
 
 async def plans(redis: Redis, incarnation: str) -> list[Plan]:

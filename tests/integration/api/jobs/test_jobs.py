@@ -187,7 +187,7 @@ async def test_a_job_is_of_the_class_batch_unless_it_says_otherwise(
         await service.result("chat")
         await service.submit(id="wrong", inputs="Count.", priority="urgent")
         assert "`priority` must be one of" in (await service.result("wrong"))["error"]
-    assert [(one.priority, one.tenant) for one in worker.seen] == [
+    assert [(one.class_name, one.tenant) for one in worker.seen] == [
         ("batch", ""),
         ("interactive", "acme"),
         ("standard", ""),

@@ -60,7 +60,7 @@ async def test_of_many_tasks_only_some_begin_in_one_turn_and_all_in_order() -> N
     turns, begun = Turns(4), []
 
     async def begin(number: int) -> None:
-        await turns.take()
+        await turns.wait_turn()
         begun.append(number)
 
     tasks = [asyncio.create_task(begin(i)) for i in range(50)]
@@ -71,4 +71,4 @@ async def test_of_many_tasks_only_some_begin_in_one_turn_and_all_in_order() -> N
         sizes.append(len(begun))
     assert max(after - before for before, after in itertools.pairwise(sizes)) <= 4
     assert begun == [i for i in range(50) if i != 10]
-    await turns.take()
+    await turns.wait_turn()

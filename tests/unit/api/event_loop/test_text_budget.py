@@ -107,10 +107,10 @@ async def test_a_caller_that_leaves_gives_its_room_back_when_its_work_has_ended(
 
 async def test_a_caller_that_leaves_just_when_its_turn_comes_gives_it_back(works: Works) -> None:
     lane = works.budget.long
-    taken = await lane.enter(lane.max_bytes)
-    waiting = asyncio.create_task(lane.enter(1))
+    taken = await lane.acquire(lane.max_bytes)
+    waiting = asyncio.create_task(lane.acquire(1))
     await asyncio.sleep(0)
-    lane.leave(taken)
+    lane.release(taken)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

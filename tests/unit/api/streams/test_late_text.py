@@ -19,6 +19,6 @@ def test_texts_are_those_of_the_worker(num_known: int) -> None:
 
 def test_known_tokens_are_followed_in_steps() -> None:
     late = LateText(TOKENIZER, [28])
-    assert [late.follow(IDS[:5], 2) for _ in range(3)] == [True, True, False]
+    assert [late.see(IDS[:5], 2) for _ in range(3)] == [True, True, False]
     late.texts(IDS[:5], IDS[5:7])
-    assert not late.follow(IDS[:7], 1)
+    assert not late.see(IDS[:7], 1)

@@ -243,7 +243,7 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
         return (await redis.pubsub_numsub(channel))[0][1] == 1  # type: ignore[no-any-return]
 
     for _ in range(2):
-        relay.follow(theirs)
+        relay.follow_channel(theirs)
     await wait_until(lambda: has_subscriber(theirs))
     await redis.publish(theirs, event_message(1, tokens(0, 1)))
     await wait_until(lambda: stream.num_tokens == 1)
@@ -253,9 +253,9 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
     await wait_until(lambda: has_subscriber(theirs))
     await redis.publish(theirs, event_message(2, tokens(2, 3)))
     await wait_until(lambda: stream.num_tokens == 3)
-    relay.unfollow(theirs)
+    relay.unfollow_channel(theirs)
     assert await has_subscriber(theirs)
-    relay.unfollow(theirs)
+    relay.unfollow_channel(theirs)
 
     async def left() -> bool:
         return not await has_subscriber(theirs)

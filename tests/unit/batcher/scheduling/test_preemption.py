@@ -23,7 +23,7 @@ def full_replica(*rows: tuple[int, int]) -> tuple[Replica, list[PlacedRow]]:
         sequence = make_sequence(16)
         sequence.class_index, sequence.entry_id = class_index, f"1-{arrival}"
         placed.append(replica.start(sequence))
-        replica.prefilled(placed[-1], 16, step=1)
+        replica.on_prefilled(placed[-1], 16, step=1)
     replica.step = replica.until = 33
     return replica, placed
 
@@ -45,7 +45,7 @@ def test_the_victim_is_the_least_important_request(rows: list[tuple[int, int]], 
 
 def test_scarce_blocks_go_to_the_most_important_row() -> None:
     replica, placed = full_replica((1, 2), (2, 1), (0, 3))
-    replica.end(placed[1])
+    replica.end_row(placed[1])
     replica.release(placed[1].number)
     plan = next_plan(replica, 1, [])  # each needs two blocks, of three
     assert plan and [(number, len(blocks) // 4) for number, blocks in plan.blocks] == [

@@ -40,7 +40,7 @@ def test_a_prompt_that_stands_by_is_not_counted() -> None:
     replica = make_replica(num_blocks=100)
     replica.limits = WorkerLimits(max_batch_size=1, inter_token_target_ms=50.0, max_waiting_tokens=0)
     replica.pace.times = SLOW
-    replica.prefilled(replica.start(make_sequence(16)), 16, 1)
+    replica.on_prefilled(replica.start(make_sequence(16)), 16, 1)
     replica.start(make_sequence(16))
     assert mixed_prefill_tokens(replica) == 30
 
@@ -51,14 +51,14 @@ def test_a_prompt_waits_from_when_it_has_a_place() -> None:
     replica.limits = WorkerLimits(max_batch_size=1, inter_token_target_ms=50.0, max_waiting_tokens=20)
     replica.pace.times = SLOW
     first = replica.start(make_sequence(16))
-    replica.prefilled(first, 16, 1)
+    replica.on_prefilled(first, 16, 1)
     replica.start(make_sequence(16))
     other = replica.start(make_sequence(16))
     replica.step = 100
     assert mixed_prefill_tokens(replica) == 30
-    replica.end(first)
+    replica.end_row(first)
     replica.limits = replace(replica.limits, max_batch_size=2)
-    replica.prefilled(other, 16, 101)
+    replica.on_prefilled(other, 16, 101)
     budgets = []
     for replica.step in (119, 120):
         budgets.append(mixed_prefill_tokens(replica))
@@ -70,13 +70,13 @@ def test_an_answer_that_was_interrupted_is_computed_again_in_whole_steps() -> No
     replica = make_replica(num_blocks=100)
     replica.limits = WorkerLimits(inter_token_target_ms=50.0)
     replica.pace.times = SLOW
-    replica.prefilled(replica.start(make_sequence(16)), 16, 1)
+    replica.on_prefilled(replica.start(make_sequence(16)), 16, 1)
     interrupted = make_sequence(16)
     interrupted.base = 3
     row = replica.start(interrupted)
     replica.start(make_sequence(16))
     assert mixed_prefill_tokens(replica) == 64
-    replica.prefilled(row, 19, 2)
+    replica.on_prefilled(row, 19, 2)
     assert mixed_prefill_tokens(replica) == 30
 
 
@@ -93,7 +93,7 @@ def test_a_plan_grants_whole_steps_beside_the_target(limits: WorkerLimits, budge
     """One row decodes, another's prompt waits; the second plan comes 16 steps after its start."""
     replica = make_replica(num_blocks=100)
     replica.limits, replica.pace.times = limits, SLOW
-    replica.prefilled(replica.start(make_sequence(16)), 16, 1)
+    replica.on_prefilled(replica.start(make_sequence(16)), 16, 1)
     row = replica.start(make_sequence(16))
     plans = [next_plan(replica, 1, [row])]
     replica.step = 16

@@ -46,7 +46,7 @@ def test_what_running_rows_may_soon_need_must_be_left() -> None:
     assert replica.reserved == 3, "a horizon, and a block"
     assert not replica.can_start(make_sequence(17)), "4 blocks, of 6"
     assert replica.can_start(make_sequence(16)), "3 blocks, of 6"
-    replica.end(row)
+    replica.end_row(row)
     assert replica.reserved == 0
 
 
@@ -133,7 +133,7 @@ def test_a_starved_worker_needs_a_grant_once_blocks_are_free() -> None:
 def test_blocks_stay_in_use_until_the_release() -> None:
     replica = make_replica()
     row = replica.start(make_sequence(16))
-    replica.end(row)
+    replica.end_row(row)
     assert (replica.num_running, replica.pool.num_free) == (0, 7) and row.sequence.row is None
     replica.release(row.number)
     assert replica.pool.num_free == 10 and not replica.rows
@@ -160,7 +160,7 @@ def test_a_grant_is_needed_where_a_row_that_is_ahead_fills_its_blocks(
 ) -> None:
     replica = make_replica()
     row = replica.start(make_sequence(16, max_new_tokens))
-    replica.prefilled(row, 16, 1)
+    replica.on_prefilled(row, 16, 1)
     replica.until, replica.report_at, replica.step = 32, 16, 5
     assert not replica.needs_grant
     set_lengths(replica, [(row.number, kv_len, 5), (99, 1, 5)])

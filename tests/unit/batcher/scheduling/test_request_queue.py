@@ -26,7 +26,7 @@ def new(
 ) -> Sequence:
     """A request that waits."""
     sequence = request(name, prompt, most, arrival)
-    asked = replace(sequence.request, priority=priority, tenant=tenant)
+    asked = replace(sequence.request, class_name=priority, tenant=tenant)
     return Sequence(asked, sequence.entry_id, sequence.deadline_ms, waiting=True)
 
 

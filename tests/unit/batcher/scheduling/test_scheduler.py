@@ -298,5 +298,5 @@ def test_a_report_in_which_two_rows_own_a_block_is_refused() -> None:
     scheduler = Scheduler(WorkerLimits(), 2)
     for wrong in (held, [HeldRow(1, "r1", 1, 0, 0, pack_ids([101]))]):
         with pytest.raises(ValueError, match="in use twice"):
-            scheduler.take_over(pool.capacity("w0"), Report(1, 2, 1, 0, takeover=True, held=wrong), [])
+            scheduler.add_worker(pool.capacity("w0"), Report(1, 2, 1, 0, takeover=True, held=wrong), [])
     assert not scheduler.replicas

@@ -32,7 +32,7 @@ def test_a_row_that_ends_is_replaced_at_the_same_step_boundary() -> None:
             pool.scheduler.apply_report("w0", worker.take_report())
             pool.decide()
     assert worker.run(), "before anybody hears of the end"
-    assert worker.rows[ROWS + 1].prefilled
+    assert worker.rows[ROWS + 1].is_prefilled
     assert worker.most_rows == ROWS
     pool.run()
     assert len(pool.finished) == ROWS + 1
@@ -159,7 +159,7 @@ def test_a_row_that_stands_by_gives_its_blocks_to_one_that_lacks_them() -> None:
     runs, waits = make_sequence(16), make_sequence(16)
     waits.class_index = 0  # more urgent, but it has nothing to lose
     running, standby = replica.start(runs), replica.start(waits)
-    replica.prefilled(running, 16, step=1)
+    replica.on_prefilled(running, 16, step=1)
     replica.step = replica.until = 33
     plan = next_plan(replica, 1, [])
     assert plan and plan.stops == [(standby.number, "preempted")] and replica.starved

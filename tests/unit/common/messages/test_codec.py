@@ -10,7 +10,7 @@ from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
-from common.messages.plan import HeldRow, Plan, Report, RowStart, WorkerCapacity, WorkerDied
+from common.messages.plan import HeldRow, NewRow, Plan, Report, WorkerCapacity, WorkerDied
 from common.messages.records import RECORD
 from common.messages.request import Cancel, Generate, Resume, SamplingParams, StoppingParams
 from common.messages.timeline import Timeline, TimelineEvent
@@ -130,7 +130,7 @@ EXAMPLES = [
             2,
             40,
             64,
-            [RowStart(1, 1, 0, b"", b"\x01\0\0\0", GENERATE, 16)],
+            [NewRow(1, 1, 0, b"", b"\x01\0\0\0", GENERATE, 16)],
             [(1, b"\x02\0\0\0")],
             [(3, "client")],
             8,

@@ -18,7 +18,7 @@ LIMIT = 10
 async def ask(
     redis: Redis,
     name: str,
-    priority: str = "standard",
+    class_name: str = "standard",
     tenant: str = "",
     weight: float = 1.0,
     tokens: int = 5,
@@ -27,7 +27,7 @@ async def ask(
 ) -> str:
     """`admitted`, or why not."""
     request = replace(
-        REQUEST, request_id=name, prompt_ids=pack_ids([1] * tokens), priority=priority, tenant=tenant
+        REQUEST, request_id=name, prompt_ids=pack_ids([1] * tokens), class_name=class_name, tenant=tenant
     )
     return (await admit(redis, request, weight, limit, max_tokens)).outcome
 
@@ -61,11 +61,11 @@ async def end(redis: Redis, name: str) -> None:
 
 
 async def test_a_batch_leaves_the_places_of_the_urgent_untouched(redis: Redis) -> None:
-    assert await fill(redis, "b", 100, priority="batch") == LIMIT
+    assert await fill(redis, "b", 100, class_name="batch") == LIMIT
     assert await fill(redis, "s", 100) == LIMIT
-    assert await fill(redis, "i", 100, priority="interactive") == LIMIT
+    assert await fill(redis, "i", 100, class_name="interactive") == LIMIT
     await end(redis, "b0")
-    assert await ask(redis, "b100", priority="batch") == "requests", "the urgent count for the others"
+    assert await ask(redis, "b100", class_name="batch") == "requests", "the urgent count for the others"
 
 
 async def test_one_tenant_alone_has_every_place_and_leaves_them_to_those_who_come(redis: Redis) -> None:

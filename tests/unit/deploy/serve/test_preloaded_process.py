@@ -70,7 +70,7 @@ async def workshop(directory: Path, *flags: str) -> AsyncIterator[Workshop]:
     """Leaving ends the keeping, and checks that it leaves no process."""
     others = set(psutil.Process().children(recursive=True))
     shop = Workshop(directory, [*flags])
-    keeping = asyncio.create_task(shop.preloaded.keep(shop.workers_are_ready))
+    keeping = asyncio.create_task(shop.preloaded.keep_one_waiting(shop.workers_are_ready))
     try:
         yield shop
     finally:

@@ -36,8 +36,8 @@ async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> N
 
 async def test_the_engine_learns_the_class_of_a_row(agent: Agent) -> None:
     for row, name in enumerate(("batch", "interactive", "standard")):
-        await start(agent, row, priority=name)
-    assert [grant.starts[0].priority for grant in grants(agent)] == [2, 0, 1]
+        await start(agent, row, class_name=name)
+    assert [grant.starts[0].class_index for grant in grants(agent)] == [2, 0, 1]
 
 
 async def test_unknown_rows_are_reported_preempted(agent: Agent, redis: Redis) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
-from common.messages.plan import RowStart
+from common.messages.plan import NewRow
 from common.messages.records import RECORD, pack_records, unpack_records
 from common.messages.request import Generate, StoppingParams
 from gpu_worker.agent.publish import Spill
@@ -19,7 +19,7 @@ def start_row(
     stopping = StoppingParams(10, **fields)
     request = Generate(f"r{row}", "d", pack_ids(PROMPT), stopping)
     base = len(committed) // RECORD.size
-    return table.start(RowStart(row, 1, base, committed, pack_ids(blocks or [1]), request))
+    return table.start(NewRow(row, 1, base, committed, pack_ids(blocks or [1]), request))
 
 
 def committed(ids: list[int]) -> bytes:

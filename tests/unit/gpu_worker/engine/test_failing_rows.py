@@ -27,11 +27,11 @@ class RaisingBackend:
         self.bad = bad
         self.sizes: list[int] = []
 
-    def begin(self, inputs: Inputs) -> None:
+    def prepare_forward(self, inputs: Inputs) -> None:
         if self.bad & set(inputs.ids.flatten().tolist()):
             self.sizes.append(inputs.ids.numel())
             raise ValueError("these ids are too much")
-        self.backend.begin(inputs)
+        self.backend.prepare_forward(inputs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)

@@ -27,12 +27,12 @@ class ScarceBackend:
         self.steps = 0
         self.num_raised = 0
 
-    def begin(self, inputs: Inputs) -> None:
+    def prepare_forward(self, inputs: Inputs) -> None:
         self.steps += 1
         if self.steps >= self.since and inputs.ids.shape[1] > self.room:
             self.num_raised += 1
             raise self.error
-        self.backend.begin(inputs)
+        self.backend.prepare_forward(inputs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)

@@ -75,7 +75,7 @@ def test_outputs_equal_those_of_torch(
             key, value = torch.randn(1, 2, tokens, dim), torch.randn(1, tokens, 2, dim).transpose(1, 2)
             outputs = []
             for backend, module in zip(backends, modules, strict=True):
-                backend.begin(line)  # type: ignore[attr-defined]
+                backend.prepare_forward(line)  # type: ignore[attr-defined]
                 outputs.append(
                     backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])  # type: ignore[attr-defined]
                 )
@@ -111,11 +111,11 @@ def test_each_layer_of_a_captured_step_has_its_own_kernel(generation: int, kv_dt
         heads = module.spec.kv_heads * module.spec.group
         given = [torch.randn(1, num, 3, 64) for num in (heads, module.spec.kv_heads, module.spec.kv_heads)]
         own = torch.randn(heads) if sinks else None
-        flash.begin(build_inputs(slices, 16, CPU))
+        flash.prepare_forward(build_inputs(slices, 16, CPU))
         query, key, value = given
         expected = flash.attend(module, query, key, value, own)
         flash.plan_decode(positions, table)
-        flash.begin_decode(torch.from_numpy(positions), torch.from_numpy(table))
+        flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
         assert (flash.decoders[module.view_number] is None) == xqa[module.view_number]
         query, key, value = (torch.cat((tensor, tensor[:, :, :2]), 2) for tensor in given)
         found = flash.attend(module, query, key, value, own)
@@ -142,7 +142,7 @@ def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         query, key, value = (torch.randn(1, num, 3, 64) for num in (6, 2, 2))
         outputs = []
         for is_split in (False, True):
-            flash.begin_decode(positions, table, is_split)
+            flash.prepare_decode(positions, table, is_split)
             outputs.append(flash.attend(module, query, key, value, None))
         assert torch.equal(*outputs)
     assert told == [1, 8 * 3 * 2, 1, 1]
@@ -166,14 +166,14 @@ def test_layers_have_heads_of_their_own_size(generation: int) -> None:
         for step in STEPS:
             slices = arrange([chunk(lines[row], begin, count) for row, begin, count in step])
             line = build_inputs(slices, 16, CPU)
-            backend.begin(line)
+            backend.prepare_forward(line)
             if backend is flash and all(row_slice.decodes for row_slice in slices):
                 positions, table = np.zeros(3, np.int32), np.zeros((3, BLOCKS), np.int32)
                 for place, row_slice in enumerate(slices):
                     positions[place] = row_slice.begin
                     table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
                 flash.plan_decode(positions, table)
-                flash.begin_decode(torch.from_numpy(positions), torch.from_numpy(table))
+                flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
             for module, dim in zip(modules, (64, 96), strict=True):
                 query, key, value = (torch.randn(1, heads, line.ids.shape[1], dim) for heads in (6, 2, 2))
                 found.append(backend.attend(module, query, key, value, None))
@@ -207,7 +207,7 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
         query = torch.randn(1, tokens, heads, rank + rotary_dim).transpose(1, 2)
         key, value = torch.randn(1, 1, tokens, rotary_dim), torch.randn(1, 1, tokens, rank)
         for backend, module in zip(backends, modules, strict=True):
-            backend.begin(line)  # type: ignore[attr-defined]
+            backend.prepare_forward(line)  # type: ignore[attr-defined]
             outputs.append(backend.attend(module, query, key, value, None))  # type: ignore[attr-defined]
         assert outputs[0].shape == (1, tokens, heads, rank)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)

@@ -25,7 +25,7 @@ def test_prefill_is_chunked_the_shortest_first_beside_rows_that_decode() -> None
 
 
 def test_prompts_of_the_urgent_are_computed_first() -> None:
-    rows = rows_with(start(0, 6, priority=2), start(1, 6, priority=1), start(2, 12), prefill_tokens=8)
+    rows = rows_with(start(0, 6, class_index=2), start(1, 6, class_index=1), start(2, 12), prefill_tokens=8)
     run_step(rows)
     rows.apply(Grant(1000, 8, [start(3, 6)]))
     assert [[one[:3] for one in run_step(rows)[0]] for _ in range(3)] == [
@@ -36,7 +36,7 @@ def test_prompts_of_the_urgent_are_computed_first() -> None:
 
 
 def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then() -> None:
-    rows = rows_with(start(0, 20, priority=2), prefill_tokens=8)
+    rows = rows_with(start(0, 20, class_index=2), prefill_tokens=8)
     computed = []
     for number in range(1, 3 * PATIENCE + 1):
         rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
@@ -58,7 +58,7 @@ def test_a_long_prompt_gets_more_than_what_others_leave_over() -> None:
 
 
 def test_long_prompts_that_have_waited_hold_up_an_urgent_one_for_a_step_at_most() -> None:
-    waiting = [start(number, 200, priority=2) for number in range(2 * PATIENCE)]
+    waiting = [start(number, 200, class_index=2) for number in range(2 * PATIENCE)]
     rows = rows_with(*waiting, prefill_tokens=8)
     for _ in range(3 * PATIENCE):
         run_step(rows)
@@ -69,7 +69,7 @@ def test_long_prompts_that_have_waited_hold_up_an_urgent_one_for_a_step_at_most(
 
 
 def test_of_prompts_that_wait_alike_each_has_its_turn() -> None:
-    rows = rows_with(*[start(number, 1000, priority=2) for number in range(5)], prefill_tokens=8)
+    rows = rows_with(*[start(number, 1000, class_index=2) for number in range(5)], prefill_tokens=8)
     for number in range(100, 100 + 7 * PATIENCE):
         rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
         run_step(rows)

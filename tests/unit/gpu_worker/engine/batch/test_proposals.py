@@ -57,8 +57,8 @@ class Step:
     sampled: list[int]
 
     @property
-    def is_open(self) -> bool:
-        return any(row_slice.is_open for row_slice in self.slices)
+    def is_unsure(self) -> bool:
+        return any(row_slice.is_unsure for row_slice in self.slices)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def run(device: Device, ahead: bool, stop_at: int) -> dict[int, list[int]]:
         if rows.step >= stop_at:
             rows.apply(Grant(STEPS, 7, stops=[(0, "cancelled")]))
         current = in_flight or device.launch()
-        in_flight = device.launch() if current and ahead and not current.is_open else None
+        in_flight = device.launch() if current and ahead and not current.is_unsure else None
         if current:
             rows.collect(current.slices, current.sampled, [0.0] * len(current.sampled))
         else:
@@ -191,7 +191,7 @@ def test_a_row_does_not_go_on_behind_guesses_that_are_not_read() -> None:
         row.proposer = Guesser([7] * 20, 0.0, False, random.Random(3))
     device = Device(rows)
     steps = [device.launch() for _ in range(2)]
-    assert [step and step.is_open for step in steps] == [False, True]
+    assert [step and step.is_unsure for step in steps] == [False, True]
 
 
 def test_proposals_leave_room_for_the_tokens_of_other_rows() -> None:

@@ -43,7 +43,7 @@ def test_only_rows_that_are_not_plainly_greedy_have_a_sample_request() -> None:
         start(0, 3),
         start(1, 9, base=4, min_new_tokens=6),
         start(2, 3, stop_ids=[1]),
-        start(3, 3, sampling=sampling, priority=1),
+        start(3, 3, sampling=sampling, class_index=1),
         prefill_tokens=15,
     )
     requests = []

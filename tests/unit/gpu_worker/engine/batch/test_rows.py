@@ -36,7 +36,7 @@ def test_a_row_that_has_ended_reports_no_logprobs_of_its_prompt() -> None:
 
 def test_a_row_in_flight_continues_from_a_sample_that_is_not_collected_yet() -> None:
     """Its input has a place among the samples of that step; once it is collected, the host knows the id."""
-    rows = rows_with(start(0, 2), start(1, 10), start(2, 3, priority=1), prefill_tokens=8)
+    rows = rows_with(start(0, 2), start(1, 10), start(2, 3, class_index=1), prefill_tokens=8)
     steps = [rows.launch()]
     for _ in range(4):
         steps.append(rows.launch())
@@ -66,7 +66,7 @@ def test_no_step_runs_beyond_the_grant() -> None:
 
 
 def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
-    rows = rows_with(start(0, 3, num_blocks=1), start(1, 1, priority=1))
+    rows = rows_with(start(0, 3, num_blocks=1), start(1, 1, class_index=1))
     assert run_step(rows)[0] == [(0, 0, 3, True), (1, 0, 1, True)]
     assert run_step(rows)[0] == [(0, 3, 1, True), (1, 1, 1, True)]
     assert run_step(rows)[0] == [(1, 2, 1, True)]
@@ -76,7 +76,7 @@ def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
 
 
 def test_a_prompt_is_computed_as_far_as_its_blocks_reach() -> None:
-    rows = rows_with(start(0, 10, num_blocks=2), start(1, 3, priority=1), prefill_tokens=12)
+    rows = rows_with(start(0, 10, num_blocks=2), start(1, 3, class_index=1), prefill_tokens=12)
     assert run_step(rows)[0] == [(0, 0, 8, False), (1, 0, 3, True)]
     assert run_step(rows)[0] == [(1, 3, 1, True)]
 
