@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
+from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
@@ -83,6 +84,7 @@ def build(
 
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
+        version=version("tokenfleet"),
         description=introduction(gateway.settings),
         openapi_tags=TAGS,
         lifespan=lifespan,
