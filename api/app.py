@@ -1,6 +1,7 @@
 """The ASGI application of a gateway: its routes, error handlers and middlewares."""
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from importlib.metadata import version
@@ -8,6 +9,7 @@ from importlib.metadata import version
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -82,6 +84,8 @@ def build(
         async with gateway.running(), publishing_metrics(gateway.pool.client):
             yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
+    logging.getLogger("sse_starlette").setLevel(logging.INFO)  # below that it logs what it sends
+    AppStatus.disable_automatic_graceful_drain()  # a gateway that drains finishes its answers
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
         version=version("tokenfleet"),

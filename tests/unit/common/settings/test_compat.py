@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.settings.flags import flag_parser
-from common.settings.option import ANY, OTHERS
+from common.settings.option import ANY, OTHERS, TABLE, read_rows
 from common.settings.settings import SettingError, Settings
 
 PATH = "/some/path"
@@ -233,6 +233,9 @@ def test_every_name_is_answered_once() -> None:
     assert not (fields | options) & {*OTHERS.flags, *OTHERS.variables}
     meant = {*OTHERS.flags.values(), *OTHERS.variables.values(), *OTHERS.short.values()}
     assert meant <= fields | options
+    rows = read_rows(TABLE.read_text(encoding="utf-8"))
+    names = [word.partition(":")[0] for _, words, *_ in rows for word in words.split()]
+    assert len(names) == len({*names})
     assert all(option.same_as in fields | {""} for option in OTHERS.options.values())
 
 
