@@ -85,7 +85,7 @@ def build(
             yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
     logging.getLogger("sse_starlette").setLevel(logging.INFO)  # below that it logs what it sends
-    AppStatus.disable_automatic_graceful_drain()  # a gateway that drains finishes its answers
+    AppStatus.enable_automatic_graceful_drain = False  # a gateway that drains finishes its answers
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
         version=version("tokenfleet"),
