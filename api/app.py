@@ -1,12 +1,15 @@
 """The ASGI application of a gateway: its routes, error handlers and middlewares."""
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
+from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -17,11 +20,12 @@ from api.event_loop.pace import Turns
 from api.heir.answer_socket import give_answer_socket
 from api.heir.keeper_channel import KeeperChannel
 from api.http.auth import LOCAL_ORIGINS, check_key, check_page
-from api.http.error_handlers import HANDLERS
+from api.http.error_handlers import error_handlers
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.raw_send import keep_raw_send
 from api.http.unread import UNREAD
+from api.inference.metrics import count_arrival, count_error
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
 from api.responses import routes_create, routes_stored
@@ -80,8 +84,11 @@ def build(
         async with gateway.running(), publishing_metrics(gateway.pool.client):
             yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
+    logging.getLogger("sse_starlette").setLevel(logging.INFO)  # below that it logs what it sends
+    AppStatus.enable_automatic_graceful_drain = False  # a gateway that drains finishes its answers
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
+        version=version("tokenfleet"),
         description=introduction(gateway.settings),
         openapi_tags=TAGS,
         lifespan=lifespan,
@@ -89,14 +96,16 @@ def build(
         openapi_url="/api-doc/openapi.json",
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
-        exception_handlers=HANDLERS,
+        exception_handlers=error_handlers(count_error),
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)
     app.state.pools = gateway.pools
     add_routes(app, gateway.settings, draining or Draining())
     served = add_cors(partial(resume_posts, app), gateway.settings)
-    return wrap(served, channel or KeeperChannel(None), partial(note_arrival, Turns(MAX_ARRIVALS)))
+    return wrap(
+        served, channel or KeeperChannel(None), partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
+    )
 
 
 def wrap(app: ASGIApp, channel: KeeperChannel, *inner: Middleware) -> ASGIApp:
@@ -104,8 +113,10 @@ def wrap(app: ASGIApp, channel: KeeperChannel, *inner: Middleware) -> ASGIApp:
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
-    with_key = [Depends(check_key), Depends(HTTPBearer(auto_error=False))]
-    guarded = with_key if settings.api_key else [Depends(check_page)]
+    if settings.api_key:
+        guarded = [Depends(partial(check_key, settings.api_key)), Depends(HTTPBearer(auto_error=False))]
+    else:
+        guarded = [Depends(partial(check_page, settings.cors_allow_origin))]
     for routes in ROUTES:
         dependencies = [] if routes in WITHOUT_KEY else guarded
         if routes in REFUSED_WHILE_DRAINING:

@@ -12,8 +12,8 @@ from api.admin.health import describe_health
 from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
 from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import FLEET, error_responses
-from api.http.state import own_pool
 from api.inference.pool import Pool
+from api.inference.pool_registry import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from api.admin.health import check_health
 from api.errors import ApiError
 from api.http.openapi import HEALTH
-from api.http.state import own_pool
+from api.inference.pool_registry import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES
 
 router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])

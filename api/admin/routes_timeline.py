@@ -6,7 +6,7 @@ from starlette.responses import Response
 from api.admin import timeline
 from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import FLEET, RequestId, error_responses
-from api.http.state import own_pool
+from api.inference.pool_registry import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from api.connection.limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
 from api.connection.request_reader import UNREADABLE, RequestReader
 from api.errors import ApiError, tgi
-from api.heir.answer_socket import CYCLE
+from api.http.raw_send import CYCLE
 from api.http.request_id import HEADER
 from api.http.unread import UNREAD, Unread, UnreadAnswers
 from api.json import to_json

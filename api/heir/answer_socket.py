@@ -13,13 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.heir.keeper_channel import KeeperChannel
 from api.heir.rest_of_answer import RestOfAnswer, WrittenHead
-from api.heir.tcp_info import bytes_written
+from api.http.raw_send import CYCLE
+from api.http.tcp_info import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
 
-CYCLE = "tokenfleet.cycle"
-"""Extension of a scope: the server's own object for a request and its response."""
 STATE_KEY = "answer_socket"
 FORMAT = "6"
 """Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway

@@ -11,10 +11,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from api.heir.answer_socket import CYCLE, FORMAT, INTERIM, STATE_KEY, AnswerSocket
+from api.heir.answer_socket import FORMAT, INTERIM, STATE_KEY, AnswerSocket
 from api.heir.keeper_channel import KeeperChannel
-from api.heir.rest_of_answer import RestOfAnswer, framed
-from api.heir.tcp_info import bytes_written
+from api.heir.rest_of_answer import RestOfAnswer
+from api.http.raw_send import CYCLE, framed
+from api.http.tcp_info import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer
 
 log = logging.getLogger(__name__)

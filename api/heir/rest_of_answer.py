@@ -75,8 +75,3 @@ class WrittenHead:
 
     def write(self, data: bytes) -> None:
         self.head += data
-
-
-def framed(part: bytes, http_version: str) -> bytes:
-    """A part of a body of unknown length, as h11 frames it: a chunk, which HTTP/1.0 does not have."""
-    return b"%x\r\n%b\r\n" % (len(part), part) if http_version >= "1.1" else part

@@ -6,11 +6,11 @@ import ipaddress
 import re
 import secrets
 import socket
+from collections.abc import Collection
 
 from fastapi import Request
 
 from api.errors import ApiError, quoted
-from api.http.state import own_pool
 
 LOCAL_ORIGINS = (
     r"https?://(localhost|127(\.\d+){3}|\[::1\]|0\.0\.0\.0)(:\d+)?"
@@ -21,25 +21,23 @@ LOCAL_NAME = re.compile(r"[^.]*|.+\.(localhost|local|internal)")
 """Names of hosts that nobody can register in the public DNS. As in Ollama."""
 
 
-def check_key(request: Request) -> None:
+async def check_key(key: str, request: Request) -> None:
     """Raises ApiError (401) unless the client sent the key."""
-    key = own_pool(request).settings.api_key
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if key and not (
+    if not (
         scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode("latin-1"), key.encode())
     ):
         why = "Incorrect API key: expected the header `Authorization: Bearer <key>`"
         raise ApiError(401, "unauthorized", why)
 
 
-def check_page(request: Request) -> None:
+async def check_page(allowed: Collection[str], request: Request) -> None:
     """Raises ApiError (403) for what a browser sends for a page of another origin, unless that is allowed.
 
     That browsers keep the answer from such a page is not enough: a request may act without being read. A page
     whose host's name leads to this machine (DNS rebinding) has our origin as far as its browser knows. So
     over a loopback address only names that lead nowhere else are taken.
     """
-    allowed = own_pool(request).settings.cors_allow_origin
     if "*" in allowed:
         return
     host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
@@ -61,7 +59,7 @@ def host_of(origin: str) -> str:
     return origin.partition("://")[2].lower()
 
 
-def is_allowed(origin: str, allowed: tuple[str, ...]) -> bool:
+def is_allowed(origin: str, allowed: Collection[str]) -> bool:
     return origin in allowed if allowed else re.fullmatch(LOCAL_ORIGINS, origin) is not None
 
 

@@ -1,6 +1,7 @@
 """Error handlers: turn exceptions of routes into responses in the words of the route's API family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,10 +12,11 @@ from starlette.routing import Match
 
 from api.errors import ADMITTED, ApiError, cut, family_of, internal_error, invalid
 from api.http.openapi import build_document
-from api.inference import metrics
 from api.json import to_json
 
 CLIENT_CLOSED_REQUEST = 499
+CountError = Callable[[int, str], None]
+"""Counts an error response by its status and type."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
@@ -33,16 +35,16 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
     return Response(to_json(body), status, all_headers, "application/json")
 
 
-async def handle_api_error(request: Request, error: ApiError) -> Response:
-    metrics.count_error(error.status, error.error_type)
+async def handle_api_error(count: CountError, request: Request, error: ApiError) -> Response:
+    count(error.status, error.error_type)
     return error_response(error, request.url.path)
 
 
-async def handle_query(request: Request, exception: RequestValidationError) -> Response:
+async def handle_query(count: CountError, request: Request, exception: RequestValidationError) -> Response:
     """Answer a request whose query is wrong; routes read their bodies themselves."""
     problem = exception.errors()[0]
     name = str(problem["loc"][-1])
-    return await handle_api_error(request, invalid(f"`{name}`: {problem['msg']}", name))
+    return await handle_api_error(count, request, invalid(f"`{name}`: {problem['msg']}", name))
 
 
 async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
@@ -88,10 +90,11 @@ async def handle_crash(request: Request, error: Exception) -> Response:
     return error_response(internal_error(), request.url.path)
 
 
-HANDLERS: dict[int | type[Exception], Any] = {
-    ApiError: handle_api_error,
-    HTTPException: handle_http_exception,
-    RequestValidationError: handle_query,
-    ClientDisconnect: handle_disconnect,
-    Exception: handle_crash,
-}
+def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:
+    return {
+        ApiError: partial(handle_api_error, count),
+        HTTPException: handle_http_exception,
+        RequestValidationError: partial(handle_query, count),
+        ClientDisconnect: handle_disconnect,
+        Exception: handle_crash,
+    }

@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.event_loop.pace import Turns
 from api.http.request_id import HEADER, client_request_id
-from api.inference.metrics import count_arrival
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -65,9 +64,16 @@ async def give_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Se
         raise
 
 
-async def note_arrival(turns: Turns, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Note when a request for tokens arrives; of many that arrive at once, only some begin in one turn of the
-    event loop.
+async def note_arrival(
+    count_arrival: Callable[[], None],
+    turns: Turns,
+    app: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Count a request for tokens when it arrives; of many that arrive at once, only some begin in one turn of
+    the event loop.
     """
     if scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
         count_arrival()

@@ -1,16 +1,14 @@
 """OpenAPI: the document at /api-doc/openapi.json, which /docs shows.
 
-Routes read and validate their bodies themselves (api/http/body.py), so FastAPI cannot derive the bodies'
-schemas: each route names them here.
+Each route names the shape of its body here (`openapi_extra`), and reads and validates it itself
+(api/http/body.py). FastAPI would do both, but it reads a body of any size, and before the key is checked.
 """
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict
 
 from api.service.headers import SERVICE_HEADERS
@@ -122,19 +120,12 @@ def schema(shape: type[BaseModel], mode: Any) -> dict[str, Any]:
 def build_document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document of an application; it is computed once."""
     if app.openapi_schema is None:
-        document = get_openapi(
-            title=app.title,
-            version=version("tokenfleet"),
-            description=app.description,
-            tags=app.openapi_tags,
-            routes=app.routes,
-        )
+        document = FastAPI.openapi(app)
         drop_derived_refusals(document)
         definitions: dict[str, Any] = {}
         document["paths"] = hoist_definitions(document["paths"], definitions)
         document["components"]["schemas"] |= definitions
-        app.openapi_schema = document
-    return app.openapi_schema
+    return FastAPI.openapi(app)
 
 
 def drop_derived_refusals(document: dict[str, Any]) -> None:

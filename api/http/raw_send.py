@@ -1,4 +1,4 @@
-"""Raw send: the one place that goes past the middlewares and past the library that frames server-sent events.
+"""Raw send: the one place that goes past the middlewares.
 
 The frames of a token stream are written with the server's own ASGI `send`: no middleware changes anything
 after the start of a response. A frame that is ready while its client reads is written to the connection in
@@ -6,18 +6,19 @@ the call that brings its token: to wake a task for it takes twice the time of al
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from sse_starlette import EventSourceResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.heir.answer_socket import CYCLE, socket_of
-from api.heir.rest_of_answer import framed
+from api.event_loop.feed import MAX_ITEMS, Feed
 from api.http.unread import is_half_closed
-from api.streams.feed import MAX_ITEMS, Feed
 from common.process.first_end import run_until_one_ends
 
+CYCLE = "tokenfleet.cycle"
+"""Extension of a scope: the server's own object for a request and its response."""
 STATE_KEY = "raw_send"
+KEEP_ALIVE_S = 15.0
 
 
 async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -27,33 +28,43 @@ async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send
     scope.clear()  # what is in it refers to it: it would stay until a full garbage collection
 
 
-class RawEventSourceResponse(EventSourceResponse):
-    """Server-sent events whose frames are bytes already, and are sent without the middlewares; `comment`
-    keeps the connection alive.
+def framed(part: bytes, http_version: str) -> bytes:
+    """A part of a body of unknown length, as h11 frames it: a chunk, which HTTP/1.0 does not have."""
+    return b"%x\r\n%b\r\n" % (len(part), part) if http_version >= "1.1" else part
+
+
+class FeedResponse(Response):
+    """Server-sent events of the hot path: a plain ASGI response, since sse-starlette would encode, log and
+    time every frame.
+
+    Attributes:
+        frames: bytes already, and sent without the middlewares.
+        comment: keeps the connection alive, every `ping_interval` seconds.
+        may_comment: whether a comment may be written now, without waiting.
     """
 
-    def __init__(self, frames: Feed[bytes], comment: bytes, **options: Any) -> None:
-        super().__init__(frames, **options)
+    def __init__(self, frames: Feed[bytes], comment: bytes, headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(headers)
         self.frames = frames
         self.comment = comment
+        self.ping_interval = KEEP_ALIVE_S
+        self.may_comment: Callable[[], bool] = lambda: True
+        self.is_open = True
+        self.send_lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response as the library does, but without a task group: its cancelled tasks keep the whole
-        response in a circle, which only a full garbage collection frees, and that holds the event loop.
+        """Send the response until the client has gone. There is no task group: its cancelled tasks keep the
+        whole response in a circle, which only a full garbage collection frees, and that holds the event loop.
         """
         self.raw_send: Send = scope["state"][STATE_KEY]
-        self.answer_socket = socket_of(scope)
         self.cycle = scope["extensions"][CYCLE]
         self.scope = scope
-        await run_until_one_ends(
-            self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send)
-        )
+        await run_until_one_ends(self.send_frames(send), self.wait_for_disconnect(receive), self.ping())
 
-    async def _stream_response(self, send: Send) -> None:
-        """Send the frames as the library does, but without encoding, a log line and a timeout for every
-        frame.
-        """
-        async with self._send_lock:
+    async def send_frames(self, send: Send) -> None:
+        async with self.send_lock:
             head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(head)
         async for frames in self.frames:
@@ -61,8 +72,8 @@ class RawEventSourceResponse(EventSourceResponse):
                 await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
             if len(frames) < MAX_ITEMS and self.frames.is_prepared:
                 await self.write_as_they_come()
-        async with self._send_lock:
-            self.active = False
+        async with self.send_lock:
+            self.is_open = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def write_as_they_come(self) -> None:
@@ -91,13 +102,13 @@ class RawEventSourceResponse(EventSourceResponse):
         except Exception as error:
             self.interrupted.set_exception(error)
 
-    async def _ping(self, send: Send) -> None:
-        """Send comments as the library does."""
-        while self.active:
-            await asyncio.sleep(self._ping_interval)
+    async def ping(self) -> None:
+        """Send comments until the last frame."""
+        while self.is_open:
+            await asyncio.sleep(self.ping_interval)
             await self.send_comment()
 
-    async def _listen_for_disconnect(self, receive: Receive) -> None:
+    async def wait_for_disconnect(self, receive: Receive) -> None:
         """Return when the client has gone. One that sends no more may still read: a comment shows whether it
         does, since the kernel of one that has gone refuses it.
         """
@@ -108,7 +119,6 @@ class RawEventSourceResponse(EventSourceResponse):
             is_connected = (await receive())["type"] != "http.disconnect"
 
     async def send_comment(self) -> None:
-        """Send a comment; where a socket is kept, its keeper knows the place of each."""
-        async with self._send_lock:
-            if self.active and (self.answer_socket is None or self.answer_socket.may_comment()):
+        async with self.send_lock:
+            if self.is_open and self.may_comment():
                 await self.raw_send({"type": "http.response.body", "body": self.comment, "more_body": True})

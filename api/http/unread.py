@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from starlette.types import Scope
 
 from api.event_loop.pace import Pace
-from api.heir.tcp_info import bytes_acked, is_reset
-from api.streams.stream import Stream
+from api.http.tcp_info import bytes_acked, is_reset
 from common.beats import until_beat
 from common.metrics import catalogue
 from common.settings.settings import Settings
@@ -33,7 +33,8 @@ class Unread:
     """What one connection has not got rid of yet.
 
     Attributes:
-        streams: of the answer that is being written.
+        answer_id: id of the answer that is being written; empty for none.
+        count_ended: counts the records of that answer which have ended and are not rendered yet.
         since_s: monotonic time since when something waits; None if nothing does.
         taken: what `bytes_taken` was at the last look; 0 when nothing waited.
         taken_s: monotonic time since when it has taken no more.
@@ -42,7 +43,8 @@ class Unread:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
-        self.streams: tuple[Stream, ...] = ()
+        self.answer_id = ""
+        self.count_ended: Callable[[], int] | None = None
         self.since_s: float | None = None
         self.taken = 0
         self.taken_s = 0.0
@@ -51,7 +53,7 @@ class Unread:
     @property
     def num_bytes(self) -> int:
         """Bytes that wait to be written, and those of answers that ended and are not rendered yet."""
-        num_records = sum(stream.num_records for stream in self.streams if stream.terminal)
+        num_records = self.count_ended() if self.count_ended is not None else 0
         return self.transport.get_write_buffer_size() + RECORD_BYTES * num_records
 
     def look(self, now_s: float) -> None:
@@ -120,8 +122,8 @@ class UnreadAnswers:
 
     def cut(self, unread: Unread, reason: str, why: str) -> None:
         """Cut a connection at once: what waits for its client is dropped."""
-        ids = ", ".join(stream.request.request_id for stream in unread.streams)
-        log.warning("a client is cut off with %d bytes unread: %s (requests: %s)", unread.num_bytes, why, ids)
+        answer_id, num_bytes = unread.answer_id or "none", unread.num_bytes
+        log.warning("a client is cut off with %d bytes unread: %s (request: %s)", num_bytes, why, answer_id)
         catalogue.UNREAD_CUT.add(1, reason)
         self.connections.discard(unread)
         unread.transport.abort()

@@ -4,8 +4,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from typing import TypeVar, cast
+
+from starlette.requests import Request
 
 from api.errors import asking_broker, cut, model_not_found, unavailable
+from api.http import body
+from api.inference.fields import ServedFields
 from api.inference.pool import Pool, load_tokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
@@ -14,6 +19,8 @@ from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
+
+Shape = TypeVar("Shape", bound=ServedFields)
 
 PLACEHOLDERS = ("tgi", "dummy")
 """Model names of clients that do not care which model answers."""
@@ -169,3 +176,23 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
         "reasoning_parser": None,
     }
     return settings.model_copy(update=changed)
+
+
+# --- requests over HTTP -------------------------------------------------------------------------------------
+
+
+def pools_of(request: Request) -> PoolRegistry:
+    return cast(PoolRegistry, request.app.state.pools)
+
+
+def own_pool(request: Request) -> Pool:
+    """The gateway's own pool, whatever model the request names."""
+    return pools_of(request).own
+
+
+async def pool_and_body(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
+    """The pool that serves the body's model, and the body. Raises ApiError."""
+    pools = pools_of(request)
+    parsed = await body.read(request, shape, pools.own.settings.payload_limit)
+    parsed.check()
+    return await pools.find(parsed.model), parsed

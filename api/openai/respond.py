@@ -6,18 +6,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.headers import total_headers
-from api.http.respond import AnswerRenderer, new_answer, submit_and_respond
+from api.event_loop.feed import Feed
 from api.http.sse import sse_frames
-from api.http.whole import Whole
+from api.inference.headers import total_headers
 from api.inference.pool import Pool
+from api.inference.respond import AnswerRenderer, new_answer, submit_and_respond
 from api.openai.render import ChoicesRenderer
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
 from api.openai.shared_fields import OpenAIRequest
 from api.openai.stream import stream_bodies
-from api.streams.feed import Feed
 from api.streams.stream import Stream
+from api.streams.whole import Whole
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.http.openapi import OPENAI, generation_body
-from api.http.state import pool_and_body
+from api.inference.pool_registry import pool_and_body
 from api.inference.validate import validate
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest

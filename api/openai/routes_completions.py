@@ -9,9 +9,9 @@ from starlette.responses import Response
 from api.errors import invalid
 from api.event_loop.pace import Pace
 from api.http.openapi import OPENAI, generation_body
-from api.http.state import pool_and_body
 from api.inference.lengths import with_truncate
 from api.inference.limits import Limits
+from api.inference.pool_registry import pool_and_body
 from api.inference.validate import validate
 from api.openai.echo import echoed_prompt
 from api.openai.params import from_completion, read_prompts

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path, Request
 
 from api.errors import asking_broker
 from api.http.openapi import OPENAI
-from api.http.state import pools_of
+from api.inference.pool_registry import pools_of
 from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 
 router = APIRouter(tags=[OPENAI])

@@ -3,10 +3,10 @@
 from functools import partial
 
 from api.errors import failed, openai
+from api.event_loop.feed import MAX_ITEMS, Change, Feed, MappedFeed
 from api.event_loop.offload import offload
 from api.json import to_json
 from api.openai.render import ChoicesRenderer
-from api.streams.feed import MAX_ITEMS, Change, Feed, MappedFeed
 
 NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""

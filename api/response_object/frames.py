@@ -4,14 +4,14 @@ sequence number.
 
 from collections.abc import Sequence
 
-from api.http.headers import total_headers
-from api.http.respond import AnswerRenderer
-from api.http.whole import Whole
+from api.event_loop.feed import MAX_ITEMS, Feed
+from api.inference.headers import total_headers
+from api.inference.respond import AnswerRenderer
 from api.json import to_json
 from api.response_object.items import Event
 from api.response_object.response import ResponseObjectRenderer
-from api.streams.feed import MAX_ITEMS, Feed
 from api.streams.stream import Stream
+from api.streams.whole import Whole
 from common.messages.answer import HttpAnswer
 
 

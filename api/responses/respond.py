@@ -6,9 +6,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.headers import prompt_headers
-from api.http.respond import new_answer, submit_and_respond
+from api.inference.headers import prompt_headers
 from api.inference.pool import Pool
+from api.inference.respond import new_answer, submit_and_respond
 from api.json import to_json
 from api.openai.chat_params import ChatParams
 from api.response_object.frames import RENDERER

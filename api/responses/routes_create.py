@@ -6,7 +6,7 @@ from starlette.responses import Response
 from api.event_loop.offload import offload
 from api.http.openapi import OPENAI, event_stream, generation_body
 from api.http.request_id import request_id
-from api.http.state import pool_and_body
+from api.inference.pool_registry import pool_and_body
 from api.inference.validate import validate
 from api.openai.chat_params import CHARS_OF_MESSAGE
 from api.openai.response_schemas import ERROR_RESPONSES

@@ -3,11 +3,13 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.errors import ApiError, cut, invalid, quoted
+from api.event_loop.feed import FeedBehind
 from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream
-from api.http.sse import HEADERS, TokenStream
+from api.http.sse import HEADERS
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.response_object.frames import ResponseFrames
@@ -20,6 +22,7 @@ from api.responses.response_schemas import (
 )
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
 from api.resume import attach
+from api.streams.token_stream import TokenStream
 
 ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 403, 500, 503)}
 ERRORS |= error_responses(OpenAIError, {404: "There is no such response, or it belongs to another API key"})
@@ -67,8 +70,8 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        frames = [frame async for new in ResponseFrames(answer, [stream]) for frame in new]
-        return Response(b"".join(frames[num_seen:]), 200, HEADERS)
+        rest = FeedBehind(ResponseFrames(answer, [stream]), num_seen)
+        return EventSourceResponse((frame async for new in rest for frame in new), headers=HEADERS, sep="\n")
     try:
         streams, behind = await attach.read_behind(pool, answer, channel, num_seen)
     except ApiError as error:

@@ -9,9 +9,8 @@ from starlette.requests import Request
 
 from api.errors import asking_broker
 from api.http.resume_terms import owner_of
-from api.http.state import pools_of
 from api.inference.pool import Pool
-from api.inference.pool_registry import PoolRegistry
+from api.inference.pool_registry import PoolRegistry, pools_of
 from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from api.answer import address, keep_as_asked
 from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
-from api.http.respond import AnswerRenderer
+from api.event_loop.feed import Feed, FeedBehind
 from api.inference.pool import Pool
+from api.inference.respond import AnswerRenderer
 from api.openai import respond
 from api.response_object import frames as response_frames
-from api.streams.feed import Feed, FeedBehind
 from api.streams.fill import Filler
 from api.streams.offers import supersede
 from api.streams.sources import Sources

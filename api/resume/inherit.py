@@ -12,18 +12,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, asking_broker
-from api.heir.answer_socket import CYCLE
+from api.event_loop.feed import FeedBehind
 from api.heir.heir import INHERITED
 from api.http.error_handlers import error_response
-from api.http.sse import TokenStream
-from api.http.whole import respond_with_whole
+from api.http.raw_send import CYCLE
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.admitted import find
 from api.retry import PAUSE_S, attempt
-from api.streams.feed import FeedBehind
 from api.streams.stream import Stream
+from api.streams.token_stream import TokenStream
+from api.streams.whole import respond_with_whole
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode
 from common.messages.kept_answer import KeptAnswer, KeptRequests

@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from api.errors import invalid, quoted
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
-from api.http.sse import TokenStream
 from api.resume import attach
 from api.resume.admitted import find_own
+from api.streams.token_stream import TokenStream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 ORDINAL = re.compile(r"[0-9]{1,9}")

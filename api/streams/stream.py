@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from api.streams.feed import Change
+from api.event_loop.feed import Change
 from api.streams.late_text import LateText
 from api.streams.lineage import Lineage
 from api.streams.scored_prompt import ScoredPrompt

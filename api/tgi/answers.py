@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from api.http.headers import time_headers, total_headers
-from api.http.respond import AnswerRenderer
+from api.event_loop.feed import Feed
 from api.http.sse import sse_frames
-from api.http.whole import Whole
+from api.inference.headers import time_headers, total_headers
+from api.inference.respond import AnswerRenderer
 from api.json import to_json
-from api.streams.feed import Feed
 from api.streams.stream import Stream
+from api.streams.whole import Whole
 from api.tgi.best_of import rank_by_logprob
 from api.tgi.render import StreamBodies, render_response
 from common.messages.answer import HttpAnswer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.errors import ApiError, failed, tgi
+from api.event_loop.feed import MAX_ITEMS, Feed
 from api.json import to_json
-from api.streams.feed import MAX_ITEMS, Feed
 from api.streams.stream import Stream
 
 

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from api.http import body
 from api.http.openapi import TGI, event_stream, generation_body
-from api.http.respond import new_answer, submit_and_respond
-from api.http.state import own_pool
+from api.inference.pool_registry import own_pool
+from api.inference.respond import new_answer, submit_and_respond
 from api.inference.validate import validate
 from api.tgi import best_of
 from api.tgi.answers import RENDERER

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.errors import unavailable
 from api.http.openapi import TGI, error_responses
-from api.http.state import own_pool
+from api.inference.pool_registry import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ErrorResponse, Info
 

@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from api.http import body
 from api.http.openapi import TGI, generation_body
-from api.http.state import own_pool
+from api.inference.pool_registry import own_pool
 from api.openai.routes_chat import chat_completions
 from api.openai.routes_completions import completions
 from api.tgi.request_schemas import CompatGenerateRequest

@@ -10,7 +10,7 @@ from api.event_loop.offload import offload
 from api.event_loop.text_budget import utf8_size
 from api.http import body
 from api.http.openapi import TGI, json_body
-from api.http.state import own_pool, pool_and_body
+from api.inference.pool_registry import own_pool, pool_and_body
 from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
 from api.prompt_text.control_texts import Rendered

@@ -14,13 +14,13 @@ from api.event_loop.offload import offload
 from api.event_loop.pace import Pace
 from api.http import body
 from api.http.openapi import TGI, generation_body
-from api.http.respond import new_answer, submit_and_respond
 from api.http.resume_terms import read_terms
-from api.http.state import own_pool, pools_of
 from api.inference.fields import Listed, Strict
 from api.inference.limits import Limits
 from api.inference.params import GenerationParams
 from api.inference.pool import Pool
+from api.inference.pool_registry import own_pool, pools_of
+from api.inference.respond import new_answer, submit_and_respond
 from api.inference.validate import validate
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from api.errors import invalid, quoted
 from api.http import body
 from api.http.openapi import OPENAI, json_body
-from api.http.state import pools_of
+from api.inference.pool_registry import pools_of
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES
 from api.tokenizer import ModelTokenizer

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from api.event_loop.offload import offload
 from api.http.body import parse_body
-from api.http.state import pools_of
 from api.inference.pool import Pool
+from api.inference.pool_registry import pools_of
 from api.inference.validate import check
 from api.json import to_json
 from api.openai.chat_params import read_chat

@@ -13,10 +13,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.settings.compat import ALIASES, FLAG_ALIASES, IMPLIED, OPTIONS, SHORT, VARIABLE_ALIASES
 from common.settings.fields import SettingFields
 from common.settings.flag_parser import FlagParser, refuse_unknown
-from common.settings.option import ANY, GivenValue
+from common.settings.option import ANY, IMPLIED, OTHERS, GivenValue
 from common.settings.types import SettingError
 
 SECTIONS = {
@@ -30,7 +29,7 @@ SECTIONS = {
     "log_level": "Logging and metrics",
 }
 """The first field of each section of the help → the section's title."""
-OTHERS = "options of text-generation-inference and vLLM"
+OF_OTHERS = "options of text-generation-inference and vLLM"
 
 
 def read(
@@ -46,12 +45,12 @@ def read(
         name: name
         for name in (
             *SettingFields.model_fields,
-            *(option.name for option in OPTIONS.values() if option.variable),
+            *(option.name for option in OTHERS.options.values() if option.variable),
         )
     }
     given = {
         target: GivenValue(name, environ[name.upper()].strip())
-        for name, target in (VARIABLE_ALIASES | ALIASES | own).items()  # our own last: the last one wins
+        for name, target in (OTHERS.variables | own).items()  # our own last: the last one wins
         if environ.get(name.upper())
     }
     given |= read_flags(argv, prog, description) if argv else {}
@@ -67,7 +66,7 @@ def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[st
     refuse_unknown(unknown, parser, "; a model is the first word, or follows --model-id")
     given: dict[str, GivenValue] = {}
     for name, texts in vars(found).items():
-        target = (FLAG_ALIASES | ALIASES).get(name, name)
+        target = OTHERS.flags.get(name, name)
         if target in given:
             raise SettingError(
                 flag_of(name), f"means the same as {flag_of(given[target].name)}, which is given, too"
@@ -145,17 +144,18 @@ def is_list(name: str) -> bool:
 
 
 def is_switch(name: str) -> bool:
-    if name in OPTIONS:
-        return OPTIONS[name].kind is bool
+    if name in OTHERS.options:
+        return OTHERS.options[name].kind is bool
     return SettingFields.model_fields[name].annotation is bool
 
 
 def unheeded(argv: Sequence[str]) -> list[str]:
     """A line for each flag that is accepted whatever its value is, because it changes nothing here."""
+    options = [OTHERS.options[name] for name in read_flags(argv, prog="") if name in OTHERS.options]
     return [
-        f"{flag_of(name)} changes nothing: {OPTIONS[name].why}"
-        for name in read_flags(argv, prog="")
-        if name in OPTIONS and OPTIONS[name].accepts is ANY and OPTIONS[name].flag and name != "env"
+        f"{flag_of(option.name)} changes nothing: {option.why}"
+        for option in options
+        if option.accepts is ANY and option.flag and option.name != "env"
     ]
 
 
@@ -164,7 +164,7 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
     parser = FlagParser(
         prog=prog, usage="%(prog)s [--setting X …]", description=description, allow_abbrev=False
     )
-    parser.add_argument("--help-all", action="help", help=f"show this help and the {OTHERS}")
+    parser.add_argument("--help-all", action="help", help=f"show this help and the {OF_OTHERS}")
     texts = help_texts()
     for name, field in SettingFields.model_fields.items():
         if name in SECTIONS:
@@ -172,12 +172,12 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
         default = "" if field.default in (None, ()) else f", default {str(field.default).lower()}"
         nargs = "+" if is_list(name) else "?" if field.annotation is bool else None
         add(section, name, f"{texts[name]} [{name.upper()}{default}]", nargs)
-    others = parser.add_argument_group(f"Understood, too: {OTHERS}")
-    for option in OPTIONS.values():
+    others = parser.add_argument_group(f"Understood, too: {OF_OTHERS}")
+    for option in OTHERS.options.values():
         if option.flag:
             nargs = "?" if option.kind is bool else None
             add(others, option.name, option.outcome if everything else None, nargs)
-    for name, target in (ALIASES | FLAG_ALIASES).items():
+    for name, target in OTHERS.flags.items():
         nargs = "?" if is_switch(target) else None
         add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
     return parser
@@ -201,7 +201,7 @@ def help_texts() -> dict[str, str]:
 
 def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
     """Add a flag: `nargs` is "?" for a switch, "+" for a list, None for one value."""
-    names = [short for short, target in SHORT.items() if target == name] + [flag_of(name)]
+    names = [short for short, target in OTHERS.short.items() if target == name] + [flag_of(name)]
     values: dict[str, Any] = {"action": "extend" if nargs == "+" else "append", "nargs": nargs}
     values |= {"const": "true"} if nargs == "?" else {}
     text = argparse.SUPPRESS if help is None else help.replace("%", "%%")

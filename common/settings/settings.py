@@ -3,7 +3,7 @@
 A field `max_batch_size` is the variable `MAX_BATCH_SIZE` and the flag `--max-batch-size`; a flag wins over
 its variable, a variable over the default. Settings are frozen: what a process learns at run time (capacity,
 limits) travels in messages. Options of other servers that are no field here are answered in
-`common/settings/compat.py`.
+`common/settings/options.txt`.
 """
 
 import contextlib
@@ -12,9 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from common.settings import flags
-from common.settings.compat import OPTIONS
 from common.settings.fields import SettingFields
-from common.settings.option import check_option
+from common.settings.option import OTHERS, check_option
 from common.settings.sampling_defaults import read_overrides
 from common.settings.types import SettingError, one_line_errors
 
@@ -50,8 +49,8 @@ class Settings(SettingFields):
         with one_line_errors({name: value.name for name, value in given.items()}, texts):
             settings = cls.model_validate(texts)
         for name, value in given.items():
-            if name in OPTIONS:
-                check_option(OPTIONS[name], value, getattr(settings, OPTIONS[name].same_as, None))
+            if (option := OTHERS.options.get(name)) is not None:
+                check_option(option, value, getattr(settings, option.same_as, None))
         settings.check()
         return settings
 
@@ -137,7 +136,7 @@ class Settings(SettingFields):
         values = self.model_dump(exclude_none=True)
         values |= {
             option.name: values[option.same_as]
-            for option in OPTIONS.values()
+            for option in OTHERS.options.values()
             if option.same_as and option.variable
         }
         return {

@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
-from common.settings.compat import ALIASES, FLAG_ALIASES, OPTIONS
-from common.settings.option import ANY
+from common.settings.option import ANY, OTHERS
 from common.settings.settings import Settings
 from common.settings.table import tables
-from common.settings.tgi_options import TGI
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.source_tree import FILES
@@ -54,7 +52,7 @@ def test_the_table_of_settings_is_the_settings() -> None:
 
 def test_every_flag_mentioned_exists() -> None:
     fields = set(Settings.model_fields)
-    ours = {name.replace("_", "-") for name in (*fields, *ALIASES, *FLAG_ALIASES, *OPTIONS)}
+    ours = {name.replace("_", "-") for name in (*fields, *OTHERS.flags, *OTHERS.options)}
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
     assert named - ours - FLAGS_OF_OTHERS - FLAGS_OF_COMMANDS == set()
@@ -66,8 +64,8 @@ def test_the_options_of_tgi_that_may_be_refused_are_listed() -> None:
     assert listed is not None
     refused = {
         option.name
-        for option in TGI
-        if option.flag and option.accepts is not ANY and option.name != EVERY_VALUE
+        for option in OTHERS.options.values()
+        if option.flag and option.variable and option.accepts is not ANY and option.name != EVERY_VALUE
     }
     named = re.findall(r"`--([a-z-]+)`", listed[1])
     assert {name.replace("-", "_") for name in named} == refused
@@ -79,7 +77,7 @@ def test_flags_of_vllm_mean_what_the_table_says() -> None:
     )
     assert len(pairs) >= 8
     for theirs, ours in pairs:
-        assert FLAG_ALIASES[theirs.replace("-", "_")] == ours.replace("-", "_")
+        assert OTHERS.flags[theirs.replace("-", "_")] == ours.replace("-", "_")
 
 
 def test_the_glossary_names_what_exists() -> None:

@@ -1,9 +1,11 @@
 """Stored responses: retrieved, continued, followed, cancelled and deleted, at any gateway, by their owner."""
 
 import asyncio
+import logging
 from typing import Any
 
 import httpx
+import pytest
 
 from common.messages.packing import unpack_ids
 from deploy.serve.embedded_broker import Broker
@@ -173,16 +175,26 @@ async def test_a_response_belongs_to_a_key(broker: Broker) -> None:
         assert await get(client, whole["id"], headers=own) == whole
 
 
-async def test_a_client_that_leaves_cancels_its_response_which_stays(broker: Broker) -> None:
+async def test_a_client_that_leaves_cancels_its_response_which_stays(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
     async with answering(broker.url, LONG) as (worker, _, client):
         worker.step_s = 0.1
-        async with client.stream("POST", PATH, json=BODY | {"stream": True}) as response:
+        body = BODY | {"stream": True, "instructions": "Be terse today."}
+        async with client.stream("POST", PATH, json=body) as response:
             async for _ in response.aiter_raw():
                 break
             request_id = response.headers["x-request-id"]
         await wait_until(lambda: worker.seen and not worker.live)
         await asyncio.sleep(0)
-        assert (await ended(client, f"resp_{request_id}"))["status"] == "cancelled"
+        left = await ended(client, f"resp_{request_id}")
+        assert left["status"] == "cancelled"
+        events = read_events(await follow(client, left["id"]))
+        assert events[-1]["response"] == left and left["instructions"] == "Be terse today."
+        for after in (0, len(events) - 2, len(events) - 1):
+            assert read_events(await follow(client, left["id"], after)) == events[after + 1 :]
+    assert "terse" not in caplog.text
 
 
 async def test_a_stored_response_expires(broker: Broker) -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-from api.heir.answer_socket import CYCLE
-from api.http.raw_send import STATE_KEY, RawEventSourceResponse
-from api.streams.feed import MAX_ITEMS, Change, Feed
+from api.event_loop.feed import MAX_ITEMS, Change, Feed
+from api.http.raw_send import CYCLE, STATE_KEY, FeedResponse
 
 HIGH = 400
 """Bytes that a client may leave unread before its gateway pauses."""
@@ -88,7 +87,7 @@ def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
         on_response=lambda: None,
     )
     scope |= {"state": {STATE_KEY: cycle.send}, "extensions": {CYCLE: cycle}}
-    return asyncio.create_task(RawEventSourceResponse(frames, b": \n\n")(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
+    return asyncio.create_task(FeedResponse(frames, b": \n\n", {})(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
 
 
 async def turns(number: int) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.settings.compat import FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES
 from common.settings.flags import flag_parser
-from common.settings.option import ANY
+from common.settings.option import ANY, OTHERS, TABLE, read_rows
 from common.settings.settings import SettingError, Settings
 
 PATH = "/some/path"
@@ -133,8 +132,8 @@ def test_a_variable_without_a_flag_is_served(pair: str) -> None:
     name, _, value = pair.partition("=")
     assert name.lower() in {
         *Settings.model_fields,
-        *VARIABLE_ALIASES,
-        *(option.name for option in OPTIONS.values() if option.variable),
+        *OTHERS.variables,
+        *(option.name for option in OTHERS.options.values() if option.variable),
     }
     Settings.read([], {name: value})
 
@@ -229,16 +228,20 @@ def test_vllms_names_are_no_variables() -> None:
 
 
 def test_every_name_is_answered_once() -> None:
-    fields = set(Settings.model_fields)
-    assert not fields & set(OPTIONS)
-    assert not (fields | set(OPTIONS)) & (set(FLAG_ALIASES) | set(VARIABLE_ALIASES))
-    assert {*FLAG_ALIASES.values(), *VARIABLE_ALIASES.values(), *SHORT.values()} <= fields | set(OPTIONS)
-    assert all(option.same_as in fields | {""} for option in OPTIONS.values())
+    fields, options = set(Settings.model_fields), set(OTHERS.options)
+    assert not fields & options
+    assert not (fields | options) & {*OTHERS.flags, *OTHERS.variables}
+    meant = {*OTHERS.flags.values(), *OTHERS.variables.values(), *OTHERS.short.values()}
+    assert meant <= fields | options
+    rows = read_rows(TABLE.read_text(encoding="utf-8"))
+    names = [word.partition(":")[0] for _, words, *_ in rows for word in words.split()]
+    assert len(names) == len({*names})
+    assert all(option.same_as in fields | {""} for option in OTHERS.options.values())
 
 
 def test_the_help_says_what_becomes_of_each() -> None:
     text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
     assert "--max-image-fetch-size X accepted: no image is ever fetched" in text
     assert "--ngrok-edge X refused: tunnels are not built" in text
-    assert any(option.accepts is ANY for option in OPTIONS.values())
+    assert any(option.accepts is ANY for option in OTHERS.options.values())
     assert "--validation-workers X accepted: a gateway tokenizes" in text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from api.heir.tcp_info import bytes_written
+from api.http.tcp_info import bytes_written
 
 
 @pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 from api.errors import failed
 from api.event_loop.offload import offload
 from api.heir.answer_socket import flush_socket, socket_of
-from api.http.release import Release, keep_socket, release_all
 from api.http.unread import is_half_closed
+from api.streams.release import Release, keep_socket, release_all
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 from common.process.first_end import run_until_one_ends

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from api.streams.feed import Change, Feed, FeedBehind, MappedFeed
+from api.event_loop.feed import Change, Feed, FeedBehind, MappedFeed
 
 
 class Letters(Feed[str]):

@@ -7,16 +7,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.answer import describe_answer
-from api.http.headers import prompt_headers
+from api.event_loop.feed import Feed
 from api.http.request_id import request_id
 from api.http.resume_terms import read_terms
-from api.http.sse import TokenStream
-from api.http.whole import RenderWhole, respond_with_whole
+from api.inference.headers import prompt_headers
 from api.inference.metrics import ARRIVED_S
 from api.inference.pool import Pool
 from api.service.headers import on_terms
-from api.streams.feed import Feed
 from api.streams.stream import Stream
+from api.streams.token_stream import TokenStream
+from api.streams.whole import RenderWhole, respond_with_whole
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 
