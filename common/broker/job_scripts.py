@@ -1,4 +1,4 @@
-"""Scripts of jobs: one function for each Lua script of `common/scripts/jobs`."""
+"""Scripts of jobs: one function for each Lua script of `common/scripts/jobs.lua`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +20,7 @@ def register_job(keys: Keys, job_id: str, *, digest: str, channel: str, in_strea
         in_stream: whether the job's stream gets them, too.
     """
     return call_script(
-        "jobs/register_job",
+        "register_job",
         bytes.decode,
         keys={"job": keys.job(job_id), "reply": keys.reply(job_id)},
         args={
@@ -36,7 +36,7 @@ def register_job(keys: Keys, job_id: str, *, digest: str, channel: str, in_strea
 def claim_jobs(keys: Keys, *, group: str, dead: bytes, claimer: str, max_jobs: int) -> ScriptCall[list[str]]:
     """Claim the jobs of a dead gateway for another. The reply has the ids of their entries."""
     return call_script(
-        "jobs/claim_jobs",
+        "claim_jobs",
         decode_all,
         keys={"submit": keys.submit, "gateway": keys.gateway(dead.decode(errors="surrogateescape"))},
         args={"group": group, "dead": dead, "claimer": claimer, "max_jobs": max_jobs},
@@ -49,9 +49,7 @@ def cancel_job(keys: Keys, job_id: str, *, mark_ttl_ms: int) -> ScriptCall[int]:
     Args:
         mark_ttl_ms: how long the cancel of an unknown job is kept.
     """
-    return call_script(
-        "jobs/cancel_job", int, keys={"job": keys.job(job_id)}, args={"mark_ttl_ms": mark_ttl_ms}
-    )
+    return call_script("cancel_job", int, keys={"job": keys.job(job_id)}, args={"mark_ttl_ms": mark_ttl_ms})
 
 
 def reply(
@@ -78,7 +76,7 @@ def reply(
         num_heard: how many of the first frames the channel has heard already.
     """
     return call_script(
-        "jobs/reply",
+        "reply",
         int,
         keys={"job": keys.job(job_id), "reply": keys.reply(job_id), "result": keys.result(job_id)},
         more_keys=request_keys(keys, request_ids),

@@ -1,7 +1,9 @@
 """Lua: loads the scripts of `common/scripts`, and calls them with named keys and arguments.
 
-The comment at the top of a script names both, in order, and a call with other names is refused:
+A file holds several scripts, each after a line with its name. The comment at the top of a script names its
+keys and arguments, in order, and a call with other names is refused:
 
+    --- admit
     -- KEYS requests, places
     -- ARGV payload, max_requests, ...
 
@@ -21,8 +23,19 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 FOLDER = Path(__file__).parents[1] / "scripts"
+SECTION = re.compile(r"^--- ([\w/]+)\n", re.MULTILINE)
+
+
+def read_sections(text: str) -> dict[str, str]:
+    """Return the scripts of a file by name; each begins with the line `--- name`."""
+    _, *parts = SECTION.split(text)
+    return {name: script.rstrip("\n") + "\n" for name, script in zip(parts[::2], parts[1::2], strict=True)}
+
+
 SCRIPTS = {
-    path.relative_to(FOLDER).with_suffix("").as_posix(): path.read_text() for path in FOLDER.rglob("*.lua")
+    name: text
+    for path in sorted(FOLDER.glob("*.lua"))
+    for name, text in read_sections(path.read_text()).items()
 }
 """Texts by name, read when the process starts: a version that is installed while it runs may have scripts
 that do not take what this process sends.

@@ -192,7 +192,7 @@ def attach(
         inherited: number of the reader whose connection it has; None for a connection of its own.
     """
     return call_script(
-        "readers/attach",
+        "attach",
         read_attach_reply,
         keys={},
         more_keys=[keys.request(name) for name in request_ids],
@@ -211,7 +211,7 @@ def read_attach_reply(reply: list[Any]) -> AttachReply:
 def forget(keys: Keys, request_id: str, *, reader: int) -> ScriptCall[bool]:
     """Delete a request that was answered. False if it has another reader than this one."""
     return call_script(
-        "readers/forget",
+        "forget",
         bool,
         keys={"request": keys.request(request_id), "tokens": keys.tokens(request_id)},
         args={"reader": reader},
@@ -241,7 +241,7 @@ def read_requests(
 def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
     """Delete a stored response. False if it has not ended yet."""
     return call_script(
-        "responses/delete",
+        "delete_response",
         bool,
         keys={
             "request": keys.request(request_id),
@@ -255,7 +255,7 @@ def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
 def keep_response(keys: Keys, request_id: str, *, ttl_s: int, max_kept: int) -> ScriptCall[list[str]]:
     """Note a stored response. The reply names those that are to be deleted, as there are too many."""
     return call_script(
-        "responses/keep",
+        "keep_response",
         decode_all,
         keys={"responses": keys.responses},
         args={"request_id": request_id, "ttl_s": ttl_s, "max_kept": max_kept},

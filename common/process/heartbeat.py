@@ -1,6 +1,6 @@
 """Heartbeat: what a process reports about itself in Redis at an interval, for as long as it lives.
 
-Workers have one of their own, `worker_heartbeat.lua`, which a seal refuses.
+Workers have one of their own, the script `worker_heartbeat`, which a seal refuses.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Publisher: writes one flush (token log, report, events, terminals, spills) in one call of flush.lua."""
+"""Publisher: writes one flush (log, report, events, terminals, spills) in one call of the script `flush`."""
 
 import time
 from collections import defaultdict
@@ -26,7 +26,7 @@ SPILL_EVERY = 64
 trimmed: this bounds the log.
 """
 SPILLED, HOLE = 1, 0
-"""What flush.lua answers for a spill; any other number refuses it."""
+"""What the script `flush` answers for a spill; any other number refuses it."""
 
 
 class Sealed(Exception):
@@ -87,7 +87,7 @@ class Spill:
 
 @dataclass(slots=True)
 class Flush:
-    """One call of flush.lua; a repeated call changes nothing.
+    """One call of the script `flush`; a repeated call changes nothing.
 
     Attributes:
         messages: channel, payload of each; the log has the same.

@@ -1,3 +1,44 @@
+--- register_job
+-- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
+-- KEYS job, reply
+-- ARGV digest, ttl_ms, channel, in_stream, reply_ttl_ms
+-- `in_stream` is '1' where the stream `reply` gets the frames, too.
+-- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
+local kind = redis.call('TYPE', job).ok
+if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
+local known, last = unpack(redis.call('HMGET', job, 'digest', 'last'))
+if known and known ~= digest then return 'conflict' end
+if last then
+  if channel ~= '' then redis.call('PUBLISH', channel, last) end
+  if in_stream == '1' and redis.call('EXISTS', reply) == 0 then
+    redis.call('XADD', reply, '1-0', 'frame', last)
+    redis.call('PEXPIRE', reply, reply_ttl_ms)
+  end
+  return 'ended'
+end
+redis.call('HSET', job, 'digest', digest)
+redis.call('PEXPIRE', job, ttl_ms)
+return 'live'
+
+--- claim_jobs
+-- Claim the jobs of a gateway without a heartbeat, or that its launcher says has died. A consumer that holds
+-- none is deleted.
+-- KEYS submit, gateway
+-- ARGV group, dead, claimer, max_jobs
+-- `gateway`: the hash of the dead gateway. `dead`, `claimer`: its name, and that of the claiming gateway.
+-- Returns the ids of the entries claimed.
+if redis.call('EXISTS', gateway) == 1 and redis.call('HGET', gateway, 'state') ~= 'died' then return {} end
+local pending = redis.call('XPENDING', submit, group, '-', '+', max_jobs, dead)
+if #pending == 0 then
+  redis.call('XGROUP', 'DELCONSUMER', submit, group, dead)
+  return {}
+end
+local claim = {'XCLAIM', submit, group, claimer, 0}
+for _, entry in ipairs(pending) do claim[#claim + 1] = entry[1] end
+claim[#claim + 1] = 'JUSTID'
+return redis.call(unpack(claim))
+
+--- reply
 -- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once.
 -- KEYS job, reply, result, ...
 -- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, ...
@@ -55,3 +96,15 @@ end
 if redis.call('HEXISTS', job, 'last') == 0 then redis.call('PEXPIRE', job, job_ttl_ms) end
 if max_entries ~= '0' then redis.call('PEXPIRE', reply, ttl_ms) end
 return num_new
+
+--- cancel_job
+-- Cancel a job. One that is not known yet is marked, as its entry may still come.
+-- KEYS job
+-- ARGV mark_ttl_ms
+-- Returns as how many requests it was admitted, or -1 when it has ended or the key has another type.
+local kind = redis.call('TYPE', job).ok
+if kind ~= 'hash' and kind ~= 'none' then return -1 end
+if redis.call('HEXISTS', job, 'last') == 1 then return -1 end
+redis.call('HSET', job, 'cancel', 1)
+if kind == 'none' then redis.call('PEXPIRE', job, mark_ttl_ms) end
+return tonumber(redis.call('HGET', job, 'choices') or '0')

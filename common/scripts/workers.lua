@@ -1,3 +1,19 @@
+--- create_logs
+-- Create log and reports of an incarnation.
+-- KEYS log, reports
+-- ARGV owner, ttl_ms
+-- `owner`: a random name of the process.
+-- Returns 1, also when the owner repeats the call, or 0 when another process has created them: two of them
+-- have one incarnation.
+local first = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1]
+if first then return first[2][1] == 'open' and first[2][2] == owner and 1 or 0 end
+for _, stream in ipairs({log, reports}) do
+  redis.call('XADD', stream, '0-1', 'open', owner)
+  redis.call('PEXPIRE', stream, ttl_ms)
+end
+return 1
+
+--- flush
 -- needs: lib/sealed, lib/terminal, lib/spill, lib/holds
 -- Flush of a worker: append to log and reports, and only then publish.
 -- A sealed or missing log refuses all of it, and so do streams to which somebody else has written, and a log
@@ -74,3 +90,48 @@ for _ = 1, tonumber(num_spills) do
 end
 if all_spilled and mode == 'trim' then redis.call('XTRIM', log, 'MINID', id) end
 return answer
+
+--- worker_heartbeat
+-- needs: lib/now, lib/sealed
+-- Heartbeat of a worker. The batcher is notified of its first, and when it begins to drain.
+-- KEYS worker, workers, log, reports, plans, control
+-- ARGV incarnation, ttl_ms, streams_ttl_ms, state, step, capacity, ...
+-- More arguments: field, value of the hash.
+-- Returns 'OK', or 'DRAIN' once it was asked to leave, or 'SEALED' or 'MISSING': then it is a worker no more.
+local refusal = sealed_or_missing(log)
+if refusal then return refusal end
+local is_draining = state == 'draining' and redis.call('HGET', worker, 'state') ~= 'draining'
+redis.call('HSET', worker, 'state', state, 'step', step, 'capacity', capacity, unpack(ARGV, first_arg))
+redis.call('PEXPIRE', worker, ttl_ms)
+local is_new = redis.call('ZADD', workers, now_ms(), incarnation) == 1
+if is_new or is_draining then redis.call('XADD', control, '*', 'worker_ready', incarnation) end
+for _, key in ipairs({workers, log, reports, plans}) do redis.call('PEXPIRE', key, streams_ttl_ms) end
+return redis.call('HEXISTS', worker, 'drain') == 1 and 'DRAIN' or 'OK'
+
+--- drain
+-- Ask a worker to drain: it learns so with its next heartbeat. A repeated call changes nothing.
+-- KEYS worker
+-- Returns {its state, its number of rows}, or nothing when there is no such worker.
+if redis.call('EXISTS', worker) == 0 then return false end
+redis.call('HSET', worker, 'drain', 1)
+return redis.call('HMGET', worker, 'state', 'rows')
+
+--- seal
+-- needs: lib/sealed
+-- Seal an incarnation: its heartbeat is deleted, and nothing can be appended to its streams any more.
+-- It stands in the set `sealed` until a batcher has removed it.
+-- KEYS log, reports, worker, workers, sealed
+-- ARGV incarnation, why, ttl_ms
+-- `why`: 'died', 'drained' or 'unreadable'. `ttl_ms`: of the set.
+-- Returns 1, or 0 when its log does not exist.
+redis.call('DEL', worker)
+redis.call('ZREM', workers, incarnation)
+if sealed_or_missing(log) == 'MISSING' then return 0 end
+for _, stream in ipairs({log, reports}) do
+  if sealed_or_missing(stream) ~= 'SEALED' then
+    redis.call('XADD', stream, SEAL, 'sealed', incarnation, 'why', why)
+  end
+end
+redis.call('SADD', sealed, incarnation)
+redis.call('PEXPIRE', sealed, ttl_ms)
+return 1

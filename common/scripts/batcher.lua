@@ -1,0 +1,153 @@
+--- lease
+-- Take, renew or release the lease of the active batcher.
+-- KEYS batcher, epoch, clock
+-- ARGV holder, ttl_ms, own_epoch, clock_ms
+-- `ttl_ms` 0 releases the lease. `own_epoch` is '' for one who takes it. The holder sets the clock to
+-- `clock_ms`; one who takes the lease says '', or where the clock has stopped, which takes it from a holder
+-- that is gone.
+-- Returns the epoch, or '' when another holds the lease or a newer epoch has begun; and the server's id.
+local server = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+local other, last = redis.call('GET', batcher), redis.call('GET', epoch)
+if other and other ~= holder then
+  if own_epoch ~= '' or clock_ms == '' or redis.call('GET', clock) ~= clock_ms then return {'', server} end
+end
+if ttl_ms == '0' then
+  redis.call('DEL', batcher)
+  return {'', server}
+end
+if own_epoch == '' then
+  local now = redis.call('TIME')
+  own_epoch = string.format('%.0f', now[1] * 1000000 + now[2])
+  if last and tonumber(last) >= tonumber(own_epoch) then
+    own_epoch = string.format('%.0f', tonumber(last) + 1)
+  end
+  redis.call('SET', epoch, own_epoch)
+  redis.call('INCR', clock) -- it goes on: others that saw it stopped do not take the lease from this one
+elseif last ~= own_epoch then
+  return {'', server}
+else
+  redis.call('SET', clock, clock_ms)
+end
+redis.call('SET', batcher, holder, 'PX', ttl_ms)
+return {own_epoch, server}
+
+--- publish_plan
+-- needs: lib/fenced, lib/sealed
+-- Publish a plan, and set the worker of the rows that start with it: all of it, or nothing.
+-- KEYS plans, log, epoch, ...
+-- ARGV plan_id, payload, oldest, ttl_ms, worker, ...
+-- `oldest` plan id to keep. More keys: request of each row that starts. More arguments: attempt, base,
+-- num_cached of each.
+-- Returns {'OK'}, {'MISSING'}, {'SEALED'}, {'FENCED'}, {'GAP'}: the plan before it is not written, or
+-- {'refused', n, ...}: rows, counted from 1, that are cancelled or have ended.
+local function parse(id)
+  local epoch, number = string.match(id, '^(%d+)-(%d+)$')
+  return tonumber(epoch), tonumber(number)
+end
+local own_epoch, number = parse(plan_id)
+if fenced(epoch, own_epoch) then return {'FENCED', 'a newer epoch has begun'} end
+local refusal = sealed_or_missing(log)
+if refusal then return {refusal} end
+local found = redis.call('XRANGE', plans, plan_id, plan_id)[1]
+-- this plan, written before; or an entry of somebody else, which only a later epoch gets past
+if found then return {found[2][2] == payload and 'OK' or 'FENCED'} end
+local last = redis.call('XREVRANGE', plans, '+', '-', 'COUNT', 1)[1]
+if last and number > 1 then
+  local last_epoch, last_number = parse(last[1])
+  if last_epoch < own_epoch or (last_epoch == own_epoch and last_number < number - 1) then return {'GAP'} end
+end
+local refused = {'refused'}
+for i = first_key, #KEYS do
+  local request = redis.pcall('HMGET', KEYS[i], 'digest', 'terminal', 'cancel')
+  if request.err or not request[1] or request[2] or request[3] then
+    refused[#refused + 1] = i - first_key + 1
+  end
+end
+if #refused > 1 then return refused end
+local added = redis.pcall('XADD', plans, 'MINID', oldest, plan_id, 'plan', payload)
+if type(added) == 'table' and added.err then return {'FENCED', added.err} end
+redis.call('PEXPIRE', plans, ttl_ms)
+local arg = first_arg
+for i = first_key, #KEYS do
+  local attempt, base, num_cached = ARGV[arg], ARGV[arg + 1], ARGV[arg + 2]
+  arg = arg + 3
+  redis.call('HSET', KEYS[i], 'worker', worker, 'attempt', attempt, 'base', base)
+  -- of the run that makes the first token: later ones compute a prompt that the client has been told of
+  if base == '0' then redis.call('HSET', KEYS[i], 'cached', num_cached) end
+end
+return {'OK'}
+
+--- dequeue
+-- needs: lib/places
+-- Remove the entry of an ended request from the queue: its place is free. Its tokens stay with its hash.
+-- KEYS requests, places, tokens, request
+-- ARGV entry_id
+-- Returns 1, or 0 when the request has not ended: the worker that said so was not the one to say it.
+local is_known = redis.call('TYPE', request).ok == 'hash'
+if is_known and redis.call('HEXISTS', request, 'terminal') == 0 then return 0 end
+return_place(requests, places, entry_id)
+if not is_known then redis.call('DEL', tokens) end
+return 1
+
+--- finish
+-- needs: lib/terminal
+-- Publish the batcher's terminal of a request that no worker holds.
+-- KEYS request, tokens
+-- ARGV reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
+-- Returns 1, or 0 when it has ended already.
+local is_first = finish(
+  request, tokens, reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
+)
+return is_first and 1 or 0
+
+--- save_committed
+-- needs: lib/fenced, lib/spill
+-- Save what the log of a worker has of requests that it holds no more. Where it still stands for the holder,
+-- no worker does afterwards, and the crash count is stored: so a death is counted once. A request that has
+-- another attempt than when it was read is left alone: its gateway has offered what it showed meanwhile.
+-- KEYS epoch, ...
+-- ARGV own_epoch, ttl_ms, ...
+-- More keys: request, tokens of each. More arguments: worker, attempt, crash_count, offset, records of each.
+-- Returns 'OK' or 'FENCED'.
+if fenced(epoch, own_epoch) then return 'FENCED' end
+local arg = first_arg
+for key = first_key, #KEYS, 2 do
+  local request, tokens = KEYS[key], KEYS[key + 1]
+  local worker, attempt, crash_count, offset, records = unpack(ARGV, arg, arg + 4)
+  arg = arg + 5
+  local is_live = redis.call('TYPE', request).ok == 'hash' and redis.call('HEXISTS', request, 'terminal') == 0
+  if is_live and (redis.call('HGET', request, 'attempt') or '0') == attempt then
+    if redis.call('HGET', request, 'worker') == worker then
+      redis.call('HSET', request, 'worker', '', 'crash_count', crash_count)
+    end
+    local width = tonumber(redis.call('HGET', request, 'width') or '1')
+    spill(tokens, tonumber(offset), records, ttl_ms, width)
+  end
+end
+return 'OK'
+
+--- heartbeat
+-- needs: lib/heartbeat
+-- Heartbeat of a process that is no worker.
+-- KEYS process, processes
+-- ARGV member, ttl_ms, ...
+-- `process`: its hash. `member`: kind:name. More arguments: field, value of the hash.
+return write_heartbeat(process, processes, member, ttl_ms, {unpack(ARGV, first_arg)})
+
+--- publish_state
+-- needs: lib/heartbeat
+-- What the active batcher tells at an interval: the counts of its scheduler, that its pool is in use, and its
+-- heartbeat. Messages of `control` that it has handled are trimmed.
+-- KEYS control, state, pools, process, processes
+-- ARGV oldest, state_ttl_ms, pool, pool_ttl_s, num_counts, member, ttl_ms, ...
+-- `oldest` message to keep; `pool_ttl_s` is '' while no pool is removed; `process`, `member`, `ttl_ms` as in
+-- `heartbeat`. More arguments: name, number of each of the counts, then field, value of the heartbeat.
+local first_field = first_arg + 2 * num_counts
+local counts, fields = {unpack(ARGV, first_arg, first_field - 1)}, {unpack(ARGV, first_field)}
+local now_s = write_heartbeat(process, processes, member, ttl_ms, fields) / 1000
+redis.call('XTRIM', control, 'MINID', '~', oldest)
+redis.call('HSET', state, unpack(counts))
+redis.call('PEXPIRE', state, state_ttl_ms)
+redis.call('ZADD', pools, now_s, pool)
+if pool_ttl_s ~= '' then redis.call('ZREMRANGEBYSCORE', pools, 0, now_s - pool_ttl_s) end
+return 1

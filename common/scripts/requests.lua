@@ -1,0 +1,269 @@
+--- admit
+-- needs: lib/places
+-- Admit a request if there is room for it: append one entry to the queue.
+-- A class counts itself and the more urgent ones, so the others never take its room. Where several tenants of
+-- a class have asked within the last half minute, none has more than its share, by weight, of what the more
+-- urgent classes leave.
+-- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
+-- KEYS requests, places, request, clock, tenants
+-- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer, class, tenant,
+--      weight, num_prompt
+-- `tenants` of the class; `weight` of the tenant; `max_tokens` may be ''. `width`: records of a token.
+-- `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
+-- A prompt of more tokens than may wait is admitted when no other waits.
+-- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant',
+-- what was counted, ms until there may be room}.
+local known = redis.call('HGET', request, 'digest')
+if known then return {known == digest and 'attached' or 'conflict'} end
+max_requests, num_prompt = tonumber(max_requests), tonumber(num_prompt)
+local WINDOW_MS = 30000
+local asked_ms = now_ms()
+local weights_field = 'weights:' .. class
+
+local function weight_of(members)
+  local sum = 0
+  for _, member in ipairs(members) do sum = sum + tonumber(string.match(member, '^%S+')) end
+  return sum
+end
+
+-- The sum of weights is kept, as long as the places are: of 10,000 tenants it would take milliseconds each
+-- time.
+local function add_weights(sum)
+  if sum ~= 0 and redis.call('HEXISTS', places, weights_field) == 1 then
+    redis.call('HINCRBYFLOAT', places, weights_field, sum)
+  end
+end
+
+-- A broker without memory refuses a script at its first write only, and only one that may take memory.
+add_weights(redis.call('ZADD', tenants, asked_ms, weight .. ' ' .. tenant) * tonumber(weight))
+add_weights(-weight_of(redis.call('ZRANGEBYSCORE', tenants, '-inf', asked_ms - WINDOW_MS)))
+redis.call('ZREMRANGEBYSCORE', tenants, '-inf', asked_ms - WINDOW_MS)
+redis.call('PEXPIRE', tenants, WINDOW_MS)
+local num_tenants = redis.call('ZCARD', tenants)
+-- Tenants may have expired with their key, and the places not.
+if num_tenants == 1 then redis.call('HDEL', places, weights_field) end
+if redis.call('XLEN', requests) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
+  count_places(requests, places)
+end
+
+local function held(what)
+  local sum, above = 0, 0
+  for index = 1, CLASS_INDEX[class] do
+    above = sum
+    sum = sum + tonumber(redis.call('HGET', places, what .. ':' .. CLASSES[index]) or '0')
+  end
+  return sum, above
+end
+
+local function refuse(why, count, excess)
+  local interval_ms = tonumber(redis.call('HGET', places, 'interval_ms') or '1000')
+  return {why, count, math.ceil(excess * interval_ms)}
+end
+
+local count, above = held('requests')
+if count >= max_requests then return refuse('requests', count, count - max_requests + 1) end
+local total_tokens, total_bytes = held('tokens'), held('bytes')
+if max_tokens ~= '' and total_tokens > 0 and total_tokens + num_prompt > tonumber(max_tokens) then
+  return refuse('tokens', total_tokens, 1)
+end
+if total_bytes + #payload > tonumber(max_bytes) then return refuse('bytes', total_bytes, 1) end
+local own = tonumber(redis.call('HGET', places, 'tenant:' .. class .. ':' .. tenant) or '0')
+if own > 0 and num_tenants > 1 then -- each may have one
+  local weights = redis.call('HGET', places, weights_field)
+  if not weights then
+    weights = weight_of(redis.call('ZRANGE', tenants, 0, -1))
+    redis.call('HSET', places, weights_field, weights)
+  end
+  local share = math.max(1, math.floor((max_requests - above) * tonumber(weight) / tonumber(weights)))
+  if own >= share then return refuse('tenant', own, own - share + 1) end
+end
+
+local id = take_place(requests, places, payload, redis.call('GET', clock), class, num_prompt, tenant)
+redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,
+  'attempt', 0, 'base', 0, 'crash_count', 0, 'width', width)
+if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
+return {'admitted', id}
+
+--- offer
+-- needs: lib/places, lib/spill
+-- Offer a request as its gateway knows it: what was shown to a client is a fact, whatever the broker has
+-- lost. A request that is gone, and with `reopen` one that ended with other tokens, is queued again, behind
+-- its tokens. A run that began before the last of them, and did not make them, is void: its attempt is over,
+-- and the batcher is told.
+-- KEYS request, tokens, requests, places, clock, control
+-- ARGV payload, digest, channel, gateway, width, made_by, made_in, num_tokens, records, prompt_records,
+--      num_cached, ttl_ms, resume, reopen, answer, reader, connection, class, num_prompt, tenant
+-- `width`: records of a token. `made_by`, `made_in`: worker and attempt that made the last token.
+-- `records` of the tokens, kept for `ttl_ms`; `prompt_records` and `num_cached`, of the prompt, may be ''.
+-- `resume`: the message to the batcher. `reopen` is '1' or ''. `answer` that this request begins, or ''.
+-- `reader`, `connection`: numbers of the reader, and of the one on whose connection it is written.
+-- `num_prompt`: tokens of its prompt.
+-- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
+-- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
+-- longer count.
+width, made_in = tonumber(width), tonumber(made_in)
+num_tokens, reader = tonumber(num_tokens), tonumber(reader)
+local kind = redis.call('TYPE', request).ok
+if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
+local fields = redis.call('HMGET', request, 'digest', 'worker', 'attempt', 'base', 'terminal')
+local known, worker, last, base, terminal = unpack(fields)
+if known and known ~= digest then return {'foreign'} end
+local newest = tonumber(redis.call('HGET', request, 'reader') or '0')
+if reader < newest then return {'superseded'} end -- what that one was shown counts
+if reader > newest then -- the broker has lost that it came
+  redis.call('HSET', request, 'reader', reader, 'connection', connection, 'gateway', gateway)
+end
+if terminal and reopen ~= '1' then return {'ended'} end
+
+local function set_tokens()
+  redis.call('DEL', tokens)
+  if records ~= '' then redis.call('SET', tokens, records, 'PX', ttl_ms) end
+end
+
+if not known or terminal then
+  local attempt = math.max(made_in, tonumber(last or '0'))
+  local shown_ms = redis.call('GET', clock)
+  local id = take_place(requests, places, payload, shown_ms, class, tonumber(num_prompt), tenant)
+  redis.call('HDEL', request, 'terminal', 'num_tokens', 'error', 'error_type')
+  redis.call('PERSIST', request)
+  redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,
+    'worker', terminal and '' or made_by, 'attempt', attempt, 'base', num_tokens, 'crash_count', 0,
+    'width', width)
+  if prompt_records ~= '' then redis.call('HSET', request, 'prompt', prompt_records) end
+  if num_cached ~= '' then redis.call('HSET', request, 'cached', num_cached) end
+  if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
+  set_tokens()
+  return {'queued', attempt}
+end
+
+if prompt_records ~= '' then redis.call('HSETNX', request, 'prompt', prompt_records) end
+if num_cached ~= '' then redis.call('HSETNX', request, 'cached', num_cached) end
+if records == '' then return {'kept'} end
+worker, last, base = worker or '', tonumber(last or '0'), tonumber(base or '0')
+local had_all = redis.call('TYPE', tokens).ok == 'string' and redis.call('STRLEN', tokens) >= #records
+local differs = spill(tokens, 0, records, ttl_ms, width) == -1
+if differs then set_tokens() end
+if last < made_in and not differs then -- the broker has lost where it was placed
+  redis.call('HSET', request, 'worker', made_by, 'attempt', made_in, 'base', num_tokens)
+  return {'kept'}
+end
+local is_other_run = worker ~= made_by or last ~= made_in
+if differs or (is_other_run and base < num_tokens and not (worker == '' and had_all)) then
+  local attempt = math.max(last, made_in) + 1
+  redis.call('HSET', request, 'worker', '', 'attempt', attempt, 'base', num_tokens)
+  redis.call('XADD', control, '*', 'resume', resume)
+  return {'void', attempt}
+end
+return {'kept'}
+
+--- read_requests
+-- Read requests: some fields of each, and the tokens in its string. A key of another type is read as absent.
+-- KEYS ...
+-- ARGV which, num_fields, ...
+-- Keys: request, tokens of each. `which`: 'live' for the tokens of live requests alone, or 'all'.
+-- More arguments: the names of the fields; then for each request the first byte of its tokens, '' for none of
+-- them. Of one that has ended all are read.
+-- Returns for each request its fields, then its tokens.
+local first_offset = first_arg + num_fields
+
+local function read_tokens(request, tokens, offset)
+  local ended = redis.pcall('HEXISTS', request, 'terminal') == 1
+  if offset == '' or (ended and which == 'live') then return '' end
+  local records = redis.pcall('GETRANGE', tokens, ended and 0 or offset, -1)
+  return type(records) == 'string' and records or ''
+end
+
+local answer = {}
+for i = 1, #KEYS / 2 do
+  local request, tokens = KEYS[2 * i - 1], KEYS[2 * i]
+  local fields = redis.pcall('HMGET', request, unpack(ARGV, first_arg, first_offset - 1))
+  if fields.err then
+    fields = {}
+    for j = 1, tonumber(num_fields) do fields[j] = false end
+  end
+  fields[num_fields + 1] = read_tokens(request, tokens, ARGV[first_offset + i - 1])
+  answer[i] = fields
+end
+return answer
+
+--- cancel
+-- Cancel a request: a flag that `publish_plan` checks, and one message to the batcher, which trims what it
+-- read. The message is sent even without `request`: the batcher may know a request that the broker has lost.
+-- KEYS request, control
+-- ARGV payload, reader
+-- `reader`: the number of the reader that is gone, 0 for the first, or '' for a cancel whoever reads.
+-- Returns 1, or 0 when the request is not known, has its terminal or has another reader.
+local known = redis.call('TYPE', request).ok == 'hash'
+if known and redis.call('HEXISTS', request, 'terminal') == 1 then return 0 end
+if known and reader ~= '' and (redis.call('HGET', request, 'reader') or '0') ~= reader then return 0 end
+if known and redis.call('HSET', request, 'cancel', 1) == 0 then return 1 end
+redis.call('XADD', control, '*', 'cancel', payload)
+return known and 1 or 0
+
+--- attach
+-- Give all requests of an answer another reader: what its former readers say no longer counts.
+-- KEYS ...
+-- ARGV gateway, inherited
+-- Keys: the request of each choice. `inherited`: '' for a client that came back, or, where a connection is
+-- inherited, the number of the reader whose connection it was.
+-- Returns {'attached', number of the reader, digest of each request}, {'cancelled'}, {'gone'} when one of
+-- them is not known, or {'superseded'} when the client has another connection than the inherited one.
+local digests = {}
+for i = first_key, #KEYS do
+  if redis.call('TYPE', KEYS[i]).ok ~= 'hash' then return {'gone'} end
+  local state = redis.call('HMGET', KEYS[i], 'digest', 'cancel', 'terminal')
+  if not state[1] then return {'gone'} end
+  digests[i] = state[1]
+  if state[2] or state[3] == 'cancelled' then return {'cancelled'} end
+end
+if inherited ~= '' and (redis.call('HGET', KEYS[first_key], 'connection') or '0') ~= inherited then
+  return {'superseded'}
+end
+local reader = redis.call('HINCRBY', KEYS[first_key], 'reader', 1)
+if inherited == '' then redis.call('HSET', KEYS[first_key], 'connection', reader) end
+for i = first_key, #KEYS do
+  redis.call('HSET', KEYS[i], 'reader', reader)
+  -- a detached request belongs to no gateway
+  if redis.call('HGET', KEYS[i], 'gateway') ~= '' then redis.call('HSET', KEYS[i], 'gateway', gateway) end
+end
+return {'attached', reader, digests}
+
+--- forget
+-- Delete a request that was answered, unless it has another reader.
+-- KEYS request, tokens
+-- ARGV reader
+-- `reader`: its number, 0 for the first.
+-- Returns 1, or 0 when it has another reader.
+if redis.call('TYPE', request).ok == 'hash' and (redis.call('HGET', request, 'reader') or '0') ~= reader then
+  return 0
+end
+redis.call('DEL', request, tokens)
+return 1
+
+--- keep_response
+-- Note a stored response, and take the oldest out of the note while there are too many.
+-- KEYS responses
+-- ARGV request_id, ttl_s, max_kept
+-- Returns the ids of those that are to be deleted.
+local time = redis.call('TIME')
+local now_s = time[1] + time[2] / 1e6
+redis.call('ZREMRANGEBYSCORE', responses, '-inf', now_s)
+redis.call('ZADD', responses, now_s + tonumber(ttl_s), request_id)
+redis.call('EXPIRE', responses, ttl_s)
+local surplus = redis.call('ZCARD', responses) - tonumber(max_kept)
+if surplus <= 0 then return {} end
+local oldest = redis.call('ZRANGE', responses, 0, surplus - 1)
+redis.call('ZREMRANGEBYRANK', responses, 0, surplus - 1)
+return oldest
+
+--- delete_response
+-- Delete a stored response that has ended.
+-- KEYS request, tokens, responses
+-- ARGV request_id
+-- Returns 1, or 0 when it has not ended yet.
+if redis.call('TYPE', request).ok == 'hash' and redis.call('HEXISTS', request, 'terminal') == 0 then
+  return 0
+end
+redis.call('DEL', request, tokens)
+redis.call('ZREM', responses, request_id)
+return 1
