@@ -16,11 +16,10 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 from api.errors import ApiError, cut, invalid
 from api.event_loop.offload import LONG, offload
 from api.structured_output.check import error_of, is_space
-from api.structured_output.format_rules import Compiler
 from api.structured_output.lark import literal
 from api.structured_output.patterns import list_names
 from api.structured_output.schemas import WHITESPACE, all_schemas, close_objects, map_schemas
-from api.structured_output.structural_tag import source_of_tag
+from api.structured_output.structural_tag import Compiler, source_of_tag
 from api.structured_output.vocabulary import BYTES, Vocabulary
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -74,7 +73,7 @@ class CompiledGrammar:
 async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place.
 
-    `vocabulary` is the model's: structural tags name its tokens, and tags may be such.
+    `vocabulary` is the model's: tags may be its special tokens.
     """
     size = len(grammar.text)
     if size > MAX_GRAMMAR_BYTES:
@@ -114,7 +113,7 @@ def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
             compiler = Compiler(functools.partial(embedded_schema, grammar.whitespace), embedded_grammar)
-            return source_of_tag(json.loads(grammar.text), grammar.field, vocabulary, compiler)
+            return source_of_tag(grammar.text, grammar.field, vocabulary.special_tokens, compiler)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(lark_of(grammar.text))
 

@@ -7,8 +7,6 @@ from typing import Any
 
 TEXT = r"/(.|\n)*/"
 NOTHING = '""'
-Mark = str | int
-"""What ends a text: another text, which may have special tokens in it, or the id of a token."""
 
 
 class Lark:
@@ -37,19 +35,15 @@ class Lark:
 
     def mark(self, text: str) -> str:
         """A text that may be a special token."""
-        return token(self.special_ids[text]) if text in self.special_ids else literal(text)
+        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else literal(text)
 
-    def marked(self, mark: Mark) -> str:
-        """A text with marks in it that may be special tokens; nothing for the empty text. Or a token."""
-        return token(mark) if isinstance(mark, int) else " ".join(map(self.mark, self.pieces(mark)))
+    def marked(self, text: str) -> str:
+        """A text that may have special tokens in it; nothing for the empty text."""
+        return " ".join(map(self.mark, self.pieces(text)))
 
-    def any_marked(self, marks: Sequence[Mark]) -> str:
-        """One of the marks; nothing for none."""
-        return one_of(map(self.marked, marks)) if len(marks) > 1 else "".join(map(self.marked, marks))
-
-    def token_of(self, mark: Mark) -> int | None:
-        """The token with which a mark begins; None if it is text."""
-        return mark if isinstance(mark, int) else self.special_ids.get(next(iter(self.pieces(mark)), ""))
+    def any_marked(self, texts: Sequence[str]) -> str:
+        """One of the texts, which may have special tokens in them; nothing for none."""
+        return one_of(map(self.marked, texts)) if len(texts) > 1 else "".join(map(self.marked, texts))
 
     def pieces(self, text: str) -> list[str]:
         """A text, cut around the special tokens in it."""
@@ -72,19 +66,15 @@ class Lark:
         """A JSON value."""
         return self.rule(f"%json {json.dumps(schema)}")
 
-    def until(self, mark: Mark, pattern: str = TEXT) -> str:
-        """Any text, or one that matches a pattern, up to a mark, and the mark. Behind text, a special token
+    def until(self, mark: str, pattern: str = TEXT) -> str:
+        """Any text, or one that matches a pattern, up to a mark, and the mark. After text, a special token
         can only be a mark, or in one.
         """
-        if self.token_of(mark) is not None:
+        head, *tail = self.pieces(mark)
+        if head in self.special_ids:
             return f"{self.lexeme(pattern)} {self.marked(mark)}"
-        head, *tail = self.pieces(str(mark))
         before = self.lexeme(f"{pattern} {literal(head)}")
         return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
-
-
-def token(token_id: int) -> str:
-    return f"<[{token_id}]>"
 
 
 def without(pattern: str, parts: Iterable[str]) -> str:

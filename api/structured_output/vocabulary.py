@@ -3,8 +3,7 @@ checked.
 """
 
 import functools
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import llguidance
 
@@ -19,7 +18,6 @@ class Bytes:
     Attributes:
         size: all ids that a grammar may name are below it.
         special_tokens: ids of control tokens by their texts, which are no text to a grammar.
-        ending_ids: ids that end an answer.
     """
 
     bos_token_id = None
@@ -28,7 +26,6 @@ class Bytes:
     def __init__(self, size: int = NUM_BYTES) -> None:
         self.size = max(size, NUM_BYTES)
         self.eos_token_id = self.size
-        self.ending_ids = frozenset({self.size})
         self.special_token_ids = (self.size,)
         self.tokens = (
             *(bytes([i]) for i in range(NUM_BYTES)),
@@ -38,9 +35,6 @@ class Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
-
-    def id_of(self, text: str) -> int | None:
-        return ord(text) if len(text) == 1 and text.isascii() else None
 
 
 Vocabulary = ModelTokenizer | Bytes
@@ -54,10 +48,3 @@ def byte_vocabulary(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
     tokenizer = Bytes(size)
     wrapper = llguidance.TokenizerWrapper(tokenizer)
     return llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.size + 1, eos_token=[tokenizer.size])
-
-
-def ranges_without(size: int, excluded: Iterable[int]) -> str:
-    """All ids below `size` but these, as Lark names a set of tokens; "" for none."""
-    edges = [-1, *sorted({token_id for token_id in excluded if token_id < size}), size]
-    spans = [(low + 1, high - 1) for low, high in itertools.pairwise(edges) if low + 1 < high]
-    return f"<[{','.join(f'{low}-{high}' for low, high in spans)}]>" if spans else ""

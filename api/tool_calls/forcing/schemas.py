@@ -7,13 +7,13 @@ from typing import Any
 from api.errors import ApiError, invalid
 from api.structured_output.grammar import Grammar, as_compiled, compile_cached
 from api.structured_output.schemas import WHITESPACE
-from api.structured_output.tagged_values import DEFINITIONS
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.typed_text import referred
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
 """Keywords of schemas that say themselves which other properties there may be."""
+DEFINITIONS = ("$defs", "definitions")
 ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
 
 

@@ -55,7 +55,7 @@ def functions_between(name: str, open: str, close: str) -> CallFormat:
 HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
 MISTRAL_MARKS = (mistral.CALLS, mistral.CALL_ID, mistral.ARGS)
 PAIR = tagged.PAIR
-GLM_MARKS = (tagged.OPEN, tagged.CLOSE, PAIR.name, *PAIR.name_ends, PAIR.value, PAIR.end)
+GLM_MARKS = (tagged.OPEN, tagged.CLOSE, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end)
 
 CALL_FORMATS = {
     form.name: form

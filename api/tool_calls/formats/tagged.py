@@ -16,22 +16,22 @@ class ArgumentTags(NamedTuple):
     """What stands around the name of an argument and its value.
 
     Attributes:
-        name_ends: one of them stands behind the name.
-        value: stands behind that, and white space; "" if the value follows at once.
+        name_end: follows the name.
+        value: follows that, and white space; "" if the value follows at once.
         line: what divides tags and value besides, where the model writes it.
         untyped: the types of a parameter of which the schema says none.
     """
 
     name: str
-    name_ends: tuple[str, ...]
+    name_end: str
     value: str
     end: str
     line: str = ""
     untyped: frozenset[str] = frozenset()
 
 
-PARAMETER = ArgumentTags("<parameter=", (">",), "", "</parameter>", "\n", frozenset(["string"]))
-PAIR = ArgumentTags("<arg_key>", ("</arg_key>",), "<arg_value>", "</arg_value>")
+PARAMETER = ArgumentTags("<parameter=", ">", "", "</parameter>", "\n", frozenset(["string"]))
+PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
@@ -63,11 +63,10 @@ def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> 
         return False
     scanner.start_call(name)
     parameters = next((tool.parameters for tool in scanner.tools if tool.name == name), {})
-    [key_end] = tags.name_ends
     before = "{"
     awaited: tuple[str, ...] = (tags.name, end)
     while (yield from scanner.literal(tags.name)):
-        key = yield from scanner.until(key_end, MAX_NAME)
+        key = yield from scanner.until(tags.name_end, MAX_NAME)
         if key is None:
             if scanner.ended and len(scanner.text) - scanner.position <= MAX_NAME:
                 return False
