@@ -7,7 +7,7 @@ from typing import Any
 
 import llguidance
 
-from api.structured_output.vocabulary import byte_vocabulary
+from api.structured_output.check import can_begin
 
 MAX_MATCHES = 1024
 """Patterns of an object times its names: of more, none is tried."""
@@ -58,6 +58,4 @@ def begins(schema: Mapping[str, Any], text: str) -> bool:
     """Whether an object of a closed schema can begin with a text."""
     closed = json.dumps({"type": "object", **schema, "additionalProperties": False})
     source = llguidance.LLMatcher.grammar_from_json_schema(closed, overrides={"whitespace_pattern": ""})
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens)
+    return can_begin(source, text)

@@ -6,9 +6,10 @@ from typing import Any
 
 from api.structured_output.lark import Lark, listed, literal, one_of
 from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
-from api.tool_calls.formats import mistral, tgi
 from api.tool_calls.formats.llama_json import PYTHON_TAG
+from api.tool_calls.formats.mistral import ARGS, TOOL_CALLS
 from api.tool_calls.formats.sections import FENCE, SectionMarks
+from api.tool_calls.formats.tgi import TGI_FUNCTION, TGI_NAME
 
 
 def call_objects(lark: Lark, offer: Offer, arguments: str) -> list[str]:
@@ -33,20 +34,20 @@ def list_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
 
 
 def list_after(word: str, lark: Lark, offer: Offer) -> CallsRule:
-    """A list of calls behind a word, which begins them only with the list's bracket."""
+    """A list of calls after a word. The word begins calls only if the bracket of the list follows it."""
     calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
     return CallsRule(f"{word}[", f'{calls} "]"')
 
 
 def mistral_calls(lark: Lark, offer: Offer) -> CallsRule:
     """Models with the mark of arguments write names and arguments, others a list."""
-    if mistral.ARGS not in lark.special_ids:
-        return list_between(mistral.CALLS, "", lark, offer)
-    marked = lark.mark(mistral.ARGS)
+    if ARGS not in lark.special_ids:
+        return list_between(TOOL_CALLS, "", lark, offer)
+    marked = lark.mark(ARGS)
     calls = [f"{literal(tool.name)} {marked} {lark.json(schema)}" for tool, schema in offer.tools]
     one = lark.rule(one_of(calls))
-    more = f" ({lark.mark(mistral.CALLS)} {one})*" if offer.is_parallel else ""
-    return CallsRule(mistral.CALLS, one + more)
+    more = f" ({lark.mark(TOOL_CALLS)} {one})*" if offer.is_parallel else ""
+    return CallsRule(TOOL_CALLS, one + more)
 
 
 def llama_calls(lark: Lark, offer: Offer) -> CallsRule:
@@ -84,11 +85,11 @@ def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is
 def tgi_call(lark: Lark, offer: Offer) -> CallsRule:
     """One call, whose name is among its arguments."""
     calls = [lark.json(with_name(tool.name, schema)) for tool, schema in offer.tools]
-    return CallsRule("", f'"{{\\"{tgi.FUNCTION}\\": " {one_of(calls)} "}}"', "{")
+    return CallsRule("", f'"{{\\"{TGI_FUNCTION}\\": " {one_of(calls)} "}}"', "{")
 
 
 def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    named = {tgi.NAME: {"enum": [name]}}  # older drafts have no `const`
+    named = {TGI_NAME: {"enum": [name]}}  # older drafts have no `const`
     return {
         **schema,
         "properties": {**named, **schema.get("properties", {})},

@@ -9,7 +9,15 @@ from typing import Any
 from api.structured_output.lark import Lark, literal, one_of
 from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
 from api.tool_calls.forcing.schemas import DEFINITIONS, unsupported
-from api.tool_calls.formats import tagged
+from api.tool_calls.formats.tagged import (
+    END_FUNCTION,
+    END_TOOL_CALL,
+    FUNCTION,
+    PAIR,
+    PARAMETER,
+    TOOL_CALL,
+    ArgumentTags,
+)
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.scanner import NO_NAME
 from api.tool_calls.reading.typed_text import types_of
@@ -26,14 +34,14 @@ OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 
 def functions_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
     """Functions with their parameters in tags: Qwen3-Coder's."""
-    one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, tagged.PARAMETER))
-    tail = literal(f"{tagged.END_FUNCTION}\n")
+    one = call_of_any(lark, offer, FUNCTION, ">\n", partial(arguments_of, lark, PARAMETER))
+    tail = literal(f"{END_FUNCTION}\n")
     return calls_between(lark, offer, open, f'"\\n" {one} {tail}', close)
 
 
 def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
-    call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, tagged.PAIR))
-    return calls_between(lark, offer, tagged.OPEN, call, tagged.CLOSE)
+    call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, PAIR))
+    return calls_between(lark, offer, TOOL_CALL, call, END_TOOL_CALL)
 
 
 def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Arguments) -> str:
@@ -45,7 +53,7 @@ def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Ar
     )
 
 
-def arguments_of(lark: Lark, tags: tagged.ArgumentTags, tool: Tool, schema: Mapping[str, Any]) -> str:
+def arguments_of(lark: Lark, tags: ArgumentTags, tool: Tool, schema: Mapping[str, Any]) -> str:
     """All arguments in the order of the schema; those that are not required may be missing."""
     parts = []
     for name, part, is_required in properties_of(tool, schema):

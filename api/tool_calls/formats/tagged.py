@@ -6,8 +6,8 @@ from typing import NamedTuple
 from api.tool_calls.reading.scanner import MAX_NAME, Scan, Scanner, Waiting
 from api.tool_calls.reading.typed_text import property_types, read_typed
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
+TOOL_CALL = "<tool_call>"
+END_TOOL_CALL = "</tool_call>"
 FUNCTION = "<function="
 END_FUNCTION = "</function>"
 
@@ -39,7 +39,7 @@ def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
     while mark := (yield from scanner.content_until(open, FUNCTION)):
         yield from scanner.skip()
         has_begun = mark == FUNCTION or (yield from scanner.literal(FUNCTION))
-        if not has_begun or not (yield from read_call(scanner, ">", PARAMETER, END_FUNCTION)):
+        if not has_begun or not (yield from read_tagged_call(scanner, ">", PARAMETER, END_FUNCTION)):
             scanner.reject()
         else:
             yield from scanner.skip()
@@ -47,14 +47,14 @@ def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
 
 
 def read_glm(scanner: Scanner) -> Scan:
-    while (yield from scanner.content_until(OPEN)):
+    while (yield from scanner.content_until(TOOL_CALL)):
         yield from scanner.skip()
-        if not (yield from read_call(scanner, "", PAIR, CLOSE)):
+        if not (yield from read_tagged_call(scanner, "", PAIR, END_TOOL_CALL)):
             scanner.reject()
 
 
-def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
-    """Read a name, what stands behind it, tagged arguments, and the mark behind these."""
+def read_tagged_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
+    """Read a name and the mark after it, tagged arguments, and the mark after these."""
     name = yield from scanner.name()
     if not name or not (yield from scanner.literal(name_end)):
         return False

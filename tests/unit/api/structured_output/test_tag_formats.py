@@ -143,7 +143,7 @@ def test_other_types_are_refused_by_name(kind: str) -> None:
 def test_the_defaults_that_xgrammar_writes_are_accepted() -> None:
     """Its models are sent whole."""
     full = tag(AGE | {"style": "json", "any_order": False, "max_whitespace_cnt": None}, end="</t>")
-    free = ANY_TEXT | {"excludes": [], "max_tokens": None, "max_chars": None}
+    free: dict[str, Any] = ANY_TEXT | {"excludes": [], "max_tokens": None, "max_chars": None}
     assert compile_cached(grammar_of(sequence(free, full))) == compile_cached(
         grammar_of(sequence(ANY_TEXT, tag(AGE)))
     )
