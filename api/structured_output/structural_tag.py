@@ -77,44 +77,33 @@ class Part(NamedTuple):
         return Following((self.mark,)) if self.mark else Following((), firsts_of(self.form))
 
 
-class Compiler(NamedTuple):
-    """How parts in other languages are compiled. Each raises ApiError.
-
-    Attributes:
-        schema: (JSON schema, its field, white space) → the schema as it is compiled.
-        grammar: (grammar, its field) → the grammar in Lark.
-    """
-
-    schema: Callable[[Any, str, str], Mapping[str, Any]]
-    grammar: Callable[[str, str], str]
-
-
-def source_of_tag(text: str, field: str, special_ids: Mapping[str, int], compiler: Compiler) -> str:
-    """The grammar of a structural tag, given as JSON: a `format`, or the older `structures` and `triggers`.
-    Raises ApiError that names the part at fault.
-    """
-    tag = read_tag(text, field)
-    rules = TagRules(Lark(special_ids), compiler)
-    if isinstance(tag, StructuralTag):
-        return rules.lark.source(rules.rule(tag.format, f"{field}.format", END))
-    tags = []
-    for i, structure in enumerate(tag.structures):
-        schema = {} if structure.json_schema is None else structure.json_schema
-        compiler.schema(schema, f"{field}.structures.{i}.schema", "")
-        content = JSONSchemaFormat(type="json_schema", json_schema=schema)
-        tags.append(TagFormat(begin=structure.begin, content=content, end=[structure.end]))
-    form = TriggeredTagsFormat(type="triggered_tags", triggers=tag.triggers, tags=tags)
-    return rules.lark.source(rules.triggered(form, field, END, "structures"))
-
-
 @dataclass(frozen=True, slots=True)
 class TagRules:
-    """The rules of formats in one grammar. Each ends with the mark that follows the format: where free text
-    ends is seen only by that mark.
+    """The rules of formats in one grammar. The rule of a format includes the mark that follows the format:
+    only by its mark is it seen where free text ends.
+
+    Attributes:
+        schema: (JSON schema, its field, white space) → the schema as it is compiled. Raises ApiError.
+        grammar: (GBNF or Lark, its field) → the grammar in Lark. Raises ApiError.
     """
 
     lark: Lark
-    compiler: Compiler
+    schema: Callable[[Any, str, str], Mapping[str, Any]]
+    grammar: Callable[[str, str], str]
+
+    def source(self, text: str, field: str) -> str:
+        """The grammar of a structural tag, given as JSON. Raises ApiError that names the part at fault."""
+        tag = read_tag(text, field)
+        if isinstance(tag, StructuralTag):
+            return self.lark.source(self.rule(tag.format, f"{field}.format", END))
+        tags = []
+        for i, structure in enumerate(tag.structures):
+            schema = {} if structure.json_schema is None else structure.json_schema
+            self.schema(schema, f"{field}.structures.{i}.schema", "")
+            content = JSONSchemaFormat(type="json_schema", json_schema=schema)
+            tags.append(TagFormat(begin=structure.begin, content=content, end=[structure.end]))
+        form = TriggeredTagsFormat(type="triggered_tags", triggers=tag.triggers, tags=tags)
+        return self.lark.source(self.triggered(form, field, END, "structures"))
 
     def rule(self, form: Format, field: str, following: Following) -> str:
         return self.sequence([part_of(form, field)], following)
@@ -149,10 +138,10 @@ class TagRules:
             case TagsWithSeparatorFormat() as tags:
                 source = self.separated(tags, field, following)
             case GrammarFormat(grammar=grammar):
-                source = self.lark.grammar(self.compiler.grammar(grammar, f"{field}.grammar"))
+                source = self.lark.grammar(self.grammar(grammar, f"{field}.grammar"))
             case JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=most):
                 whitespace = "" if most is None else rf"[ \n\t]{{0,{most}}}"
-                source = self.lark.json(self.compiler.schema(schema, f"{field}.json_schema", whitespace))
+                source = self.lark.json(self.schema(schema, f"{field}.json_schema", whitespace))
             case _:
                 source = ""
         return f"{source} {self.lark.any_marked(following.marks)}"
@@ -270,7 +259,7 @@ def pattern_of(form: Format) -> str:
 
 
 def text_without(excludes: Sequence[str], most: int | None = None) -> str:
-    """The pattern of any text, of at most so many characters, that has none of these in it."""
+    """The pattern of any text that has none of these in it, and at most `most` characters."""
     text = TEXT if most is None else rf"/(.|\n){{0,{most}}}/"
     return without(text, map(literal, excludes)) if excludes else text
 

@@ -190,7 +190,7 @@ def tag_error(problem: ErrorDetails, place: str) -> ApiError:
 
 
 def path_of(steps: Sequence[int | str], field: str) -> str:
-    """Where a problem is: pydantic's path to it, without the names of types that follow each format."""
+    """The place of a problem: pydantic's path to it, without the names of types that follow each format."""
     names = [field]
     for before, last, step in zip(("", "", *steps), ("", *steps), steps, strict=False):
         if last not in UNIONS and before != "elements":

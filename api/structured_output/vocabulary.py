@@ -1,6 +1,4 @@
-"""Vocabulary: what of a model's tokens a grammar may name; that of single bytes, with which grammars are
-checked.
-"""
+"""Vocabulary: the tokens that a grammar may name. Grammars are checked with a vocabulary of single bytes."""
 
 import functools
 from collections.abc import Mapping
@@ -13,11 +11,11 @@ NUM_BYTES = 256
 
 
 class Bytes:
-    """A vocabulary of single bytes, of tokens without a text up to its size, and of an end.
+    """A vocabulary of single bytes, tokens without a text up to its size, and an end.
 
     Attributes:
         size: all ids that a grammar may name are below it.
-        special_tokens: ids of control tokens by their texts, which are no text to a grammar.
+        special_tokens: ids of control tokens by their texts.
     """
 
     bos_token_id = None

@@ -1,4 +1,4 @@
-"""Grammars that force calls in the format in which the model writes them, and answers after its thinking."""
+"""Forced calls: the grammar of an answer with calls, in the format of the model, and after its thinking."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ SPACE = r"/\n{0,2}/"
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """What a request says of calls.
+    """What a request says about calls.
 
     Attributes:
         is_required: the answer has a call.
@@ -64,12 +64,14 @@ async def call_grammar(
     prompt: str = "",
 ) -> str:
     """The grammar, in llguidance's form, of an answer that may call these functions; "" if nothing is forced.
+    Raises ApiError (422) that names the function, the keyword at fault and its place.
 
-    Where no call is required and no function is strict, calls are forced from the mark with which they begin;
-    not in formats without one, and not if the grammar cannot be compiled. Raises ApiError (422) that names
-    the function, the keyword at fault and its place.
+    If no call is required and no function is strict, a call is forced only after the mark with which it
+    begins. Nothing is forced then in formats without a mark, or if the grammar cannot be compiled.
 
-    `special_ids` are the ids of the model's special tokens, by their texts; `prompt` is its end at least.
+    Args:
+        special_ids: ids of the model's special tokens, by their texts.
+        prompt: at least its end.
     """
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
     if len(key) > MAX_GRAMMAR_BYTES:
@@ -120,7 +122,7 @@ def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Th
 
 
 def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
-    """Text, with calls in it wherever they begin by their mark, or in its place if they have none."""
+    """Text with calls after their marks; in a format without a mark, either text or calls."""
     if not calls.mark:
         other = lark.rule(rf"/[^\s{escaped(calls.first)}](.|\n)*/")
         return f"({other} | {calls.rest})?"
@@ -130,7 +132,7 @@ def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
 
 
 def thought(lark: Lark, thinking: Thinking) -> str:
-    """The rule of the thinking before an answer, and of the white space behind it."""
+    """The rule of the thinking before an answer, and of the white space after it."""
     if thinking.form is None:
         return ""
     open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {SPACE}"
@@ -146,8 +148,8 @@ def after_thinking(
     special_ids: Mapping[str, int],
     calls: CallFormat | None = None,
 ) -> str:
-    """A grammar that was compiled for a whole answer, as one for what follows the model's thinking; in
-    Harmony, which is thinking and calls in one, for the final message.
+    """The grammar of thinking and an answer, from the grammar of the answer. In Harmony, the answer is the
+    final message.
     """
     lark, thinking = Lark(special_ids), thinking_after(reasoning, prompt)
     if calls is not None and calls.name == HARMONY:
@@ -160,7 +162,7 @@ def after_thinking(
 
 
 def named(source: str, name: str) -> list[dict[str, Any]]:
-    """The grammars of llguidance's form, JSON or Lark; the first of them has this name."""
+    """The list of grammars in a grammar of llguidance's form; the first of them gets this name."""
     is_json = source.lstrip().startswith('{"grammars"')
     first, *others = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
     return [{**first, "name": name}, *others]

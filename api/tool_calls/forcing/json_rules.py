@@ -28,7 +28,7 @@ def objects_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRul
 
 
 def list_between(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
-    """A list of calls between two marks, of which the second may be missing."""
+    """A list of calls between two marks; some formats have no second mark."""
     calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
     return CallsRule(open, f'"[" {calls} "]" {lark.marked(close)}')
 
@@ -83,7 +83,7 @@ def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is
 
 
 def tgi_call(lark: Lark, offer: Offer) -> CallsRule:
-    """One call, whose name is among its arguments."""
+    """One call. The name of the function is among its arguments."""
     calls = [lark.json(with_name(tool.name, schema)) for tool, schema in offer.tools]
     return CallsRule("", f'"{{\\"{TGI_FUNCTION}\\": " {one_of(calls)} "}}"', "{")
 

@@ -1,4 +1,4 @@
-"""Offer: what a model may call; and the rule of the calls that it may write."""
+"""Offer: the functions that a model may call, and the rule of its calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

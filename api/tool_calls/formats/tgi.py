@@ -49,7 +49,7 @@ def read_whole(scanner: Scanner) -> Waiting:
 
 
 def read_rest(scanner: Scanner) -> Waiting:
-    """Read the name, which is the first, and pass on the arguments behind it."""
+    """Read the name, which is the first, and pass on the arguments after it."""
     name = yield from read_word(scanner)
     if not name:
         return False
