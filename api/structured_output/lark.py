@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 TEXT = r"/(.|\n)*/"
-NOTHING = '""'
 
 
 class Lark:
@@ -101,9 +100,3 @@ def regex(pattern: str) -> str:
 
 def one_of(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
-
-
-def listed(items: Sequence[str], comma: str, many: bool) -> str:
-    """One of the items; with `many`, or more of them."""
-    one = one_of(items)
-    return f"{one} ({literal(comma)} {one})*" if many else one

@@ -27,7 +27,7 @@ GRAMMAR_SCHEMA: Any = {
 WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
 PATTERN = "whitespace_pattern"
 OF_JSON = ("json", "structural_tag")
-"""Kinds of grammars that have JSON in them."""
+"""Kinds of grammars that may have JSON in them."""
 
 
 def from_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:

@@ -89,8 +89,8 @@ def compile_calls(
     tools = [Tool(*fields) for fields in json.loads(key)]
     is_promised = choice.is_required or any(tool.strict for tool in tools)
     offer = Offer([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
-    if not is_promised and not has_mark(name, Lark(dict(ids)), offer):
-        return ""
+    if not is_promised and (name == HARMONY or not RULES[name](Lark(dict(ids)), offer).mark):
+        return ""  # nothing says where free text ends and a call begins
     try:
         check(tools, answer(name, Lark({}), offer, choice, thinking))
     except ApiError:
@@ -98,11 +98,6 @@ def compile_calls(
             raise
         return ""
     return answer(name, Lark(dict(ids)), offer, choice, thinking)
-
-
-def has_mark(name: str, lark: Lark, offer: Offer) -> bool:
-    """Whether calls begin with a mark, so that text is free up to it."""
-    return name != HARMONY and RULES[name](lark, offer).mark != ""
 
 
 def check(tools: Sequence[Tool], source: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from api.structured_output.lark import Lark
 from api.tool_calls.reading.deltas import Tool
 
+COMMA = '", "'
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -19,6 +21,10 @@ class Offer:
 
     tools: Sequence[tuple[Tool, Mapping[str, Any]]]
     is_parallel: bool
+
+    def calls(self, call: str, between: str) -> str:
+        """One call; if calls are parallel, or several of them with an expression between them."""
+        return f"{call} ({between} {call})*" if self.is_parallel else call
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,4 @@ Rule = Callable[[Lark, Offer], CallsRule]
 
 def calls_between(lark: Lark, offer: Offer, open: str, call: str, close: str) -> CallsRule:
     """A call between two marks; several are on lines of their own."""
-    one = f"{call} {lark.mark(close)}"
-    more = f' ("\\n" {lark.mark(open)} {one})*' if offer.is_parallel else ""
-    return CallsRule(open, one + more)
+    return CallsRule(open, offer.calls(f"{call} {lark.mark(close)}", f'"\\n" {lark.mark(open)}'))

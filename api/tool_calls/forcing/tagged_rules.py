@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from api.structured_output.lark import Lark, literal, one_of
-from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
+from api.tool_calls.forcing.offer import COMMA, CallsRule, Offer, calls_between
 from api.tool_calls.forcing.schemas import DEFINITIONS, unsupported
 from api.tool_calls.formats.tagged import (
     END_FUNCTION,
@@ -97,8 +97,7 @@ def check_keywords(tool: Tool, schema: Mapping[str, Any], keywords: Sequence[str
 def python_list(open: str, close: str, lark: Lark, offer: Offer) -> CallsRule:
     """A list of calls with named arguments, whose values are JSON."""
     one = call_of_any(lark, offer, "", "(", lambda tool, schema: f'{named_arguments(lark, tool, schema)} ")"')
-    more = f' (", " {one})*' if offer.is_parallel else ""
-    expression = f'"[" {one}{more} "]"'
+    expression = f'"[" {offer.calls(one, COMMA)} "]"'
     if open in lark.special_ids and close in lark.special_ids:
         return CallsRule(open, f"{expression} {lark.mark(close)}")
     return CallsRule("", expression, "[")
