@@ -170,7 +170,8 @@ UNIONS = ("format", "content")
 
 def read_tag(text: str, field: str) -> StructuralTag | OlderStructuralTag:
     """Read a structural tag from its JSON. Raises ApiError that names the part at fault."""
-    model = StructuralTag if "format" in json.loads(text) else OlderStructuralTag
+    fields = json.loads(text).keys()
+    model = OlderStructuralTag if "structures" in fields and "format" not in fields else StructuralTag
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

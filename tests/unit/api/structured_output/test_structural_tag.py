@@ -178,6 +178,7 @@ STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
         ),
         ({"structures": [1]}, "`f.structures.0` must be an object"),
         ({"structures": []}, "`f.structures` must be a list that is not empty"),
+        ({}, "`f.format` is required"),
         ({"structures": [STRUCTURE], "triggers": []}, "`f.triggers` must be a list that is not empty"),
         ({"structures": [STRUCTURE], "triggers": [""]}, "`f.triggers.0` must be a text that is not empty"),
     ],
