@@ -1,4 +1,4 @@
-"""Check what grammars in llguidance's form can do: be served, begin with a text, go on with another."""
+"""Checks of grammars in llguidance's form: whether one can be served, and what its texts can begin with."""
 
 import functools
 import json
@@ -20,18 +20,21 @@ OWN_WORDS = (
     (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
     (re.compile(r"^panic: (.|\n)*"), "its rules cannot be told apart"),
 )
-"""What llguidance says of a schema, and how it is said here."""
+"""What llguidance says of a schema → what the error says."""
 MAX_QUOTED = 100
-SPACE = r"\s*"
 NUM_TRIED = 32
-"""Tokens of a text that are tried when a grammar is compiled: a millisecond, and at most half a second."""
+"""How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
 ALLOWED = 200
-"""What llguidance gives a token that may come next."""
+"""The bias that llguidance gives a token that may come next."""
 
 
 def error_of(source: str, size: int = NUM_BYTES) -> str:
-    """Why a grammar, which may name ids below `size`, cannot be served; "" if it can, as far as the beginning
-    of one of its texts shows: what is too much work for single bytes is so for a model's vocabulary, too.
+    """Why a grammar cannot be served; "" if it can, as far as the beginning of one of its texts shows.
+
+    What is too complex for single bytes is too complex for a model's vocabulary.
+
+    Args:
+        size: ids that the grammar names are below it.
     """
     vocabulary = byte_vocabulary(size)
     matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
@@ -49,7 +52,7 @@ def error_of(source: str, size: int = NUM_BYTES) -> str:
 
 
 def cause_of_end(way: Way) -> str:
-    """Why a way into a grammar must not be offered."""
+    """What is wrong with a grammar that has this way into a dead end."""
     cause = cause_of(way.matcher)
     if not cause:
         return f"it forces a text of more than {MAX_FORCED} bytes"
@@ -73,9 +76,8 @@ def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def can_go_on(pattern: str, first: str) -> bool:
-    """Whether a text that matches can be the beginning of a longer one that matches, and goes on there with
-    this character: the longest match would then take what belongs to what follows. Both are regexes of a
-    Lark grammar. Raises ValueError.
+    """Whether a text that matches can go on with this character and still match: the longest match would then
+    take a part of what follows. Both are regexes of a Lark grammar. Raises ValueError.
     """
     return not is_empty(f"ONE & (ONE /{first}/ {TEXT})\nONE: {pattern}")
 
@@ -83,11 +85,11 @@ def can_go_on(pattern: str, first: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def is_space(pattern: str) -> bool:
     """Whether a regex matches nothing but white space. Raises ValueError."""
-    return is_empty(f"{regex(pattern)} & ~/{SPACE}/")
+    return is_empty(f"{regex(pattern)} & ~/\\s*/")
 
 
 def is_empty(lexeme: str) -> bool:
-    """Whether no text is a lexeme of Lark. Raises ValueError."""
+    """Whether no text matches a lexeme of Lark. Raises ValueError."""
     source = f"start: LEXEME\nLEXEME: {lexeme}"
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
     if not matcher.is_error():
@@ -99,7 +101,7 @@ def is_empty(lexeme: str) -> bool:
 
 
 def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:
-    """The last token that may come next, but for the end; -1 if none may."""
+    """The highest token that may come next, without the end; -1 if none may."""
     if matcher.is_stopped():
         return -1
     return matcher.compute_logit_bias().rfind(ALLOWED, 0, vocabulary.eos_token)

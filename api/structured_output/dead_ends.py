@@ -1,6 +1,7 @@
-"""Dead ends: places in a grammar behind which nothing may follow, although no text of it ends there.
+"""Dead ends: places in a grammar after which nothing may follow, although no text of the grammar ends there.
 
-A regex has none. Rules have them: those of a JSON object offer, behind a comma, a name that no text can have.
+A regex has no dead ends. Rules may have them: after a comma, those of a JSON object may offer a name that no
+text can have.
 """
 
 import heapq
@@ -11,17 +12,17 @@ import llguidance
 import numpy as np
 
 MAX_PLACES = 256
-"""Places that are looked at: some 30 ms."""
+"""How many places are looked at, which takes some 30 ms."""
 MAX_FORCED = 8192
-"""Bytes that may be forced at once: the engine has all of them tokenized at each step."""
+"""How many bytes may be forced at once: the engine tokenizes all of them at each step."""
 MAX_ALIKE = 16
-"""Places in a row where the same may follow, as within a string, that are looked at."""
+"""How many places in a row are looked at where the same may follow, as within a string."""
 FREE = 64
-"""Where more bytes than these may follow, text is free: a quote ends it, and a letter stands for the rest."""
+"""Where more bytes than this may follow, text is free: a quote ends it, and a letter stands for the rest."""
 FREE_TEXT = b'"a'
 CLOSING = b'"}]'
 SHAPE = b"{}[],"
-"""Places with different numbers of these before them are different ones."""
+"""Two places differ if the texts before them have different numbers of these bytes."""
 CLASSES = (
     b"0123456789",
     b"abcdefghijklmnopqrstuvwxyz",
@@ -29,7 +30,7 @@ CLASSES = (
     bytes(range(128, 256)),
 )
 MANY = 8
-"""Where more bytes of a class than these may follow, the first stands for the rest."""
+"""Where more bytes of a class than this may follow, the first one stands for the rest."""
 SPACE = b" \n\t\r"
 
 
@@ -38,12 +39,12 @@ class Way:
     """A way into a grammar.
 
     Attributes:
-        num_turns: how often it did not take what closes soonest.
-        number: of all ways, the newest lowest.
-        matcher: behind its text.
+        num_turns: how many of its bytes were not the ones that close soonest.
+        number: the order of ways; the newest has the lowest.
+        matcher: the grammar's state after the text.
         text: as tokens of single bytes.
-        mask: what could follow before its last byte.
-        num_alike: bytes in a row before which just that could follow.
+        mask: what was allowed in the place of its last byte.
+        num_alike: for how many bytes in a row the mask has been the same.
     """
 
     num_turns: int
@@ -58,7 +59,7 @@ class Way:
         return self.mask, self.text[-1:], self.num_alike, *(self.text.count(byte) for byte in SHAPE)
 
     def follow_forced(self) -> bool:
-        """Follow what is forced, unless that is too much."""
+        """Follow what is forced. False if that is too much."""
         forced = self.matcher.compute_ff_tokens()
         if 0 < len(forced) <= MAX_FORCED:
             self.matcher.consume_tokens(forced)
@@ -66,15 +67,19 @@ class Way:
         return len(forced) <= MAX_FORCED
 
     def look(self) -> None:
-        """See what may follow; the matcher of a dead end has an error then."""
+        """See what may follow. At a dead end the matcher has an error afterwards."""
         mask = self.matcher.compute_bitmask()
         self.num_alike = self.num_alike + 1 if mask == self.mask else 0
         self.mask = mask
 
 
 def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
-    """The way into a dead end of a grammar, or to a text that is too long to be forced, which has no error;
-    None if none is found. `start` is consumed, `end` the token of an end.
+    """The way into a dead end of a grammar, or to a forced text that is too long (its matcher has no error);
+    None if there is none.
+
+    Args:
+        start: a matcher of the grammar; it is consumed.
+        end: the token that ends a text.
     """
     numbers, seen = count(-1, -1), set[object]()
     ways = [Way(0, 0, start)]
@@ -98,7 +103,7 @@ def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
 
 
 def following(mask: bytes, end: int) -> list[int]:
-    """The bytes and tokens of a mask that are tried, what closes soonest first; none at an end."""
+    """The bytes and tokens of a mask that are tried; those that close soonest come first."""
     flags = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:end]
     allowed: list[int] = np.flatnonzero(flags).tolist()
     if len(allowed) > FREE:

@@ -1,4 +1,4 @@
-"""Grammar: what an answer must look like, compiled for the masks that the engine makes of it.
+"""Grammar: what an answer must look like, compiled to llguidance's form.
 
 A gateway compiles each grammar once, for a vocabulary of single bytes, so that what cannot be served is
 refused before it is queued. Workers compile it again for their model's vocabulary.
@@ -16,11 +16,10 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 from api.errors import ApiError, cut, invalid
 from api.event_loop.offload import LONG, offload
 from api.structured_output.check import error_of, is_space
-from api.structured_output.format_rules import Compiler
-from api.structured_output.lark import literal
+from api.structured_output.lark import Lark, literal
 from api.structured_output.patterns import list_names
 from api.structured_output.schemas import WHITESPACE, all_schemas, close_objects, map_schemas
-from api.structured_output.structural_tag import source_of_tag
+from api.structured_output.structural_tag import TagRules
 from api.structured_output.vocabulary import BYTES, Vocabulary
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -29,7 +28,7 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 """Formats that are enforced; others are annotations, as in JSON Schema."""
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
-"""Keeps llguidance from looking for a whole text that is forced: rules may force one without an end."""
+"""Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^]]*)"\]')
 
 
@@ -43,7 +42,7 @@ class Grammar:
         text: the grammar.
         field: the request's field that has it.
         whitespace: a regex for white space in JSON.
-        closed: objects of a JSON schema have no properties but those that they list, where that is safe.
+        closed: objects of a JSON schema have only the properties that they list, where that is safe.
     """
 
     kind: str
@@ -60,7 +59,7 @@ def is_json(grammar: Grammar | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar in llguidance's own form, of which the client gave a part.
+    """A grammar in llguidance's own form. A part of it came from the client.
 
     Attributes:
         source: the grammar.
@@ -74,7 +73,7 @@ class CompiledGrammar:
 async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place.
 
-    `vocabulary` is the model's: structural tags name its tokens, and tags may be such.
+    `vocabulary` is the model's: tags may be its special tokens.
     """
     size = len(grammar.text)
     if size > MAX_GRAMMAR_BYTES:
@@ -113,15 +112,18 @@ def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
             words = " | ".join(map(literal, json.loads(grammar.text)))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
-            compiler = Compiler(functools.partial(embedded_schema, grammar.whitespace), embedded_grammar)
-            return source_of_tag(json.loads(grammar.text), grammar.field, vocabulary, compiler)
+            schema = functools.partial(embedded_schema, grammar.whitespace)
+            rules = TagRules(Lark(vocabulary.special_tokens), schema, embedded_grammar)
+            return rules.source(grammar.text, grammar.field)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(lark_of(grammar.text))
 
 
 def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> dict[str, Any]:
-    """A JSON schema as a part of a Lark grammar; `own` is the white space of all that say none. Raises
-    ApiError.
+    """A JSON schema as a part of a Lark grammar. Raises ApiError.
+
+    Args:
+        own: the white space of a schema that does not say its own.
     """
     if not isinstance(schema, dict | bool):
         raise invalid(f"`{field}` must be a JSON schema", field)
@@ -132,15 +134,13 @@ def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> 
 
 
 def embedded_grammar(text: str, field: str) -> str:
-    """A grammar of rules, as Lark. Raises ApiError."""
+    """A grammar in GBNF or Lark, as a part of another, in Lark. Raises ApiError."""
     compile_cached(Grammar("grammar", text, field))
     return lark_of(text)
 
 
 def lark_of(text: str) -> str:
-    """A grammar in Lark, given as such or as GBNF, which as xgrammar has it may escape a dash; the model
-    chooses the tokens of its texts. Raises ValueError.
-    """
+    """A grammar in Lark, given as Lark or as GBNF. xgrammar's GBNF may escape a dash. Raises ValueError."""
     try:
         return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
     except RecursionError as error:
@@ -176,9 +176,7 @@ def depth_of(value: Any) -> int:
 
 
 def as_compiled(schema: Any, closed: bool) -> Any:
-    """A schema as it is compiled: without what is not enforced; if `closed`, its objects are closed where
-    that is safe.
-    """
+    """A schema as it is compiled: without what is not enforced, and with closed objects if `closed`."""
     enforced = map_schemas(schema, without_annotations)
     return map_schemas(close_objects(enforced) if closed else enforced, list_names)
 
@@ -193,7 +191,7 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(grammar: Grammar, cause: str) -> ApiError:
-    """The error for a grammar that cannot be compiled, which its cause may repeat."""
+    """The error for a grammar that cannot be compiled."""
     if (found := UNIMPLEMENTED.match(cause)) is not None:
         keyword = found[1].split('", "')[0]
         place = place_of(keyword, json.loads(grammar.text))

@@ -6,17 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 TEXT = r"/(.|\n)*/"
-NOTHING = '""'
-Mark = str | int
-"""What ends a text: another text, which may have special tokens in it, or the id of a token."""
 
 
 class Lark:
     """The rules of one grammar.
 
     Attributes:
-        special_ids: the model's special tokens; their text is no text to the grammar, which names their id.
-        nested: grammars with rules of their own, by the names by which rules refer to them.
+        special_ids: the model's special tokens. A grammar names them by their ids.
+        nested: whole grammars, which rules refer to by name.
     """
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
@@ -25,34 +22,30 @@ class Lark:
         self.nested: list[dict[str, str]] = []
 
     def source(self, start: str) -> str:
-        """The grammar: Lark, or where grammars are nested in it, llguidance's list of them."""
+        """The grammar: Lark, or llguidance's list of grammars if others are nested in it."""
         lark = "\n".join([f"start: {start}", *self.rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.nested]}) if self.nested else lark
 
     def grammar(self, lark: str) -> str:
-        """A grammar whose names are apart from those of all others."""
+        """A nested grammar. The names of its rules do not collide with others."""
         name = f"grammar_{len(self.nested)}"
         self.nested.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
     def mark(self, text: str) -> str:
         """A text that may be a special token."""
-        return token(self.special_ids[text]) if text in self.special_ids else literal(text)
+        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else literal(text)
 
-    def marked(self, mark: Mark) -> str:
-        """A text with marks in it that may be special tokens; nothing for the empty text. Or a token."""
-        return token(mark) if isinstance(mark, int) else " ".join(map(self.mark, self.pieces(mark)))
+    def marked(self, text: str) -> str:
+        """A text that may have special tokens in it; nothing for the empty text."""
+        return " ".join(map(self.mark, self.pieces(text)))
 
-    def any_marked(self, marks: Sequence[Mark]) -> str:
-        """One of the marks; nothing for none."""
-        return one_of(map(self.marked, marks)) if len(marks) > 1 else "".join(map(self.marked, marks))
-
-    def token_of(self, mark: Mark) -> int | None:
-        """The token with which a mark begins; None if it is text."""
-        return mark if isinstance(mark, int) else self.special_ids.get(next(iter(self.pieces(mark)), ""))
+    def any_marked(self, texts: Sequence[str]) -> str:
+        """One of the texts, which may have special tokens in them; nothing for none."""
+        return one_of(map(self.marked, texts)) if len(texts) > 1 else "".join(map(self.marked, texts))
 
     def pieces(self, text: str) -> list[str]:
-        """A text, cut around the special tokens in it."""
+        """A text, split at the special tokens in it."""
         marks = [re.escape(mark) for mark in self.special_ids if mark in text]
         pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
         return [piece for piece in pieces if piece]
@@ -63,7 +56,7 @@ class Lark:
         return name
 
     def lexeme(self, pattern: str) -> str:
-        """One lexeme of regexes and literals: the longest text that is such."""
+        """One lexeme of regexes and literals; it takes the longest text that matches."""
         name = f"LEXEME_{len(self.rules)}"
         self.rules.append(f"{name}: {pattern}")
         return name
@@ -72,33 +65,29 @@ class Lark:
         """A JSON value."""
         return self.rule(f"%json {json.dumps(schema)}")
 
-    def until(self, mark: Mark, pattern: str = TEXT) -> str:
-        """Any text, or one that matches a pattern, up to a mark, and the mark. Behind text, a special token
-        can only be a mark, or in one.
+    def until(self, mark: str, pattern: str = TEXT) -> str:
+        """Any text, or one that matches a pattern, up to a mark, and the mark. A special token ends the text
+        before it, without a lazy rule.
         """
-        if self.token_of(mark) is not None:
+        head, *tail = self.pieces(mark)
+        if head in self.special_ids:
             return f"{self.lexeme(pattern)} {self.marked(mark)}"
-        head, *tail = self.pieces(str(mark))
         before = self.lexeme(f"{pattern} {literal(head)}")
         return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
 
 
-def token(token_id: int) -> str:
-    return f"<[{token_id}]>"
-
-
 def without(pattern: str, parts: Iterable[str]) -> str:
-    """A pattern whose texts have none of these expressions in them."""
+    """A pattern whose texts contain none of these expressions."""
     return f"({pattern} & ~({TEXT} {one_of(parts)} {TEXT}))"
 
 
 def literal(text: str) -> str:
-    """A text between quotes, where llguidance takes a delete character as an escape only."""
+    """A text between quotes. llguidance takes a delete character only as an escape."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def escaped(text: str) -> str:
-    """A text in a regex between slashes, which must stand in one line."""
+    """A text as a part of a regex between slashes, on one line."""
     return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
 
 
@@ -111,9 +100,3 @@ def regex(pattern: str) -> str:
 
 def one_of(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
-
-
-def listed(items: Sequence[str], comma: str, many: bool) -> str:
-    """One of the items; with `many`, or more of them."""
-    one = one_of(items)
-    return f"{one} ({literal(comma)} {one})*" if many else one

@@ -1,4 +1,4 @@
-"""Patterns of an object's properties that match no names but those which it lists."""
+"""`patternProperties` that match only names which the object lists."""
 
 import functools
 import json
@@ -7,16 +7,17 @@ from typing import Any
 
 import llguidance
 
-from api.structured_output.vocabulary import byte_vocabulary
+from api.structured_output.check import can_begin
 
 MAX_MATCHES = 1024
-"""Patterns of an object times its names: of more, none is tried."""
+"""Patterns of an object times its names; with more than this, no pattern is tried."""
 
 
 def list_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without these patterns; the properties that they match satisfy what they say, too.
+    """The schema without the patterns that match only listed names. What a pattern says is said of each
+    property that it matches.
 
-    llguidance offers a name that matches a pattern, and is none of the listed ones, even if there is none.
+    With a pattern, llguidance asks for a name that matches it and is not listed, even if there is none.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     required = schema.get("required", [])
@@ -41,7 +42,7 @@ def both(one: Any, other: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def matches_none_but(pattern: str, names: tuple[str, ...]) -> bool:
-    """Whether a pattern matches no other names; not one that cannot be compiled."""
+    """Whether a pattern matches no other names. False for one that cannot be compiled."""
     listed = {name: {"const": 0} for name in names}
     schema = {"properties": listed, "required": names, "patternProperties": {pattern: {"const": 0}}}
     begin = "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
@@ -58,6 +59,4 @@ def begins(schema: Mapping[str, Any], text: str) -> bool:
     """Whether an object of a closed schema can begin with a text."""
     closed = json.dumps({"type": "object", **schema, "additionalProperties": False})
     source = llguidance.LLMatcher.grammar_from_json_schema(closed, overrides={"whitespace_pattern": ""})
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens)
+    return can_begin(source, text)

@@ -22,10 +22,8 @@ OF_OBJECTS = frozenset("properties required minProperties maxProperties property
 ELSEWHERE = frozenset({"$ref", "anyOf"})
 """Keywords by which a schema refers to others."""
 
-Change = Callable[[dict[str, Any]], dict[str, Any]]
 
-
-def map_schemas(schema: Any, change: Change) -> Any:
+def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """The schema with `change` made to every schema in it, inner ones first."""
     if isinstance(schema, list):
         return [map_schemas(item, change) for item in schema]

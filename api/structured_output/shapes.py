@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from api.errors import ApiError, cut, invalid, quoted
-from api.structured_output.format_fields import as_text
 from api.structured_output.grammar import MAX_SCHEMA_DEPTH, Grammar, depth_of
 
 ANY_OBJECT = '{"type": "object"}'
@@ -28,7 +27,7 @@ GRAMMAR_SCHEMA: Any = {
 WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
 PATTERN = "whitespace_pattern"
 OF_JSON = ("json", "structural_tag")
-"""Kinds of grammars that have JSON in them."""
+"""Kinds of grammars that may have JSON in them."""
 
 
 def from_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:
@@ -50,7 +49,7 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
                 raise required(f"{field}.{name}.schema")
             return named_schema(inner, f"{field}.{name}", closed=name == "value")
         case "regex":
-            return Grammar("regex", as_text(value.get("value"), f"{field}.value"), f"{field}.value")
+            return Grammar("regex", text_of(value.get("value"), f"{field}.value"), f"{field}.value")
         case "structural_tag":
             return tag_grammar(value, field)
         case _:
@@ -86,7 +85,7 @@ def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Gramma
         return grammar
     if grammar is None or grammar.kind not in OF_JSON:
         raise invalid(f"`{field}` can only be used for JSON: beside a JSON schema or a structural tag", field)
-    return replace(grammar, whitespace=as_text(pattern, field))
+    return replace(grammar, whitespace=text_of(pattern, field))
 
 
 def guided(kind: str, value: Any, field: str) -> Grammar:
@@ -100,7 +99,7 @@ def guided(kind: str, value: Any, field: str) -> Grammar:
     if kind == "structural_tag":
         return tag_grammar(value, field)
     if kind != "choice":
-        return Grammar(kind, as_text(value, field), field)
+        return Grammar(kind, text_of(value, field), field)
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
         raise invalid(f"`{field}` must be a list of texts that are not empty", field)
     return Grammar(kind, json.dumps(value), field)
@@ -138,6 +137,13 @@ def tag_grammar(value: Any, field: str) -> Grammar:
             field,
         )
     return Grammar("structural_tag", json.dumps(tag), field)
+
+
+def text_of(value: Any, field: str) -> str:
+    """A text that is not empty. Raises ApiError."""
+    if not isinstance(value, str) or not value:
+        raise invalid(f"`{field}` must be a text that is not empty", field)
+    return value
 
 
 def required(field: str) -> ApiError:

@@ -1,10 +1,7 @@
-"""Vocabulary: what of a model's tokens a grammar may name; that of single bytes, with which grammars are
-checked.
-"""
+"""Vocabulary: the tokens that a grammar may name. Grammars are checked with a vocabulary of single bytes."""
 
 import functools
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import llguidance
 
@@ -14,12 +11,11 @@ NUM_BYTES = 256
 
 
 class Bytes:
-    """A vocabulary of single bytes, of tokens without a text up to its size, and of an end.
+    """A vocabulary of single bytes, tokens without a text up to its size, and an end.
 
     Attributes:
         size: all ids that a grammar may name are below it.
-        special_tokens: ids of control tokens by their texts, which are no text to a grammar.
-        ending_ids: ids that end an answer.
+        special_tokens: ids of control tokens by their texts.
     """
 
     bos_token_id = None
@@ -28,7 +24,6 @@ class Bytes:
     def __init__(self, size: int = NUM_BYTES) -> None:
         self.size = max(size, NUM_BYTES)
         self.eos_token_id = self.size
-        self.ending_ids = frozenset({self.size})
         self.special_token_ids = (self.size,)
         self.tokens = (
             *(bytes([i]) for i in range(NUM_BYTES)),
@@ -38,9 +33,6 @@ class Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
-
-    def id_of(self, text: str) -> int | None:
-        return ord(text) if len(text) == 1 and text.isascii() else None
 
 
 Vocabulary = ModelTokenizer | Bytes
@@ -54,10 +46,3 @@ def byte_vocabulary(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
     tokenizer = Bytes(size)
     wrapper = llguidance.TokenizerWrapper(tokenizer)
     return llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.size + 1, eos_token=[tokenizer.size])
-
-
-def ranges_without(size: int, excluded: Iterable[int]) -> str:
-    """All ids below `size` but these, as Lark names a set of tokens; "" for none."""
-    edges = [-1, *sorted({token_id for token_id in excluded if token_id < size}), size]
-    spans = [(low + 1, high - 1) for low, high in itertools.pairwise(edges) if low + 1 < high]
-    return f"<[{','.join(f'{low}-{high}' for low, high in spans)}]>" if spans else ""

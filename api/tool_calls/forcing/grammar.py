@@ -1,4 +1,4 @@
-"""Grammars that force calls in the format in which the model writes them, and answers after its thinking."""
+"""Forced calls: the grammar of an answer with calls, in the format of the model, and after its thinking."""
 
 import functools
 import json
@@ -15,17 +15,16 @@ from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
 from api.tool_calls.forcing.offer import CallsRule, ForcedTools
 from api.tool_calls.forcing.rules import RULES
 from api.tool_calls.forcing.schemas import field_of, forced_schema
-from api.tool_calls.formats.table import CallFormat
+from api.tool_calls.formats.table import HARMONY, CallFormat
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reasoning import ReasoningFormat
 
-HARMONY = "openai"
 SPACE = r"/\n{0,2}/"
 
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """What a request says of calls.
+    """What a request says about calls.
 
     Attributes:
         is_required: the answer has a call.
@@ -65,12 +64,14 @@ async def call_grammar(
     prompt: str = "",
 ) -> str:
     """The grammar, in llguidance's form, of an answer that may call these functions; "" if nothing is forced.
+    Raises ApiError (422) that names the function, the keyword at fault and its place.
 
-    Where no call is required and no function is strict, calls are forced from the mark with which they begin;
-    not in formats without one, and not if the grammar cannot be compiled. Raises ApiError (422) that names
-    the function, the keyword at fault and its place.
+    If no call is required and no function is strict, a call is forced only after the mark with which it
+    begins. Nothing is forced then in formats without a mark, or if the grammar cannot be compiled.
 
-    `special_ids` are the ids of the model's special tokens, by their texts; `prompt` is its end at least.
+    Args:
+        special_ids: ids of the model's special tokens, by their texts.
+        prompt: at least its end.
     """
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
     if len(key) > MAX_GRAMMAR_BYTES:
@@ -88,8 +89,8 @@ def compile_calls(
     tools = [Tool(*fields) for fields in json.loads(key)]
     is_promised = choice.is_required or any(tool.strict for tool in tools)
     forced = ForcedTools([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
-    if not is_promised and not has_mark(name, Lark(dict(ids)), forced):
-        return ""
+    if not is_promised and (name == HARMONY or not RULES[name](Lark(dict(ids)), forced).mark):
+        return ""  # nothing says where free text ends and a call begins
     try:
         check(tools, answer_rule(name, Lark({}), forced, choice, thinking))
     except ApiError:
@@ -97,11 +98,6 @@ def compile_calls(
             raise
         return ""
     return answer_rule(name, Lark(dict(ids)), forced, choice, thinking)
-
-
-def has_mark(name: str, lark: Lark, forced: ForcedTools) -> bool:
-    """Whether calls begin with a mark, so that text is free up to it."""
-    return name != HARMONY and RULES[name](lark, forced).mark != ""
 
 
 def check(tools: Sequence[Tool], source: str) -> None:
@@ -121,7 +117,7 @@ def answer_rule(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, 
 
 
 def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
-    """Text, with calls in it wherever they begin by their mark, or in its place if they have none."""
+    """Text with calls after their marks; in a format without a mark, either text or calls."""
     if not calls.mark:
         other = lark.rule(rf"/[^\s{escaped(calls.first)}](.|\n)*/")
         return f"({other} | {calls.rest})?"
@@ -131,7 +127,7 @@ def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
 
 
 def thought(lark: Lark, thinking: Thinking) -> str:
-    """The rule of the thinking before an answer, and of the white space behind it."""
+    """The rule of the thinking before an answer, and of the white space after it."""
     if thinking.form is None:
         return ""
     open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {SPACE}"
@@ -147,8 +143,8 @@ def after_thinking(
     special_ids: Mapping[str, int],
     calls: CallFormat | None = None,
 ) -> str:
-    """A grammar that was compiled for a whole answer, as one for what follows the model's thinking; in
-    Harmony, which is thinking and calls in one, for the final message.
+    """The grammar of thinking and an answer, from the grammar of the answer. In Harmony, the answer is the
+    final message.
     """
     lark, thinking = Lark(special_ids), thinking_after(reasoning, prompt)
     if calls is not None and calls.name == HARMONY:
@@ -161,7 +157,7 @@ def after_thinking(
 
 
 def named(source: str, name: str) -> list[dict[str, Any]]:
-    """The grammars of llguidance's form, JSON or Lark; the first of them has this name."""
+    """The list of grammars in a grammar of llguidance's form; the first of them gets this name."""
     is_json = source.lstrip().startswith('{"grammars"')
     first, *others = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
     return [{**first, "name": name}, *others]

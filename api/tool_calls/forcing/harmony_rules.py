@@ -4,18 +4,16 @@ from collections.abc import Sequence
 
 from api.structured_output.lark import TEXT, Lark, literal, one_of
 from api.tool_calls.forcing.offer import ForcedTools
-from api.tool_calls.formats import harmony
-
-END = harmony.ENDS[0]
+from api.tool_calls.formats.harmony import CHANNEL, CONSTRAIN, ENDS, FUNCTIONS, MESSAGE, START
 
 
 def harmony_answer(lark: Lark, forced: ForcedTools, is_required: bool) -> str:
     """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
-    channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
-    names = [(literal(f"{harmony.FUNCTIONS}{tool.name}"), lark.json(schema)) for tool, schema in forced.tools]
+    channel, message = lark.mark(CHANNEL), lark.mark(MESSAGE)
+    names = [(literal(f"{FUNCTIONS}{tool.name}"), lark.json(schema)) for tool, schema in forced.tools]
     before = [f'" to=" {name} {channel} "commentary json" {message} {value}' for name, value in names]
     after = [
-        f'{channel} "commentary to=" {name} " " {lark.mark(harmony.CONSTRAIN)} "json" {message} {value}'
+        f'{channel} "commentary to=" {name} " " {lark.mark(CONSTRAIN)} "json" {message} {value}'
         for name, value in names
     ]
     if is_required:
@@ -32,14 +30,14 @@ def harmony_final(lark: Lark, content: str) -> str:
 
 def aside(lark: Lark, channels: Sequence[str]) -> str:
     """A message that is no answer, and the beginning of the next one."""
-    return f'{message_of(lark, channels, lark.until(END))} {lark.mark(harmony.START)} "assistant"'
+    return f'{message_of(lark, channels, lark.until(ENDS[0]))} {lark.mark(START)} "assistant"'
 
 
 def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
     names = one_of(literal(channel) for channel in channels)
-    return f"{lark.mark(harmony.CHANNEL)} {names} {lark.mark(harmony.MESSAGE)} {content}"
+    return f"{lark.mark(CHANNEL)} {names} {lark.mark(MESSAGE)} {content}"
 
 
 def final_message(lark: Lark, content: str) -> str:
     """The last message. Workers find it in a grammar by this text (FINAL_MESSAGE), to end answers in time."""
-    return f'{lark.mark(harmony.CHANNEL)} "final" {lark.mark(harmony.MESSAGE)} {content}'
+    return f'{lark.mark(CHANNEL)} "final" {lark.mark(MESSAGE)} {content}'

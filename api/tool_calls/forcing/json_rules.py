@@ -4,53 +4,49 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from api.structured_output.lark import Lark, listed, literal, one_of
-from api.tool_calls.forcing.offer import CallsRule, ForcedTools, calls_between
-from api.tool_calls.formats import mistral, tgi
+from api.structured_output.lark import Lark, literal, one_of
+from api.tool_calls.forcing.offer import COMMA, CallsRule, ForcedTools, calls_between
 from api.tool_calls.formats.llama_json import PYTHON_TAG
+from api.tool_calls.formats.mistral import ARGS, TOOL_CALLS
 from api.tool_calls.formats.sections import FENCE, SectionMarks
+from api.tool_calls.formats.tgi import TGI_FUNCTION, TGI_NAME
 
 
-def call_objects(lark: Lark, forced: ForcedTools, arguments: str) -> list[str]:
-    """`{"name": …, "arguments": …}` for each function."""
+def call_object(lark: Lark, forced: ForcedTools, arguments: str = "arguments") -> str:
+    """`{"name": …, "arguments": …}` of one of the functions."""
     calls = []
     for tool, schema in forced.tools:
         head = literal(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
         calls.append(f'{head} {lark.json(schema)} "}}"')
-    return calls
+    return lark.rule(one_of(calls))
 
 
 def objects_between(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
     """A call between two marks; several are on lines of their own."""
-    one = lark.rule(one_of(call_objects(lark, forced, "arguments")))
-    return calls_between(lark, forced, open, f'"\\n" {one} "\\n"', close)
+    return calls_between(lark, forced, open, f'"\\n" {call_object(lark, forced)} "\\n"', close)
 
 
 def list_between(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
-    """A list of calls between two marks, of which the second may be missing."""
-    calls = listed(call_objects(lark, forced, "arguments"), ", ", forced.is_parallel)
-    return CallsRule(open, f'"[" {calls} "]" {lark.marked(close)}')
+    """A list of calls between two marks; some formats have no second mark."""
+    return CallsRule(open, f'"[" {forced.calls(call_object(lark, forced), COMMA)} "]" {lark.marked(close)}')
 
 
 def list_after(word: str, lark: Lark, forced: ForcedTools) -> CallsRule:
-    """A list of calls behind a word, which begins them only with the list's bracket."""
-    calls = listed(call_objects(lark, forced, "arguments"), ", ", forced.is_parallel)
-    return CallsRule(f"{word}[", f'{calls} "]"')
+    """A list of calls after a word. The word begins calls only if the bracket of the list follows it."""
+    return CallsRule(f"{word}[", f'{forced.calls(call_object(lark, forced), COMMA)} "]"')
 
 
 def mistral_calls(lark: Lark, forced: ForcedTools) -> CallsRule:
     """Models with the mark of arguments write names and arguments, others a list."""
-    if mistral.ARGS not in lark.special_ids:
-        return list_between(mistral.CALLS, "", lark, forced)
-    marked = lark.mark(mistral.ARGS)
+    if ARGS not in lark.special_ids:
+        return list_between(TOOL_CALLS, "", lark, forced)
+    marked = lark.mark(ARGS)
     calls = [f"{literal(tool.name)} {marked} {lark.json(schema)}" for tool, schema in forced.tools]
-    one = lark.rule(one_of(calls))
-    more = f" ({lark.mark(mistral.CALLS)} {one})*" if forced.is_parallel else ""
-    return CallsRule(mistral.CALLS, one + more)
+    return CallsRule(TOOL_CALLS, forced.calls(lark.rule(one_of(calls)), lark.mark(TOOL_CALLS)))
 
 
 def llama_calls(lark: Lark, forced: ForcedTools) -> CallsRule:
-    calls = listed(call_objects(lark, forced, "parameters"), "; ", forced.is_parallel)
+    calls = forced.calls(call_object(lark, forced, "parameters"), '"; "')
     tag = f"({lark.mark(PYTHON_TAG)})? " if PYTHON_TAG in lark.special_ids else ""
     return CallsRule("", tag + calls, "{")
 
@@ -62,7 +58,7 @@ def fenced_sections(marks: SectionMarks, lark: Lark, forced: ForcedTools) -> Cal
     for tool, schema in forced.tools:
         head = literal(f"{tool.name}\n{FENCE}json\n")
         calls.append(f'"function" {separator} {head} {lark.json(schema)} {end}')
-    return sections(lark, marks, calls, '"\\n"', forced.is_parallel)
+    return sections(lark, forced, marks, calls, '"\\n"')
 
 
 def named_sections(
@@ -74,23 +70,24 @@ def named_sections(
         f"{literal(prefix + tool.name)} {suffix} {separator} {lark.json(schema)}"
         for tool, schema in forced.tools
     ]
-    return sections(lark, marks, calls, "", forced.is_parallel)
+    return sections(lark, forced, marks, calls, "")
 
 
-def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is_parallel: bool) -> CallsRule:
+def sections(
+    lark: Lark, forced: ForcedTools, marks: SectionMarks, calls: list[str], between: str
+) -> CallsRule:
     one = lark.rule(f"{lark.mark(marks.call_begin)} {one_of(calls)} {lark.mark(marks.call_end)}")
-    more = f" ({between} {one})*" if is_parallel else ""
-    return CallsRule(marks.calls_begin, f"{one}{more} {lark.mark(marks.calls_end)}")
+    return CallsRule(marks.calls_begin, f"{forced.calls(one, between)} {lark.mark(marks.calls_end)}")
 
 
 def tgi_call(lark: Lark, forced: ForcedTools) -> CallsRule:
-    """One call, whose name is among its arguments."""
+    """One call. The name of the function is among its arguments."""
     calls = [lark.json(with_name(tool.name, schema)) for tool, schema in forced.tools]
-    return CallsRule("", f'"{{\\"{tgi.FUNCTION}\\": " {one_of(calls)} "}}"', "{")
+    return CallsRule("", f'"{{\\"{TGI_FUNCTION}\\": " {one_of(calls)} "}}"', "{")
 
 
 def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    named = {tgi.NAME: {"enum": [name]}}  # older drafts have no `const`
+    named = {TGI_NAME: {"enum": [name]}}  # older drafts have no `const`
     return {
         **schema,
         "properties": {**named, **schema.get("properties", {})},

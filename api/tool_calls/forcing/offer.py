@@ -1,4 +1,4 @@
-"""Forced tools: what a model may call; and the rule of the calls that it may write."""
+"""Forced tools: the functions that a model may call, and the rule of its calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from typing import Any
 
 from api.structured_output.lark import Lark
 from api.tool_calls.reading.deltas import Tool
+
+COMMA = '", "'
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,10 @@ class ForcedTools:
 
     tools: Sequence[tuple[Tool, Mapping[str, Any]]]
     is_parallel: bool
+
+    def calls(self, call: str, between: str) -> str:
+        """One call; if calls are parallel, or several of them with an expression between them."""
+        return f"{call} ({between} {call})*" if self.is_parallel else call
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,4 @@ Rule = Callable[[Lark, ForcedTools], CallsRule]
 
 def calls_between(lark: Lark, forced: ForcedTools, open: str, call: str, close: str) -> CallsRule:
     """A call between two marks; several are on lines of their own."""
-    one = f"{call} {lark.mark(close)}"
-    more = f' ("\\n" {lark.mark(open)} {one})*' if forced.is_parallel else ""
-    return CallsRule(open, one + more)
+    return CallsRule(open, forced.calls(f"{call} {lark.mark(close)}", f'"\\n" {lark.mark(open)}'))

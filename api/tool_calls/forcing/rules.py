@@ -16,12 +16,13 @@ from api.tool_calls.forcing.json_rules import (
 from api.tool_calls.forcing.offer import Rule
 from api.tool_calls.forcing.tagged_rules import functions_between, glm_calls, python_list
 from api.tool_calls.formats.sections import DEEPSEEK, KIMI
+from api.tool_calls.formats.tagged import END_TOOL_CALL, TOOL_CALL
 
 NUMBER = '":" /[0-9]{1,2}/'
 """Kimi numbers the calls of an answer."""
 RULES: Mapping[str, Rule] = {
-    "hermes": partial(objects_between, "<tool_call>", "</tool_call>"),
-    "qwen3_coder": partial(functions_between, "<tool_call>", "</tool_call>"),
+    "hermes": partial(objects_between, TOOL_CALL, END_TOOL_CALL),
+    "qwen3_coder": partial(functions_between, TOOL_CALL, END_TOOL_CALL),
     "seed_oss": partial(functions_between, "<seed:tool_call>", "</seed:tool_call>"),
     "llama3_json": llama_calls,
     "llama4_pythonic": partial(python_list, "<|python_start|>", "<|python_end|>"),

@@ -7,13 +7,13 @@ from typing import Any
 from api.errors import ApiError, invalid
 from api.structured_output.grammar import Grammar, as_compiled, compile_cached
 from api.structured_output.schemas import WHITESPACE
-from api.structured_output.tagged_values import DEFINITIONS
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.typed_text import referred
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
-"""Keywords of schemas that say themselves which other properties there may be."""
+"""With one of these, a schema says itself which other properties there may be."""
+DEFINITIONS = ("$defs", "definitions")
 ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
 
 
@@ -22,8 +22,8 @@ def field_of(tool: Tool) -> str:
 
 
 def forced_schema(tool: Tool) -> Mapping[str, Any]:
-    """The schema that a grammar forces: the function's own, or if that cannot be forced any object. Raises
-    ApiError if it cannot be, and the function is strict.
+    """The schema that a grammar forces: the function's own, or any object if that cannot be compiled. Raises
+    ApiError if the function is strict, and its schema cannot be compiled.
     """
     try:
         schema = closed(tool.parameters)
@@ -36,7 +36,7 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of an object that has no properties but those that the schema names."""
+    """The schema of an object that has only the properties which the schema names."""
     schema = {**(inlined(parameters) or {"properties": {}}), "type": "object"}
     if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
         return schema | {"additionalProperties": False}
@@ -44,7 +44,7 @@ def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema to which this one does nothing but refer, with its definitions; else itself."""
+    """The schema that this one refers to, with its definitions, if it is only a reference; else itself."""
     path = schema.get("$ref")
     if not isinstance(path, str) or not {*schema} <= {"$ref", "type", *DEFINITIONS, *ANNOTATIONS}:
         return schema

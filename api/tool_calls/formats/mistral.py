@@ -4,13 +4,13 @@ from api.tool_calls.formats.marked_json import read_calls
 from api.tool_calls.reading.call_object import read_arguments
 from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
-CALLS = "[TOOL_CALLS]"
+TOOL_CALLS = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
 
 
 def read_mistral(scanner: Scanner) -> Scan:
-    while (yield from scanner.content_until(CALLS)):
+    while (yield from scanner.content_until(TOOL_CALLS)):
         yield from scanner.skip()
         is_json = yield from scanner.next_is("[{", "[ ", "[\n", "{")
         if not (yield from (read_calls(scanner) if is_json else read_named(scanner))):

@@ -31,7 +31,7 @@ KIMI = SectionMarks(
     "<|tool_calls_section_end|>",
 )
 FENCE = "```"
-"""DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence behind it."""
+"""DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence after it."""
 
 
 def read_sections(marks: SectionMarks, scanner: Scanner) -> Scan:
@@ -67,7 +67,7 @@ def read_section(marks: SectionMarks, scanner: Scanner) -> Waiting:
 
 
 def bare(name: str) -> str:
-    """A name without Kimi's `functions.` before it and the call's number behind it."""
+    """A name without Kimi's `functions.` before it and the call's number after it."""
     if name.startswith("functions."):
         return name.removeprefix("functions.").split(":")[0]
     return name

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from api.tool_calls.formats import harmony, llama_json, mistral, tagged
+from api.tool_calls.formats.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, read_harmony
+from api.tool_calls.formats.llama_json import PYTHON_TAG, read_llama_json
 from api.tool_calls.formats.marked_json import read_marked_json
+from api.tool_calls.formats.mistral import ARGS, CALL_ID, TOOL_CALLS, read_mistral
 from api.tool_calls.formats.pythonic import read_pythonic
 from api.tool_calls.formats.sections import DEEPSEEK, KIMI, read_sections
+from api.tool_calls.formats.tagged import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_functions, read_glm
 from api.tool_calls.formats.tgi import read_tgi
 from api.tool_calls.reading.scanner import Scan, Scanner
 
@@ -48,36 +51,36 @@ def python_between(name: str, open: str, close: str) -> CallFormat:
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:
-    read = partial(tagged.read_functions, open, close)
-    return CallFormat(name, (open, close), read, unmarked=(tagged.FUNCTION,))
+    return CallFormat(name, (open, close), partial(read_functions, open, close), unmarked=(FUNCTION,))
 
 
-HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
-MISTRAL_MARKS = (mistral.CALLS, mistral.CALL_ID, mistral.ARGS)
-PAIR = tagged.PAIR
-GLM_MARKS = (tagged.OPEN, tagged.CLOSE, PAIR.name, *PAIR.name_ends, PAIR.value, PAIR.end)
+HARMONY = "openai"
+"""The format in which gpt-oss writes thinking, calls and content alike."""
+HARMONY_MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+MISTRAL_MARKS = (TOOL_CALLS, CALL_ID, ARGS)
+GLM_MARKS = (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end)
 
 CALL_FORMATS = {
     form.name: form
     for form in (
-        json_between("hermes", "<tool_call>", "</tool_call>"),
-        functions_between("qwen3_coder", tagged.OPEN, tagged.CLOSE),
+        json_between("hermes", TOOL_CALL, END_TOOL_CALL),
+        functions_between("qwen3_coder", TOOL_CALL, END_TOOL_CALL),
         functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
         CallFormat(
             "llama3_json",
-            (llama_json.PYTHON_TAG,),
-            llama_json.read_llama_json,
+            (PYTHON_TAG,),
+            read_llama_json,
             unmarked=("{",),
             heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
         ),
         python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
         python_between("pythonic", "<|python_tag|>", ""),
-        CallFormat("mistral", MISTRAL_MARKS, mistral.read_mistral, short_ids=True),
+        CallFormat("mistral", MISTRAL_MARKS, read_mistral, short_ids=True),
         CallFormat("deepseek_v3", DEEPSEEK, partial(read_sections, DEEPSEEK)),
         CallFormat("deepseek_v31", DEEPSEEK, partial(read_sections, DEEPSEEK)),
         CallFormat("kimi_k2", KIMI, partial(read_sections, KIMI)),
-        CallFormat("glm45", GLM_MARKS, tagged.read_glm),
-        CallFormat("openai", HARMONY_MARKS, harmony.read_harmony),
+        CallFormat("glm45", GLM_MARKS, read_glm),
+        CallFormat(HARMONY, HARMONY_MARKS, read_harmony),
         json_between("granite", "<|tool_call|>"),
         json_between("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
         json_between("jamba", "<tool_calls>", "</tool_calls>"),

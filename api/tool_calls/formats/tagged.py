@@ -6,8 +6,8 @@ from typing import NamedTuple
 from api.tool_calls.reading.scanner import MAX_NAME, Scan, Scanner, Waiting
 from api.tool_calls.reading.typed_text import property_types, read_typed
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
+TOOL_CALL = "<tool_call>"
+END_TOOL_CALL = "</tool_call>"
 FUNCTION = "<function="
 END_FUNCTION = "</function>"
 
@@ -16,22 +16,22 @@ class ArgumentTags(NamedTuple):
     """What stands around the name of an argument and its value.
 
     Attributes:
-        name_ends: one of them stands behind the name.
-        value: stands behind that, and white space; "" if the value follows at once.
+        name_end: follows the name.
+        value: follows that, and white space; "" if the value follows at once.
         line: what divides tags and value besides, where the model writes it.
         untyped: the types of a parameter of which the schema says none.
     """
 
     name: str
-    name_ends: tuple[str, ...]
+    name_end: str
     value: str
     end: str
     line: str = ""
     untyped: frozenset[str] = frozenset()
 
 
-PARAMETER = ArgumentTags("<parameter=", (">",), "", "</parameter>", "\n", frozenset(["string"]))
-PAIR = ArgumentTags("<arg_key>", ("</arg_key>",), "<arg_value>", "</arg_value>")
+PARAMETER = ArgumentTags("<parameter=", ">", "", "</parameter>", "\n", frozenset(["string"]))
+PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
@@ -39,7 +39,7 @@ def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
     while mark := (yield from scanner.content_until(open, FUNCTION)):
         yield from scanner.skip()
         has_begun = mark == FUNCTION or (yield from scanner.literal(FUNCTION))
-        if not has_begun or not (yield from read_call(scanner, ">", PARAMETER, END_FUNCTION)):
+        if not has_begun or not (yield from read_tagged_call(scanner, ">", PARAMETER, END_FUNCTION)):
             scanner.reject()
         else:
             yield from scanner.skip()
@@ -47,14 +47,14 @@ def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
 
 
 def read_glm(scanner: Scanner) -> Scan:
-    while (yield from scanner.content_until(OPEN)):
+    while (yield from scanner.content_until(TOOL_CALL)):
         yield from scanner.skip()
-        if not (yield from read_call(scanner, "", PAIR, CLOSE)):
+        if not (yield from read_tagged_call(scanner, "", PAIR, END_TOOL_CALL)):
             scanner.reject()
 
 
-def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
-    """Read a name, what stands behind it, tagged arguments, and the mark behind these."""
+def read_tagged_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
+    """Read a name and the mark after it, tagged arguments, and the mark after these."""
     name = yield from scanner.name()
     if not name or not (yield from scanner.literal(name_end)):
         return False
@@ -63,11 +63,10 @@ def read_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> 
         return False
     scanner.start_call(name)
     parameters = next((tool.parameters for tool in scanner.tools if tool.name == name), {})
-    [key_end] = tags.name_ends
     before = "{"
     awaited: tuple[str, ...] = (tags.name, end)
     while (yield from scanner.literal(tags.name)):
-        key = yield from scanner.until(key_end, MAX_NAME)
+        key = yield from scanner.until(tags.name_end, MAX_NAME)
         if key is None:
             if scanner.ended and len(scanner.text) - scanner.position <= MAX_NAME:
                 return False

@@ -8,8 +8,8 @@ from api.tool_calls.reading.call_object import add_whole_call, read_key, read_wo
 from api.tool_calls.reading.json_text import read_members, read_value
 from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
-FUNCTION = "function"
-NAME = "_name"
+TGI_FUNCTION = "function"
+TGI_NAME = "_name"
 
 
 def read_tgi(scanner: Scanner) -> Scan:
@@ -22,12 +22,12 @@ def read_tgi(scanner: Scanner) -> Scan:
 
 def read_named_arguments(scanner: Scanner) -> Waiting:
     """Read `{"function": {"_name": …, …}}`."""
-    if not (yield from scanner.literal("{")) or (yield from read_key(scanner)) != FUNCTION:
+    if not (yield from scanner.literal("{")) or (yield from read_key(scanner)) != TGI_FUNCTION:
         return False
     start = scanner.position
     if not (yield from scanner.literal("{")):
         return False
-    if (yield from read_key(scanner)) != NAME:
+    if (yield from read_key(scanner)) != TGI_NAME:
         scanner.position = start
         found = yield from read_whole(scanner)
     else:
@@ -44,12 +44,12 @@ def read_whole(scanner: Scanner) -> Waiting:
     if not (yield from read_value(scanner, pieces.append)):
         return False
     arguments = json.loads("".join(pieces))
-    name = arguments.pop(NAME, None)
+    name = arguments.pop(TGI_NAME, None)
     return isinstance(name, str) and add_whole_call(scanner, name, json.dumps(arguments))
 
 
 def read_rest(scanner: Scanner) -> Waiting:
-    """Read the name, which is the first, and pass on the arguments behind it."""
+    """Read the name, which is the first, and pass on the arguments after it."""
     name = yield from read_word(scanner)
     if not name:
         return False

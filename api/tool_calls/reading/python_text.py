@@ -11,7 +11,7 @@ CLOSING = ")]}"
 
 
 def read_literal(scanner: Scanner) -> Generator[None, None, str | None]:
-    """A value up to the comma or bracket behind it, as JSON. None where it is no literal."""
+    """A value up to the comma or bracket after it, as JSON. None if it is no literal."""
     start, depth, quote = scanner.position, 0, ""
     while True:
         char = yield from scanner.char()

@@ -215,7 +215,7 @@ def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple
 
 
 def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
-    """The place behind the text that cannot be the beginning of a mark."""
+    """The end of the text that cannot be the beginning of a mark."""
     longest = max((len(mark) for mark in marks), default=1)
     for place in range(max(start, len(text) - longest + 1), len(text)):
         rest = text[place:]

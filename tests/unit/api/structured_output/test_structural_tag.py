@@ -178,6 +178,7 @@ STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
         ),
         ({"structures": [1]}, "`f.structures.0` must be an object"),
         ({"structures": []}, "`f.structures` must be a list that is not empty"),
+        ({}, "`f.format` is required"),
         ({"structures": [STRUCTURE], "triggers": []}, "`f.triggers` must be a list that is not empty"),
         ({"structures": [STRUCTURE], "triggers": [""]}, "`f.triggers.0` must be a text that is not empty"),
     ],
@@ -235,8 +236,15 @@ async def test_tags_may_be_special_tokens() -> None:
     ("form", "text"),
     [
         ({"type": "xml"}, "`response_format.format.type` must be one of const_string, "),
-        ({"type": "regex", "excludes": ["a"]}, "`response_format.format.excludes` is not supported"),
-        ({"type": "const_string"}, "`response_format.format.value` must be a text that is not empty"),
+        (
+            {"type": "regex", "pattern": "a", "excludes": ["a"]},
+            "`response_format.format.excludes` is not supported",
+        ),
+        ({"type": "const_string"}, "`response_format.format.value` is required"),
+        (
+            {"type": "const_string", "value": ""},
+            "`response_format.format.value` must be a text that is not empty",
+        ),
         (
             {**CALLS, "triggers": ["<x"]},
             "`response_format.format.tags.0.begin` must begin with one of `triggers`",
@@ -261,7 +269,9 @@ async def test_tags_may_be_special_tokens() -> None:
         ),
         (sequence(regex("a)(b"), AGE), "`response_format.format.elements.0` cannot be compiled: "),
         (tag(regex("a)(b")), "`response_format` cannot be compiled: "),
-        ({"type": "tag", "begin": "a", "end": "b"}, "`response_format.format.content` must be an object"),
+        ({"type": "tag", "begin": "a", "end": "b"}, "`response_format.format.content` is required"),
+        (tag(1), "`response_format.format.content` must be an object"),
+        (tag({}), "`response_format.format.content` must have a `type`"),
         (
             {"type": "json_schema", "json_schema": {"not": {}}},
             "`response_format.format.json_schema` cannot be compiled: the keyword `not` .at `#/not`. is not",
