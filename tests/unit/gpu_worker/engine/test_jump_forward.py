@@ -60,16 +60,10 @@ def play(engine: Engine, shown: dict[int, list[int]] | None = None, **run: Any) 
     return played.ids, played.top_logprobs, played.ended
 
 
-@pytest.mark.parametrize(
-    "finish_json", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["finish-json", ""]
-)
-def test_tokens_are_those_of_the_plain_way(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, finish_json: bool
-) -> None:
+def test_tokens_are_those_of_the_plain_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
     where steps are launched ahead.
     """
-    monkeypatch.setattr(engine.endings, "steers", finish_json)
     with monkeypatch.context() as patch:
         patch.setattr(engine.rows, "make_proposer", None)
         ids, tops, ended = play(engine)
