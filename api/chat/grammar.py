@@ -9,7 +9,8 @@ from api.event_loop.offload import LONG, offload
 from api.structured_output.check import can_begin
 from api.structured_output.grammar import CompiledGrammar, Grammar, compile_grammar
 from api.tokenizer import ModelTokenizer
-from api.tool_calls.forcing.grammar import HARMONY, CallChoice, after_thinking, call_grammar, named
+from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar, named
+from api.tool_calls.formats.harmony import HARMONY
 from api.tool_calls.formats.table import CALL_FORMATS
 from api.tool_calls.reasoning import REASONING_FORMATS
 from common.messages.answer import Reading

@@ -19,14 +19,13 @@ from api.prompt_text.control_texts import Rendered
 from api.structured_output.grammar import Grammar, is_json
 from api.templates.chat_template import ChatTemplate
 from api.tokenizer import ModelTokenizer
+from api.tool_calls.formats.harmony import HARMONY
 from common.messages.answer import Reading, Rendering
 
 log = logging.getLogger(__name__)
 
 CHARS_OF_MESSAGE = 40
 """To render one message takes about as long as to tokenize so many characters."""
-HARMONY = "openai"
-"""The format of calls that has reasoning, too."""
 PROMPT_END_CHARS = 200
 """Of the prompt, the part in which reasoning may have begun."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from api.tool_calls.formats.harmony import HARMONY
 from api.tool_calls.formats.table import CALL_FORMATS, CallFormat
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 
@@ -22,7 +23,7 @@ class Signs:
 
 
 CALL_SIGNS = (
-    Signs("openai", ("<|channel|>",), "<|channel|>"),
+    Signs(HARMONY, ("<|channel|>",), "<|channel|>"),
     Signs("kimi_k2", ("<|tool_call_begin|>",), "<|tool_call_begin|>"),
     Signs("deepseek_v3", ("<｜tool▁sep｜>", "```json")),
     Signs("deepseek_v31", ("<｜tool▁sep｜>",), "<｜tool▁sep｜>"),

@@ -15,11 +15,11 @@ from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
 from api.tool_calls.forcing.offer import CallsRule, Offer
 from api.tool_calls.forcing.rules import RULES
 from api.tool_calls.forcing.schemas import field_of, forced_schema
+from api.tool_calls.formats.harmony import HARMONY
 from api.tool_calls.formats.table import CallFormat
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reasoning import ReasoningFormat
 
-HARMONY = "openai"
 SPACE = r"/\n{0,2}/"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from api.tool_calls.reading.call_object import add_whole_call, read_arguments
 from api.tool_calls.reading.scanner import Scan, Scanner, Waiting
 
+HARMONY = "openai"
+"""vLLM's name of this format, which has reasoning, too."""
 START = "<|start|>"
 CHANNEL = "<|channel|>"
 CONSTRAIN = "<|constrain|>"

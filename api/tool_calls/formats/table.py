@@ -77,7 +77,7 @@ CALL_FORMATS = {
         CallFormat("deepseek_v31", DEEPSEEK, partial(read_sections, DEEPSEEK)),
         CallFormat("kimi_k2", KIMI, partial(read_sections, KIMI)),
         CallFormat("glm45", GLM_MARKS, tagged.read_glm),
-        CallFormat("openai", HARMONY_MARKS, harmony.read_harmony),
+        CallFormat(harmony.HARMONY, HARMONY_MARKS, harmony.read_harmony),
         json_between("granite", "<|tool_call|>"),
         json_between("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
         json_between("jamba", "<tool_calls>", "</tool_calls>"),
