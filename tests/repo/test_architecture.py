@@ -11,7 +11,6 @@ from tests.support.source_tree import PACKAGES, ROOT
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
 SUFFIXES = {".py", ".lua", ".js", ".h", ".cpp"}
-MAX_CELL = 400
 OF_ARQ = {"arq:queue:health-check"}
 
 
@@ -31,12 +30,6 @@ def test_every_folder_with_code_is_named() -> None:
     folders = {path.parent.relative_to(ROOT).as_posix() for path in sources if path.name != "__init__.py"}
     assert len(folders) > 50
     assert sorted(folder for folder in folders if f"`{folder}/`" not in TEXT) == []
-
-
-def test_cells_of_tables_are_short() -> None:
-    """A table says the rule; reasons and steps stand in the text beneath it."""
-    cells = [cell for line in TEXT.splitlines() if line.startswith("|") for cell in line.split("|")]
-    assert [cell for cell in cells if len(cell) > MAX_CELL] == []
 
 
 def kind(name: str) -> str:
