@@ -1,12 +1,11 @@
 """Checks answers under real JSON schemas while workers are killed: `python -m
 benchmarks.structured_output.answers CLONE [--count 500] [--seed 3] [--max-tokens 200] [--kill-every 50]`.
 
-CLONE is one of MaskBench (cases.py). A fleet of two workers with `--finish-json` answers 8 requests at a
-time, greedy and hot in turns; after each 50 answers a worker is killed. Each answer is checked by the package
-`jsonschema` (formats, too), not by the library that makes the masks. Printed, every 25 answers and at the
-end, are the schemas refused, the answers that are valid, those that `max_tokens` cuts, because no ending that
-is short enough was found, and how many requests a kill has moved. An answer that ended by itself and is not
-valid is a failure (exit status 1).
+CLONE is one of MaskBench (cases.py). A fleet of two workers answers 8 requests at a time, greedy and hot in
+turns; after each 50 answers a worker is killed. Each answer is checked by the package `jsonschema` (formats,
+too), not by the library that makes the masks. Printed, every 25 answers and at the end, are the schemas
+refused, the answers that are valid, those that `max_tokens` cuts, and how many requests a kill has moved. An
+answer that ended by itself and is not valid is a failure (exit status 1).
 """
 
 import argparse
@@ -128,7 +127,7 @@ def main() -> None:
     parser.add_argument("--kill-every", type=int, default=50)
     chosen = parser.parse_args()
     cases, tally = list(read_cases(chosen.clone, chosen.count, chosen.seed)), Tally()
-    with Fleet(num_workers=2, finish_json=True, kv_cache_bytes="256MiB") as fleet:
+    with Fleet(num_workers=2, kv_cache_bytes="256MiB") as fleet:
         asyncio.run(run(fleet, cases, chosen.max_tokens, chosen.kill_every, tally))
         moved = count_resumes(fleet.base_url)
     print(f"{tally}, {moved} requests moved by kills")

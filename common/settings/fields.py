@@ -122,8 +122,6 @@ class SettingFields(BaseModel):
     """what a `watermark` adds to the logits of the tokens that it favours"""
     disable_grammar_support: bool = False
     """requests for structured output (JSON schemas, regexes, grammars) are refused"""
-    finish_json: bool = False
-    """an answer with a grammar that comes near `max_tokens` is steered into its shortest valid end"""
     request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
     """a request that is not finished after so long ends with an error (s)"""
     write_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0

@@ -25,10 +25,10 @@ from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from gpu_worker.engine.sampling.endings import Endings
 from gpu_worker.engine.sampling.matcher import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
+from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.split_step import forward_in_parts
 from gpu_worker.protocol import Grant, Ready, StepResult
 
@@ -61,12 +61,11 @@ class Engine:
         self.debug_kv = settings.debug_kv
         waits = communicator.world_size > 1
         self.matchers = Matchers(loaded.directory, loaded.vocab_size, loaded.eos_ids, waits=waits)
-        self.endings = Endings(self.matchers, settings.finish_json)
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.rows = Rows(
             block_size=self.block_size,
             eos_ids=loaded.eos_ids,
-            make_grammar=self.endings.start,
+            make_grammar=self.matchers.start,
             max_scored_tokens=max(1, MAX_LOGITS // loaded.vocab_size),
             recompute_length=loaded.recompute_length,
             prefix_caching=self.prefix_caching,
@@ -192,7 +191,7 @@ class Engine:
         output = (
             empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank
-            else self.endings.sample(select_sample_logits(logits, slices), requests)
+            else sample(select_sample_logits(logits, slices), requests)
         )
         self.communicator.broadcast_tensor(output.ids)
         return InFlightStep(launched, requests, output, score_prompts(logits, slices))

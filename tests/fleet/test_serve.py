@@ -19,6 +19,7 @@ from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import PATIENCE_S, wait_until_sync
 
 PROMPT = "The sky is blue because"
+NUM_TOKENS = 100
 QUESTION = "What is the capital of France?"
 
 
@@ -60,7 +61,10 @@ def test_processes_have_names_restart_and_drain(
         worker = wait_until_sync(fleet.preloaded, READY_S)
         old_gateway, old_worker = fleet.pid("g0"), fleet.pid("w0")
         assert workers(fleet) == [old_worker]
-        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 200, "ignore_eos": True, "details": True}}
+        body = {
+            "inputs": PROMPT,
+            "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True},
+        }
         with httpx.stream(
             "POST", f"{fleet.base_url}/generate_stream", json=body, timeout=PATIENCE_S
         ) as stream:
@@ -75,7 +79,7 @@ def test_processes_have_names_restart_and_drain(
             wait_until_sync(lambda: "shutting down" in get(fleet, "/health").text)
             refused = httpx.post(f"{fleet.base_url}/generate", json=body, timeout=PATIENCE_S)
             assert refused.status_code == 503 and "shutting down" in refused.text
-            assert last_frame(lines)["details"]["generated_tokens"] == 200
+            assert last_frame(lines)["details"]["generated_tokens"] == NUM_TOKENS
         everybody = fleet.processes()
         assert fleet.launcher.wait(PATIENCE_S) == 0
         wait_until_sync(lambda: have_ended(everybody))

@@ -96,14 +96,6 @@ def test_as_many_workers_as_are_started_divide_the_cores() -> None:
     assert SERVICES["gpu_worker"]["environment"]["NUM_WORKERS"] == "1", "each has its own GPU"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_images_run_without_root(file: str) -> None:
-    assert (
-        lines(file, "USER") == ["tokenfleet"]
-        and "useradd --uid 10001 tokenfleet" in (ROOT / file).read_text()
-    )
-
-
 @pytest.mark.parametrize(
     ("extras", "torch", "flashinfer"),
     [([], False, False), (["worker"], True, False), (["worker", "cuda"], True, True)],
@@ -118,32 +110,6 @@ def test_only_workers_have_torch(extras: list[str], torch: bool, flashinfer: boo
     )
     assert any(line.startswith("torch") for line in listed.stdout.splitlines()) is torch
     assert any(line.startswith("flashinfer") for line in listed.stdout.splitlines()) is flashinfer
-
-
-def test_a_worker_on_a_gpu_can_compile_kernels_and_keeps_them() -> None:
-    """FlashInfer looks for nvcc in /usr/local/cuda. Caches are in the home of a user who has none, but for
-    these variables.
-    """
-    file = FILES[1]
-    assert lines(file, "ARG")[0] == "DEVICE=cuda" and 'EXTRAS="worker cuda"' in lines(file, "ENV")
-    devices = {name: SERVICES[name]["build"]["args"]["DEVICE"] for name in ("gpu_worker", "cpu_worker")}
-    assert devices == {"gpu_worker": "cuda", "cpu_worker": "cpu"}
-    assert "--from=toolkit /nvcc /usr/local/cuda" in lines(file, "COPY")
-    kept = dict(word.split("=") for line in lines(file, "ENV") for word in line.split() if "=" in word)
-    names = ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-    assert (
-        all(kept[name].startswith("/models") for name in names)
-        and "models:/models" in SERVICES["gpu_worker"]["volumes"]
-    )
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_an_edit_of_code_or_docs_installs_nothing_anew(file: str) -> None:
-    """What changes often is copied behind the last layer that fetches packages."""
-    steps = [line for line in (ROOT / file).read_text().splitlines() if line.startswith(("COPY", "RUN"))]
-    last_fetch = max(i for i, line in enumerate(steps) if "pip install -c" in line)
-    copied = " ".join(steps[:last_fetch])
-    assert "README.md" not in copied and "common" not in copied and "requirements.lock" in copied
 
 
 # --- the services as processes ------------------------------------------------------------------------------

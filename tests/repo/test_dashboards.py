@@ -68,15 +68,6 @@ def test_every_panel_has_a_position_and_a_data_source() -> None:
         for y in range(*span(panel, "y", "h"))
     ]
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) == 23, "panels overlap"
-    titles = {panel["title"] for panel in panels}
-    assert {
-        "Time to first token",
-        "Decode per-token latency",
-        "Queue Size",
-        "Batch Size",
-        "Forward quantiles",
-        "KV cache usage",
-    } <= titles
     source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())[
         "datasources"
     ][0]

@@ -196,18 +196,3 @@ def test_the_last_lines_of_a_start_have_a_command_that_works(fleet: Fleet) -> No
     assert shapes(run(fleet, "sh", tried)) == shapes(run(fleet, *next(examples())[:2]))
     assert f"page: {fleet.base_url} (open it in a browser" in fleet.output()
     assert f"{fleet.base_url}/docs" in fleet.output()
-
-
-def test_every_kind_of_request_has_an_example() -> None:
-    programs = "\n".join(program for _, program, _ in examples())
-    for word in (
-        "/generate_stream",
-        "/v1/chat/completions",
-        "openai",
-        "huggingface_hub",
-        "redis-cli",
-        "import redis",
-        "tokenfleet chat",
-        "tokenfleet status",
-    ):
-        assert word in programs

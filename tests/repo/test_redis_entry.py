@@ -67,12 +67,6 @@ def entry(tmp_path: Path) -> Iterator[Entry]:
         one.process.wait(LATE_S)
 
 
-def test_the_compose_file_runs_it() -> None:
-    assert SERVICE["entrypoint"][1] in SERVICE["volumes"][1].split(":")
-    assert SERVICE["volumes"][1].split(":")[0] == "./deploy/redis_entry.sh"
-    assert int(SERVICE["stop_grace_period"].removesuffix("s")) > 100
-
-
 def test_its_file_is_kept_as_short_as_the_embedded_brokers(tmp_path: Path) -> None:
     """A restart reads it from its beginning."""
     command, option = Broker(tmp_path).command(), "--auto-aof-rewrite-min-size"

@@ -39,5 +39,4 @@ def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
 
 
 def final_message(lark: Lark, content: str) -> str:
-    """The last message. Workers find it in a grammar by this text (FINAL_MESSAGE), to end answers in time."""
     return f'{lark.mark(CHANNEL)} "final" {lark.mark(MESSAGE)} {content}'

@@ -36,7 +36,6 @@ class SamplingState:
     sampling: SamplingParams
     top_n_tokens: int
     min_new_tokens: int
-    max_new_tokens: int
     always_applies: bool
     end_ids: list[int]
     bias_ids: Int64
@@ -71,7 +70,6 @@ class SamplingState:
             sampling=sampling,
             top_n_tokens=start.top_n_tokens,
             min_new_tokens=start.stopping.min_new_tokens,
-            max_new_tokens=start.stopping.max_new_tokens,
             always_applies=always_applies,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
@@ -172,8 +170,3 @@ class SampleRequest:
 
     state: SamplingState
     index: int
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens that the row may have from this one on."""
-        return self.state.max_new_tokens - self.index

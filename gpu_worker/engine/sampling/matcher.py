@@ -5,9 +5,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import llguidance
 import numpy as np
@@ -15,29 +14,14 @@ import numpy as np
 from common.process import cpu
 from gpu_worker.engine.batch.grammar import Bits
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.sampling.ending_search import Exits
 from gpu_worker.engine.sampling.grammar import num_words, pack_ids
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LIMIT = re.compile("too (many|big)|; max is")
 """In llguidance's error where a grammar takes more work or memory than it allows."""
 MAX_PLAIN = 64
 """Bytes of a forced text that are looked at for its first token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Steering:
-    """How rows with one grammar are steered to an end.
-
-    Attributes:
-        window: they are watched within so many last tokens.
-        exits: what the search for an ending tries.
-    """
-
-    window: int
-    exits: Exits
 
 
 @dataclass(slots=True, eq=False)
@@ -46,28 +30,23 @@ class Matcher:
 
     Attributes:
         compiled: becomes llguidance's matcher. In one with an error every token fails the row.
-        newest: the newest token.
         bits: the mask of the next token, once `Matchers` has computed it.
-        steering: how the row's text is steered to an end, for `Endings`; None if it is not.
-        following: the copy of this step that has taken one more token.
+        following: a token, and the copy of this step that has taken that token, too.
     """
 
     compiled: "Future[llguidance.LLMatcher]"
     num_words: int
-    newest: int | None = None
-    steering: "Future[Steering] | None" = None
     bits: Bits | None = None
-    following: "Matcher | None" = None
+    following: "tuple[int, Matcher] | None" = None
 
     def is_ready(self) -> bool:
-        return self.compiled.done() and (self.steering is None or self.steering.done())
+        return self.compiled.done()
 
     def must_end(self) -> bool:
         return self.compiled.result().is_stopped()
 
     def accept(self, token: int) -> str:
         self.bits = self.following = None
-        self.newest = token
         matcher = self.compiled.result()
         # one with an error takes an end-of-sequence token, the only one that its mask had
         if not matcher.is_error() and matcher.consume_token(token):
@@ -77,12 +56,12 @@ class Matcher:
         return "grammar_limit" if LIMIT.search(error) else "grammar"
 
     def after(self, token: int) -> "Matcher":
-        if self.following is None or self.following.newest != token:
+        if self.following is None or self.following[0] != token:
             copied: Future[llguidance.LLMatcher] = Future()
             copied.set_result(self.compiled.result().deep_copy())
             copied.result().consume_token(token)
-            self.following = Matcher(copied, self.num_words, token, self.steering)
-        return self.following
+            self.following = token, Matcher(copied, self.num_words)
+        return self.following[1]
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, `most` of them, as far as no others may come; none for a matcher with an error.
@@ -106,7 +85,7 @@ class Matchers:
     Attributes:
         waits: a row's grammar is compiled before the row starts, so that all ranks start it in the same step.
         pending: the masks that are being computed while a forward runs.
-        on_compiled: is called, in any thread, after something that rows wait for was compiled.
+        on_compiled: is called, in any thread, after a grammar was compiled.
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool) -> None:
@@ -144,16 +123,11 @@ class Matchers:
 
     def start(self, source: str, tokens: Sequence[int]) -> Matcher:
         """The matcher of a row that has sampled these tokens so far."""
-        compiled = self.in_thread(partial(self.compile, source, list(tokens)))
-        return Matcher(compiled, num_words(self.vocab_size), tokens[-1] if tokens else None)
-
-    def in_thread(self, work: Callable[[], T]) -> "Future[T]":
-        """Do what a row waits for, behind what was asked for before."""
-        compiled = self.compiler.submit(work)
+        compiled = self.compiler.submit(self.compile, source, list(tokens))
         compiled.add_done_callback(lambda _: self.on_compiled())
         if self.waits:
             compiled.result()
-        return compiled
+        return Matcher(compiled, num_words(self.vocab_size))
 
     def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)

@@ -66,18 +66,6 @@ def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | No
     return output
 
 
-@torch.inference_mode()
-def sample_again(
-    output: SamplerOutput,
-    places: Sequence[int],
-    logits: torch.Tensor,
-    requests: Sequence[SampleRequest | None],
-) -> None:
-    """Sample rows of logits float [rows, vocabulary] again, whose requests have changed."""
-    index = to_device(list(places), logits.device)
-    put_into(output, index, sample(logits.index_select(0, index), [requests[place] for place in places]))
-
-
 def sample_function_of(state: SamplingState) -> SampleFunction:
     """Choose the function for a row's next token: functions differ in the part of the
     vocabulary they need.

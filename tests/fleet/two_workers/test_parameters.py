@@ -14,7 +14,7 @@ EOS = 2
 
 async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
     prompt = PROMPTS[FEW[0]]
-    [expected] = reference_ids(prompt_ids([prompt]), 40)
+    expected = reference_ids(prompt_ids([prompt]), 40)[0][:16]
     variants: list[dict[str, Any]] = [
         {},
         {"do_sample": False},
@@ -25,7 +25,7 @@ async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
         {"min_p": 1.0, "temperature": 1.5},
     ]
     answers = await asyncio.gather(
-        *(generate(http, prompt, max_new_tokens=40, **variant) for variant in variants)
+        *(generate(http, prompt, max_new_tokens=16, **variant) for variant in variants)
     )
     assert [answer["ids"] for answer in answers] == [expected] * len(variants)
     assert await complete(http, temperature=0) == [(await generate(http))["generated_text"]]

@@ -18,6 +18,10 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 FEW, MANY = 3, 50
 """Random cases of a route, in each mode."""
+CASES = "hypothesis_explicit_examples"
+"""Where hypothesis keeps the cases of a test that are not random; one without any lacks it."""
+SHARE = 3
+"""One in so many of the cases at the limits of a route's fields is tried, where not all are."""
 MODES = list(HypothesisTestMode)
 UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
 TWINS = ("/", "/generate_stream", "/invocations", "/vertex", "/chat_tokenize")
@@ -52,7 +56,7 @@ UNDESCRIBED = re.compile(
 def try_routes(
     document: Any, base_url: str, thoroughly: bool, apart: Callable[[str], AbstractContextManager[Any]]
 ) -> None:
-    """Try each route, `apart` by its label. Thoroughly is with many random cases, and all cases of twins."""
+    """Try each route, `apart` by its label. Thoroughly is with many random cases, and all cases at limits."""
     chosen = settings(SETTINGS, max_examples=MANY if thoroughly else FEW)
     schema = schemathesis.openapi.from_dict(document)
     num_cases = Counter[str]()
@@ -70,7 +74,10 @@ def try_routes(
             modes = MODES if thoroughly or operation.path not in TWINS else UNCOVERED
             config = HypothesisTestConfig(schema.config, modes, settings=chosen)
             with apart(operation.label):
-                create_test(operation=operation, test_func=check, config=config)()
+                test = create_test(operation=operation, test_func=check, config=config)
+                if not thoroughly and (cases := getattr(test, CASES, None)):
+                    setattr(test, CASES, cases[::SHARE])
+                test()
                 assert num_cases[operation.path]
 
 

@@ -12,7 +12,7 @@ from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_models import VOCAB
 
-NEW_TOKENS, MANY_NEW_TOKENS = 24, 40
+NEW_TOKENS, MANY_NEW_TOKENS = 16, 40
 """The many are for the slow tests."""
 
 LENGTHS = (1, 20, 50, 70)

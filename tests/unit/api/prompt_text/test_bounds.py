@@ -1,5 +1,6 @@
 """The bound on a text's tokens holds for every text, and is not given where none can hold."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ def with_token(token: AddedToken) -> Tokenizer:
     return tokenizer
 
 
+bound_of = functools.cache(text_bound)
+"""It reads a whole vocabulary: once, not for each text."""
 PREPENDED = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
 BOUNDED = [
     TOKENIZER,
@@ -47,7 +50,7 @@ BOUNDED = [
 @pytest.mark.parametrize("tokenizer", BOUNDED)
 @given(text=st.text() | st.text("ạ̈ \n1é<|im_end>\x04") | st.text("ᾧ̓͂ͅ가각"))
 def test_no_text_has_fewer_tokens_than_the_bound_says(tokenizer: Tokenizer, text: str) -> None:
-    bound = text_bound(tokenizer)
+    bound = bound_of(tokenizer)
     assert bound is not None
     assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
 

@@ -6,6 +6,7 @@ import pytest
 
 from common.settings.flags import flag_parser, help_texts
 from common.settings.settings import SettingError, Settings
+from tests.support.forks.client import ForkedProcess
 
 
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
@@ -159,10 +160,10 @@ def test_defaults_are_in_range() -> None:
 @pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker"])
 def test_a_process_that_cannot_serve_a_setting_says_so_in_one_line(module: str) -> None:
     environ = os.environ | {"KV_CACHE_BYTES": "0", "REDIS_URL": "redis://127.0.0.1:1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module], env=environ, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (os.EX_CONFIG, "tokenfleet: KV_CACHE_BYTES: 0 is less than 1\n")
+    words = [sys.executable, "-P", "-m", module]
+    process = ForkedProcess(words, env=environ, stderr=subprocess.PIPE)
+    assert process.communicate() == (None, b"tokenfleet: KV_CACHE_BYTES: 0 is less than 1\n")
+    assert process.returncode == os.EX_CONFIG
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids
 from tests.support.prompts import FEW, PROMPTS
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_bytes": 2**27,
@@ -33,7 +33,7 @@ SAMPLINGS = [
 ]
 ROWS = range(len(FEW))
 SOME_OR_ALL = pytest.mark.parametrize(
-    "rows", [pytest.param(ROWS[1::2], id="few"), pytest.param(ROWS, id="all", marks=pytest.mark.slow)]
+    "rows", [pytest.param((1, 5, 6), id="few"), pytest.param(ROWS, id="all", marks=pytest.mark.slow)]
 )
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -86,8 +86,8 @@ def test_bits_do_not_depend_on_the_batch(engine: Engine, rows: Sequence[int]) ->
     alone = {row: play(engine, [row])[row] for row in rows}
     assert play(engine, rows) == alone, "batched"
     assert play(engine, rows[::-1], prefill_tokens=7) == alone, "chunked, in another order"
-    resumed = play(engine, rows, shown={row: alone[row][0][: 5 + row] for row in rows})
-    assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, (
+    resumed = play(engine, rows, shown={row: alone[row][0][: 4 + row] for row in rows})
+    assert resumed == {row: (ids[4 + row :], bits[4 * (4 + row) :]) for row, (ids, bits) in alone.items()}, (
         "resumed"
     )
 

@@ -1,6 +1,7 @@
 """Jump-forward: what a grammar forces comes in one step, and no token differs from the plain way."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids
 from tests.support.prompts import FEW, PROMPTS
 
-MAX_TOKENS = 40
+MAX_TOKENS = 30
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -29,6 +30,13 @@ HOT = SamplingParams(temperature=1.4, seed=7, top_p=0.95, frequency_penalty=0.3,
 SAMPLING = [
     replace(params, grammar=source) for source in (SENTENCE, OBJECT) for params in (SamplingParams(), HOT)
 ]
+FEW_OR_ALL = pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param([*SAMPLING[1:3], None], id="few"),
+        pytest.param([*SAMPLING, None], id="all", marks=pytest.mark.slow),
+    ],
+)
 Told = tuple[dict[int, list[int]], dict[Any, dict[int, float]], dict[int, tuple[str, int]]]
 
 
@@ -40,7 +48,12 @@ def engine(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return loaded
 
 
-def play(engine: Engine, shown: dict[int, list[int]] | None = None, **run: Any) -> Told:
+def play(
+    engine: Engine,
+    rows: Sequence[SamplingParams | None],
+    shown: dict[int, list[int]] | None = None,
+    **run: Any,
+) -> Told:
     """Ids, the likeliest tokens and ends of rows behind what was `shown` of them."""
     shown = shown or {}
     played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
@@ -54,32 +67,29 @@ def play(engine: Engine, shown: dict[int, list[int]] | None = None, **run: Any) 
             sampling=sampling,
             top_n_tokens=2 * (row % 2),
         )
-        for row, sampling in enumerate([*SAMPLING, None])
+        for row, sampling in enumerate(rows)
     ]
     played.run(starts, **run)
     return played.ids, played.top_logprobs, played.ended
 
 
-@pytest.mark.parametrize(
-    "finish_json", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["finish-json", ""]
-)
+@FEW_OR_ALL
 def test_tokens_are_those_of_the_plain_way(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, finish_json: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, sampling: Sequence[SamplingParams | None]
 ) -> None:
     """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
     where steps are launched ahead.
     """
-    monkeypatch.setattr(engine.endings, "steers", finish_json)
     with monkeypatch.context() as patch:
         patch.setattr(engine.rows, "make_proposer", None)
-        ids, tops, ended = play(engine)
-    assert play(engine) == (ids, tops, ended)
-    assert play(engine, lead=1, horizon=2) == (ids, tops, ended)
+        ids, tops, ended = play(engine, sampling)
+    assert play(engine, sampling) == (ids, tops, ended)
+    assert play(engine, sampling, lead=1, horizon=2) == (ids, tops, ended)
     shown = {row: tokens[: 3 + row] for row, tokens in ids.items()}
-    resumed = play(engine, shown)[0]
+    resumed = play(engine, sampling, shown)[0]
     assert {row: shown[row] + tokens for row, tokens in resumed.items()} == ids
     monkeypatch.setattr(engine, "runs_ahead", True)
-    assert play(engine) == (ids, tops, ended)
+    assert play(engine, sampling) == (ids, tops, ended)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -195,7 +195,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     loaded: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answers repeat themselves, so proposals are right."""
-    indices = [*FEW, PROMPTS.index("na " * 40 + "Batman")]
+    indices = [*FEW[1:4], PROMPTS.index("na " * 40 + "Batman")]
     ids = prompt_ids([PROMPTS[index] for index in indices])
     answers = dict(zip(indices, reference_ids(ids, 40), strict=True))
     free = list(range(1, 1 + loaded.ready.num_blocks))

@@ -38,15 +38,6 @@ SHORT_SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-OPEN_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "story": {"type": "string", "pattern": "end$"},
-        "more": {"type": "array", "items": {"type": "object"}, "minItems": 1},
-    },
-    "required": ["story", "more"],
-}
-OPEN = source_of(Grammar("json", json.dumps(OPEN_SCHEMA), "f"))
 JSON = source_of(Grammar("json", json.dumps(SCHEMA), "f"))
 SHORT = source_of(Grammar("json", json.dumps(SHORT_SCHEMA), "f"))
 REGEX = source_of(Grammar("regex", r"[0-9]{2}-[a-f]{3}", "f"))
@@ -128,28 +119,6 @@ def test_max_tokens_cuts_a_row_before_its_grammar_ends(player: Player) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     player.run([player.start(0, prompt, 3, sampling=grammar(JSON))])
     assert player.ended[0] == ("length", 3)
-
-
-@EACH_WAY
-def test_with_finish_json_a_row_ends_as_its_grammar_allows_before_max_tokens(
-    player: Player, tokenizer: Tokenizer, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where it resumes; nothing can be done about fewer tokens than the shortest text has."""
-    monkeypatch.setattr(player.engine.endings, "steers", True)
-    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
-    sampling = grammar(OPEN, **params)
-    lengths = (16, 22, 30, 48)
-    starts = [player.start(row, prompt, length, sampling=sampling) for row, length in enumerate(lengths)]
-    ids = player.run(starts)
-    for row, length in enumerate(lengths):
-        assert player.ended[row][0] == "eos_token" and len(ids[row]) < length
-        jsonschema.validate(json.loads(tokenizer.decode(ids[row])), OPEN_SCHEMA)
-    longest = len(lengths) - 1
-    for row, base in enumerate((lengths[-1] - 20, lengths[-1] - 4), start=20):
-        start = player.start(row, [*prompt, *ids[longest][:base]], lengths[-1], base, sampling=sampling)
-        assert player.run([start])[row] == ids[longest][base:]
-    player.run([player.start(30, prompt, 3, sampling=sampling)])
-    assert player.ended[30] == ("length", 3)
 
 
 def test_a_row_whose_grammar_allows_no_token_fails_alone(player: Player) -> None:

@@ -55,7 +55,7 @@ def test_builds_for_other_processors_compute_the_same(
         for stored in (None, *native.STORED_CODES):
             attention.test_outputs_equal_those_of_torch(dtype, 16, stored, built)
         for size in (60, 3000):
-            choice.test_kernels_sample_the_same_ids_as_torch(size, dtype, built)
+            choice.test_kernels_sample_the_same_ids_as_torch(size, dtype, 3, built)
             choice.test_kernels_score_prompts_as_torch_does(size, dtype, built)
         if built.tf_multiplies(native.TYPE_CODES[dtype]):
             for inputs, outputs, bias in ((50, 7, True), (96, 144, False), (64, 100, True)):

@@ -27,9 +27,15 @@ KEEPS_ALL = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
 """Each keeps all tokens that are as likely as the likeliest, even 4,096."""
 
 
+@pytest.mark.parametrize(
+    "each_sampler", ["kernels", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize("name", [name for name in CASES if "temperature" in CASES[name]])
 def test_choices_follow_the_distribution(name: str) -> None:
-    """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together."""
+    """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together.
+
+    Torch samples the same ids as the kernels, which is tested apart (test_cpu_sampler.py).
+    """
     num, logits = 2000, logits_of(2)
     requests = [
         request(SamplingParams(**CASES[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
