@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Path
 from pydantic import BaseModel, ConfigDict
 
-from api.service.headers import SERVICE_HEADERS
 from common.settings.settings import Settings
 
 REFERENCE = "#/components/schemas/{model}"
@@ -79,11 +78,6 @@ def json_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]
     """A route's `openapi_extra`: its body is JSON of this shape; /docs proposes the example."""
     content = {"schema": schema(shape, "validation"), "example": example}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
-
-
-def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """A route's `openapi_extra`, as of `json_body`, for a route that generates."""
-    return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
 
 
 def event_stream(shapes: Sequence[type[BaseModel]], *texts: str) -> dict[str, Any]:

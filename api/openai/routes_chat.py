@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.http.openapi import OPENAI, generation_body
+from api.http.openapi import OPENAI
 from api.inference.pool_registry import pool_and_body
 from api.inference.validate import validate
 from api.openai.chat_params import read_chat
@@ -15,6 +15,7 @@ from api.openai.response_schemas import (
     ChatCompletionChunk,
     response_or_chunks,
 )
+from api.service.headers import generation_body
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.errors import invalid
 from api.event_loop.pace import Pace
-from api.http.openapi import OPENAI, generation_body
+from api.http.openapi import OPENAI
 from api.inference.lengths import with_truncate
 from api.inference.limits import Limits
 from api.inference.pool_registry import pool_and_body
@@ -18,6 +18,7 @@ from api.openai.params import from_completion, read_prompts
 from api.openai.request_schemas import CompletionRequest
 from api.openai.respond import respond
 from api.openai.response_schemas import ERROR_RESPONSES, Completion, CompletionChunk, response_or_chunks
+from api.service.headers import generation_body
 from api.structured_output.grammar import is_json
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.event_loop.offload import offload
-from api.http.openapi import OPENAI, event_stream, generation_body
+from api.http.openapi import OPENAI, event_stream
 from api.http.request_id import request_id
 from api.inference.pool_registry import pool_and_body
 from api.inference.validate import validate
@@ -16,6 +16,7 @@ from api.responses.input_items import read_items
 from api.responses.request_schemas import ResponsesRequest
 from api.responses.respond import describe_response, respond
 from api.responses.response_schemas import ResponseEvent, ResponseObject
+from api.service.headers import generation_body
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}

@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 
+from api.http.openapi import json_body
 from api.service.terms import (
     MAX_DEADLINE_MS,
     NUMBER,
@@ -46,6 +48,11 @@ SERVICE_HEADERS: list[dict[str, Any]] = [
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS},
     },
 ]
+
+
+def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """A route's `openapi_extra`, as of `json_body`, for a route that generates."""
+    return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
 
 
 def on_terms(

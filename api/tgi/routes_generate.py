@@ -7,10 +7,11 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.http import body
-from api.http.openapi import TGI, event_stream, generation_body
+from api.http.openapi import TGI, event_stream
 from api.inference.pool_registry import own_pool
 from api.inference.respond import new_answer, submit_and_respond
 from api.inference.validate import validate
+from api.service.headers import generation_body
 from api.tgi import best_of
 from api.tgi.answers import RENDERER
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest

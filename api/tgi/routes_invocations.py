@@ -8,10 +8,11 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.http import body
-from api.http.openapi import TGI, generation_body
+from api.http.openapi import TGI
 from api.inference.pool_registry import own_pool
 from api.openai.routes_chat import chat_completions
 from api.openai.routes_completions import completions
+from api.service.headers import generation_body
 from api.tgi.request_schemas import CompatGenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse
 from api.tgi.routes_generate import EVENTS, EXAMPLE, compat_generate

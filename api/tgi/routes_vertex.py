@@ -13,7 +13,7 @@ from api.errors import ApiError, invalid, quoted
 from api.event_loop.offload import offload
 from api.event_loop.pace import Pace
 from api.http import body
-from api.http.openapi import TGI, generation_body
+from api.http.openapi import TGI
 from api.http.resume_terms import read_terms
 from api.inference.fields import Listed, Strict
 from api.inference.limits import Limits
@@ -24,6 +24,7 @@ from api.inference.respond import new_answer, submit_and_respond
 from api.inference.validate import validate
 from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
+from api.service.headers import generation_body
 from api.tgi.answers import RENDERER, VERTEX
 from api.tgi.request_schemas import GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, Predictions
