@@ -13,63 +13,61 @@ from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
-from api.connection.draining import Draining
-from api.connection.limits import LIMITS
-from api.event_loop.pace import Turns
-from api.heir.answer_socket import give_answer_socket
-from api.heir.keeper_channel import KeeperChannel
+from api.admin.routes_fleet import router as fleet
+from api.admin.routes_health import page_router as page
+from api.admin.routes_health import router as health
+from api.admin.routes_metrics import router as metrics
+from api.admin.routes_timeline import router as timeline
+from api.event_loop import Turns
+from api.handover.answer_socket import give_answer_socket
+from api.handover.draining import Draining
+from api.handover.keeper_channel import KeeperChannel
 from api.http.auth import LOCAL_ORIGINS, check_key, check_page
 from api.http.error_handlers import error_handlers
+from api.http.limits import LIMITS
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
-from api.http.raw_send import keep_raw_send
+from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
-from api.inference.metrics import count_arrival, count_error
 from api.lifecycle import Gateway
-from api.openai import routes_chat, routes_completions, routes_models
-from api.responses import routes_create, routes_stored
-from api.resume import routes_requests, routes_resume
-from api.resume.inherit import write_inherited
-from api.resume.middleware import resume_posts
-from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize, routes_vertex
-from api.vllm import routes_detokenize, routes_version
+from api.openai.routes import models_router as models
+from api.openai.routes import router as openai
+from api.openai.routes_vllm import router as detokenize
+from api.openai.routes_vllm import version_router as vllm_version
+from api.requests.metrics import count_arrival, count_error
+from api.responses.routes import router as responses
+from api.responses.routes import stored_router as stored_responses
+from api.resume.inherit import resume_posts, write_inherited
+from api.resume.requests import router as requests
+from api.resume.routes_resume import router as resume
+from api.tgi.routes_generate import info_router as info
+from api.tgi.routes_generate import router as generate
+from api.tgi.routes_platforms import router as platforms
+from api.tgi.routes_tokenize import router as tokenize
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
 
-ROUTES = (
-    routes_generate,
-    routes_invocations,
-    routes_vertex,
-    routes_tokenize,
-    routes_chat,
-    routes_completions,
-    routes_create,
-    routes_stored,
-    routes_resume,
-    routes_requests,
-    routes_health,
-    routes_info,
-    routes_version,
-    routes_models,
-    routes_detokenize,
-    routes_fleet,
-    routes_page,
-    routes_metrics,
-    routes_timeline,
+ROUTERS = (
+    generate,
+    platforms,
+    tokenize,
+    openai,
+    responses,
+    stored_responses,
+    resume,
+    requests,
+    health,
+    info,
+    vllm_version,
+    models,
+    detokenize,
+    fleet,
+    page,
+    metrics,
+    timeline,
 )
-REFUSED_WHILE_DRAINING = (
-    routes_generate,
-    routes_invocations,
-    routes_vertex,
-    routes_chat,
-    routes_completions,
-    routes_create,
-    routes_stored,
-    routes_resume,
-    routes_health,
-)
-WITHOUT_KEY = (routes_health, routes_info, routes_version, routes_models, routes_page, routes_metrics)
+REFUSED_WHILE_DRAINING = (generate, platforms, openai, responses, stored_responses, resume, health)
+WITHOUT_KEY = (health, info, vllm_version, models, page, metrics)
 
 
 def build(
@@ -117,11 +115,11 @@ def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
         guarded = [Depends(partial(check_key, settings.api_key)), Depends(HTTPBearer(auto_error=False))]
     else:
         guarded = [Depends(partial(check_page, settings.cors_allow_origin))]
-    for routes in ROUTES:
-        dependencies = [] if routes in WITHOUT_KEY else guarded
-        if routes in REFUSED_WHILE_DRAINING:
+    for router in ROUTERS:
+        dependencies = [] if router in WITHOUT_KEY else guarded
+        if router in REFUSED_WHILE_DRAINING:
             dependencies = [*dependencies, Depends(draining.check)]
-        app.include_router(routes.router, dependencies=dependencies)
+        app.include_router(router, dependencies=dependencies)
 
 
 def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:

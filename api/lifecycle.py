@@ -3,15 +3,14 @@
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from api.connection.limits import ConnectionLimits
-from api.event_loop.background import background_task
-from api.event_loop.loop_watch import watch_loop
+from api.event_loop import background_task, watch_loop
+from api.http.limits import ConnectionLimits
 from api.http.unread import UnreadAnswers
-from api.inference.pool import Pool
-from api.inference.pool_registry import PoolRegistry
 from api.jobs.consumer import JobConsumer
-from api.tokenizer import ModelTokenizer
-from common.process.garbage import collect_garbage
+from api.prompts.tokenizer import ModelTokenizer
+from api.requests.pool import Pool
+from api.requests.pool_registry import PoolRegistry
+from common.process.event_loop import collect_garbage
 from common.settings.settings import Settings
 
 

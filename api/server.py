@@ -13,21 +13,19 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from api.app import build, build_heir
-from api.connection.draining import Draining, DrainingServer
-from api.connection.limits import raise_file_limit
-from api.connection.protocol import HttpProtocol, InheritedConnection
-from api.connection.request_reader import UNREADABLE
-from api.heir.heir import Heir
-from api.heir.keeper_channel import inherited_channel
-from api.inference.pool import load_tokenizer
+from api.handover.draining import Draining, DrainingServer
+from api.handover.heir import Heir
+from api.handover.keeper_channel import inherited_channel
+from api.http.limits import raise_file_limit
+from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.lifecycle import Gateway
-from api.tokenizer import ModelTokenizer
+from api.prompts.tokenizer import ModelTokenizer
+from api.requests.pool import load_tokenizer
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import logs, parent_death
 from common.process.preload import FLAG, wait_for_place
-from common.process.refusal import exit_when_unservable
-from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings
+from common.startup import configure_process, exit_when_unservable, start_process
 
 log = logging.getLogger(__name__)
 

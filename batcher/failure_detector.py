@@ -2,10 +2,15 @@
 
 Heartbeats are missing, too, after the broker was away or slow or its clock jumped, and after this process was
 stopped. Then nobody is declared dead until everybody had time for a new heartbeat.
+
+WorkerAbsence: since when the pool has had no worker, and whether that is too long for its clients.
 """
 
 import logging
 import time
+from collections.abc import Callable
+
+from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
 CLOCK_JUMP_MS = 1000
@@ -64,3 +69,29 @@ class FailureDetector:
     def now_ms(self) -> int:
         """The broker's clock, extrapolated from the last check."""
         return round(time.monotonic() * 1000 + (self.clock_offset_ms or 0.0))
+
+
+class WorkerAbsence:
+    """Measures how long no worker has been there and none was starting.
+
+    Attributes:
+        since_s: monotonic time since when; None while there is one.
+    """
+
+    def __init__(self, pool: PoolClient, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool = pool
+        self.grace_s = grace_s
+        self.clock = clock
+        self.since_s: float | None = None
+
+    async def is_over_grace(self, has_worker: bool) -> bool:
+        """Whether nobody has been there to serve for longer than WORKER_GRACE_S."""
+        if has_worker or await self.is_one_starting():
+            self.since_s = None
+            return False
+        self.since_s = self.clock() if self.since_s is None else self.since_s
+        return self.clock() - self.since_s > self.grace_s
+
+    async def is_one_starting(self) -> bool:
+        keys = [self.pool.keys.process("starting", name) for name in await self.pool.processes("starting")]
+        return bool(keys) and bool(await self.pool.redis.exists(*keys))

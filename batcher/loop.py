@@ -5,14 +5,13 @@ import logging
 from functools import partial
 from typing import Any, NoReturn
 
-from batcher import dispatch, parse
+from batcher import inbox, workers
 from batcher.actions import Action, ActionQueue, ScriptAction
-from batcher.backlog import Backlog
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
-from batcher.recovery import Recovery
+from batcher.recovery import Backlog, Recovery
 from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
@@ -21,10 +20,10 @@ from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
 from common.broker import batcher_scripts
 from common.broker.batcher_scripts import PlanReply
-from common.broker.failures import FailureLog
+from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
-from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
+from common.messages.events import ChannelSequences
 from common.messages.plan import Report, WorkerDied
 from common.messages.request import Cancel, Resume
 from common.metrics import catalogue
@@ -163,7 +162,7 @@ class Batcher:
             raise WireError(f"unknown kind {entry.kind!r}")
         now_ms = self.lease.clock.now_ms()
         is_new = self.requests in self.inbox.last_ids
-        sequence = parse.sequence(entry, now_ms if is_new else parse.queued_ms(entry, now_ms))
+        sequence = inbox.sequence(entry, now_ms if is_new else inbox.queued_ms(entry, now_ms))
         if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
             self.pending.add(partial(self.terminals.replace_entry, known, entry))
             return
@@ -184,7 +183,7 @@ class Batcher:
             case "resume":
                 self.scheduler.restart(decode(Resume, entry.data).request_id)
             case "worker_ready":
-                self.pending.add(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
+                self.pending.add(partial(self.workers.send_takeover, inbox.incarnation(entry.data)))
             case "died":
                 died = decode(WorkerDied, entry.data)
                 self.pending.add(partial(self.recovery.seal_process, died.incarnation))
@@ -195,7 +194,7 @@ class Batcher:
         incarnation = entry.stream.removeprefix(self.keys.reports(""))
         match entry.kind:
             case "report":
-                report = parse.report(entry.data, incarnation, self.epoch)
+                report = inbox.report(entry.data, incarnation, self.epoch)
                 if (replica := self.scheduler.replicas.get(incarnation)) is not None:
                     self.timeline.record_report(replica, report)
                 self.on_report(incarnation, report)
@@ -229,7 +228,7 @@ class Batcher:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
     def publication(self, plan: PendingPlan) -> ScriptAction:
-        return ScriptAction(partial(dispatch.publish, self.keys, plan), partial(self.on_published, plan))
+        return ScriptAction(partial(workers.publish, self.keys, plan), partial(self.on_published, plan))
 
     def on_published(self, plan: PendingPlan, reply: list[Any]) -> list[ScriptAction]:
         """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn from it; then

@@ -8,19 +8,16 @@ from typing import NoReturn
 
 import uvloop
 
-from batcher.departure import wait_until_unneeded
-from batcher.lease import Lease, LeaseLost, WritesLost
+from batcher.lease import Lease, LeaseLost, WritesLost, wait_until_unneeded
 from batcher.loop import Batcher
 from batcher.scheduling.scheduler import Scheduler
+from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
 from common.metrics.aggregate import publishing_metrics
-from common.process.first_end import run_until_one_ends
-from common.process.garbage import collect_garbage
-from common.process.heartbeat import Heartbeat
-from common.process.refusal import exit_when_unservable
-from common.process.startup import configure_process, start_process
+from common.process.event_loop import collect_garbage, run_until_one_ends
 from common.settings.settings import Settings
+from common.startup import configure_process, exit_when_unservable, start_process
 
 log = logging.getLogger(__name__)
 

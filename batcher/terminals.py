@@ -2,7 +2,7 @@
 
 import logging
 
-from batcher import parse
+from batcher import inbox
 from batcher.inbox import StreamEntry
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -10,10 +10,8 @@ from batcher.timeline import TimelineWriter
 from common.broker import batcher_scripts
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
-from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
-from common.messages.events import Events
-from common.messages.finish_reasons import terminal_for
+from common.messages.events import ChannelSequences, Events, terminal_for
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ class Terminals:
 
     async def finish_undecodable(self, entry: StreamEntry) -> None:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
-        request_id = parse.request_id(entry.data)
+        request_id = inbox.request_id(entry.data)
         if request_id is not None:
             channel: bytes | None = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
             await self.publish(

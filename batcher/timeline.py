@@ -13,14 +13,13 @@ from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from common.broker.client import ERRORS, describe_error
+from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
-from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import encode
-from common.messages.finish_reasons import INTERRUPTED
+from common.messages.events import INTERRUPTED, Timeline, TimelineEvent
 from common.messages.plan import Report
-from common.messages.timeline import Timeline, TimelineEvent
 from common.metrics import catalogue
-from common.plural import plural
+from common.process.logs import plural
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,52 @@
-"""WorkerRegistry: the workers of the pool, and what this epoch knows of each."""
+"""WorkerRegistry: the workers of the pool, and what this epoch knows of each.
+
+Dispatch: writes plans to the streams of workers, and records which worker holds the rows that start.
+
+Publishing the same plan twice changes nothing: its stream id is its number.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from batcher import dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
+from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import Sequence
-from common.broker import worker_scripts
+from batcher.scheduling.sequence import PlacedRow, Sequence
+from common.broker import batcher_scripts, worker_scripts
+from common.broker.batcher_scripts import PlanReply, StartedRow
+from common.broker.keys import Keys
+from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
-from common.messages.plan import Report, WorkerCapacity
-from common.plural import plural
-from common.process.incarnations import first_incarnation
+from common.messages.plan import Plan, Report, WorkerCapacity
+from common.process.logs import first_incarnation, plural
+
+
+async def send_takeover(pool: PoolClient, incarnation: str, epoch: int) -> str:
+    """Publish the first plan of an epoch: the worker reports what it holds."""
+    plan = Plan(epoch, 1, 0, 0, takeover=True)
+    call = batcher_scripts.publish_plan(pool.keys, incarnation, plan=plan, oldest=1, rows=[])
+    return (await pool.run(call)).status
+
+
+def publish(keys: Keys, pending: PendingPlan) -> ScriptCall[PlanReply]:
+    """Return the call that publishes a plan."""
+    replica = pending.replica
+    oldest = min(replica.plan_seen, replica.plan_written)  # whether the next one is written is looked up
+    rows = [started_row(row) for row in pending.rows]
+    worker = replica.capacity.incarnation
+    return batcher_scripts.publish_plan(keys, worker, plan=pending.plan, oldest=oldest, rows=rows)
+
+
+def started_row(row: PlacedRow) -> StartedRow:
+    sequence = row.sequence
+    return StartedRow(
+        sequence.request_id, attempt=sequence.attempt, base=sequence.base, num_cached=row.num_cached
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +159,7 @@ class WorkerRegistry:
                 log.error("worker %s: its capacity cannot be read: %s", incarnation, error)
             worker.state = WorkerState.UNREADABLE
             return
-        is_sent = await dispatch.send_takeover(self.pool, incarnation, self.scheduler.epoch) == "OK"
+        is_sent = await send_takeover(self.pool, incarnation, self.scheduler.epoch) == "OK"
         if is_sent and self.state(incarnation) in UNSENT:  # meanwhile it may have answered another, or ended
             worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.pool.keys.reports(incarnation))

@@ -28,13 +28,12 @@ from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.packing import pack_ids
 from common.messages.plan import NewRow, Plan, WorkerCapacity
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
-from gpu_worker.agent.engine_link import EngineLink
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from tests.support import brokers

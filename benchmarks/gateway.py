@@ -28,7 +28,7 @@ import uvloop
 
 from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.machine.ports import free_port

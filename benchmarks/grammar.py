@@ -21,10 +21,10 @@ from typing import Any
 
 import orjson
 
-from api.structured_output.grammar import Grammar, compile_cached
+from api.grammar.grammar import Grammar, compile_cached
 from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, median, request
 from common import model_files
-from gpu_worker.engine.sampling.matcher import Matcher, Matchers
+from gpu_worker.engine.sampling.grammar import Matcher, Matchers
 from tests.support.fleet.fleet import Fleet
 
 STREAMS = ((1, 4), (32, 64))

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.messages.request import StoppingParams
 from gpu_worker.protocol import Frame, FrameDecoder, Grant, Ready, StartRow, StepResult, encode
 from tests.support.chaos.chaos_fleet import ChaosFleet

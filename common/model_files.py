@@ -2,6 +2,10 @@
 
 `resolve` returns the directory of MODEL_ID, with config.json, tokenizer.json and weights. A GGUF file is
 converted once, into a cache directory that all processes share.
+
+Cache folders: where this user keeps what was converted or compiled, for the next start.
+
+What lies there is run and served, so nobody else may write to it, whatever the umask.
 """
 
 import fcntl
@@ -11,6 +15,7 @@ import io
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -18,15 +23,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.cache_folders import cache_folder, make_cache_folder
-from common.gguf_check import check_gguf
+from common.gguf_header import check_gguf
 from common.model_config import read_json
 from common.settings.settings import SettingError
+
+
+def cache_folder(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / name
+
+
+def make_cache_folder(name: str) -> Path:
+    """Return the folder, which is there then. Raises OSError."""
+    folder = cache_folder(name)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            path.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    return folder
+
 
 BUNDLED = "smollm2"
 BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 3
-"""Increased when `gpu_worker.engine.model.gguf` writes something else for the same file."""
+"""Increased when `gpu_worker.engine.model.gguf_convert` writes something else for the same file."""
 HEAD_BYTES = 2**20
 """The first and last bytes of a GGUF file identify it, wherever it is mounted."""
 EXACT_DTYPE = "float32"
@@ -227,7 +247,15 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
     shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     draft.mkdir()
     try:
-        command = [sys.executable, "-P", "-m", "gpu_worker.engine.model.gguf", str(gguf), str(draft), dtype]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "gpu_worker.engine.model.gguf_convert",
+            str(gguf),
+            str(draft),
+            dtype,
+        ]
         environ = os.environ | {"PARENT_PID": str(os.getpid())}
         done = subprocess.run(
             command,

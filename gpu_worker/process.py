@@ -1,9 +1,15 @@
-"""The worker process: starts the engine, runs the agent, and seals its own logs when it ends."""
+"""The worker process: starts the engine, runs the agent, and seals its own logs when it ends.
+
+Preload: a worker process that has imported everything, as have its engine's processes, and perhaps loaded
+the model, and waits until the launcher says which worker it becomes.
+"""
 
 import asyncio
+import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +20,15 @@ import uvloop
 from common import model_files
 from common.broker import worker_scripts
 from common.broker.client import ERRORS, describe_error
+from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
 from common.model_config import read_tokenizer
 from common.process import parent_death
-from common.process.heartbeat import Heartbeat
-from common.process.preload import FLAG
-from common.process.refusal import exit_when_unservable
-from common.process.startup import configure_process, start_process
+from common.process.preload import ACCEPTED, FLAG, READY, detach_stdin
 from common.settings.settings import SettingError, Settings
+from common.startup import configure_process, exit_when_unservable, start_process
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
@@ -31,9 +36,43 @@ from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import EngineStuck
-from gpu_worker.preload import wait_for_place
-from gpu_worker.protocol import Ready
+from gpu_worker.protocol import LoadProgress, Ready
 from gpu_worker.rank import RankInfo, local_ranks
+
+
+async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProcess]:
+    """Start the processes of `num_ranks` ranks with these flags, and return them when this process has its
+    place in the fleet: its variables are in the environment then. Exits when the launcher or a rank ends
+    before.
+    """
+    launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    reader, writer = await asyncio.open_unix_connection(sock=launcher)
+    ranks = [await RankProcess.start({}, flags) for _ in range(num_ranks)]
+    for rank in ranks:
+        if not isinstance(frame := await rank.link.receive(), LoadProgress):
+            sys.exit(f"an engine cannot be preloaded: {frame}")
+    setproctitle.setproctitle("tokenfleet preloaded")
+    writer.write(READY)
+    line = await first_line(reader, ranks)
+    if not line:
+        sys.exit(0)
+    os.environ.update(json.loads(line))
+    writer.write(ACCEPTED)
+    await writer.drain()
+    writer.close()
+    detach_stdin()
+    return ranks
+
+
+async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> bytes:
+    """Return the launcher's line, empty when the launcher or a rank ended."""
+    line = asyncio.create_task(reader.readline())
+    ends = [asyncio.create_task(rank.process.wait()) for rank in ranks]
+    await asyncio.wait([line, *ends], return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    return line.result() if line.done() else b""
+
 
 log = logging.getLogger(__name__)
 

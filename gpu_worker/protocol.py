@@ -7,6 +7,9 @@ after its first `LoadProgress`. Ids and blocks travel as packed little-endian in
 packed float32, sampled tokens as `SAMPLE`s.
 
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
+
+The engine's own exceptions, and which of several causes is named. Settings that cannot be served raise
+SettingError (common/settings).
 """
 
 import struct
@@ -243,3 +246,16 @@ CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NA
     "grant": make_grant
 }
 """By the name of a frame; they take its fields, which are trusted: both ends come from one checkout."""
+
+
+class PeerClosed(Exception):
+    """The agent closed the socket; or, on ranks above 0, rank 0 is gone."""
+
+
+class UnservableModel(Exception):
+    """The model needs something that the engine does not have. The message says what."""
+
+
+def first_cause(*causes: tuple[object, str]) -> str:
+    """The first cause that applies, of pairs (whether it applies, what it is); empty where none does."""
+    return next((cause for applies, cause in causes if applies), "")

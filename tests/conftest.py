@@ -14,8 +14,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 import tests.support.machine.ports
 from common.broker.client import connect
-from common.process import cpu
-from deploy.serve.embedded_broker import Broker
+from common.process import machine
+from deploy.launcher.embedded_broker import Broker
 from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers, caches
 from tests.support.fleet.fleet import Fleet
@@ -50,7 +50,7 @@ LONG = ("unit/gpu_worker", "integration", "repo")
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two more than there are cores: tests wait about half of their time."""
-    return cpu.num_cores() + 2
+    return machine.num_cores() + 2
 
 
 def pytest_xdist_setupnodes() -> None:

@@ -1,13 +1,19 @@
-"""The processes of a pool, by their heartbeats in Redis. Every gateway returns the same list."""
+"""The processes of a pool, by their heartbeats in Redis. Every gateway returns the same list.
+
+Health of the fleet: whether requests are served now, and what is missing, in words.
+"""
 
 import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from api.inference.batcher_monitor import SILENT_S, BatcherMonitor
+from api.errors import ApiError
+from api.requests.monitors import SILENT_S, BatcherMonitor
+from api.requests.pool import Pool
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
+from common.process.logs import plural
 
 log = logging.getLogger(__name__)
 
@@ -133,3 +139,37 @@ def render_broker(about: dict[str, Any]) -> dict[str, Any]:
         "memory_bytes": about.get("used_memory", 0),
         "commands_per_s": about.get("instantaneous_ops_per_sec", 0),
     }
+
+
+async def check_health(pool: Pool) -> None:
+    """Raises ApiError (503) if a request would not be served now."""
+    await pool.admission.check()
+    await pool.batcher.check()
+
+
+async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
+    """The object `health` of `GET /fleet`."""
+    try:
+        await check_health(pool)
+    except ApiError as error:
+        return {"state": "bad", "text": error.text}
+    state, text = judge_processes(listed, pool.settings.num_workers)
+    return {"state": state, "text": text}
+
+
+def judge_processes(listed: ProcessList, num_workers: int) -> tuple[str, str]:
+    """`good`, `warn` or `bad`, and why; `num_workers` is how many there should be at least."""
+    workers = listed.of_kind("worker")
+    num_ready = sum(is_ready(worker) for worker in workers)
+    expected = max(num_workers, len(workers))
+    if not num_ready:
+        return "bad", "no worker is ready"
+    if listed.active_batcher is None:
+        return "warn", "no batcher is active"
+    if num_ready < expected:
+        return "warn", f"{num_ready} of {expected} workers ready"
+    return "good", f"{plural(num_ready, 'worker')} ready"
+
+
+def is_ready(worker: dict[str, Any]) -> bool:
+    return bool(worker["state"] == "ready" and worker["age_s"] <= SILENT_S)

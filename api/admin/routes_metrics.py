@@ -12,8 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from api.admin import processes
 from api.admin.processes import ProcessList
 from api.http.openapi import HEALTH
-from api.inference.metrics import fit_buckets
-from api.inference.pool_registry import own_pool
+from api.requests.metrics import fit_buckets
+from api.requests.pool_registry import own_pool
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.broker.pool_client import PoolClient
 from common.metrics import aggregate, catalogue

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from api.errors import ApiError, cut, invalid, quoted
-from api.event_loop.offload import offload
+from api.event_loop import offload
 
 Schema = TypeVar("Schema", bound=BaseModel)
 MAX_PROBLEMS = 5

@@ -1,18 +1,41 @@
 """Middlewares: what HTTP requests pass on their way to an application; here they get their ids, and their
 arrival is counted.
+
+Request id: in the header `x-request-id` of every response, in log lines, and in Redis.
+
+A client may send an id of its own, which is echoed to it; inside the fleet the request has the gateway's id.
 """
 
 import logging
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import cast
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.event_loop.pace import Turns
-from api.http.request_id import HEADER, client_request_id
+from api.event_loop import Turns
 from common.process.logs import REQUEST_ID
+
+HEADER = "x-request-id"
+ACCEPTED = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+def client_request_id(scope: Scope) -> str:
+    """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
+    for name, value in scope["headers"]:
+        if name == HEADER.encode() and ACCEPTED.fullmatch(value):
+            return cast(bytes, value).decode()
+    return ""
+
+
+def request_id(request: Request) -> str:
+    """The request's id inside the fleet; its n-th choice adds `.{n}`."""
+    return cast(str, request.state.request_id)
+
 
 log = logging.getLogger(__name__)
 

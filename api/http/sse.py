@@ -4,12 +4,252 @@ A frame is a function of the request as it was admitted (`HttpAnswer`) and of it
 a gateway, nothing of how tokens were grouped on their way. Frames come in one order, also those of several
 choices, and each is one chunk of HTTP. So every gateway that renders an answer from its first token sends the
 same bytes. Comments that keep the connection alive are the only bytes besides.
+
+Feed: what is sent of an answer, in order, as far as its tokens have come.
+
+Raw send: the one place that goes past the middlewares.
+
+The frames of a token stream are written with the server's own ASGI `send`: no middleware changes anything
+after the start of a response. A frame that is ready while its client reads is written to the connection in
+the call that brings its token: to wake a task for it takes twice the time of all else.
 """
 
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import count
+from typing import Generic, TypeVar
 
-from api.event_loop.feed import Feed, MappedFeed
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.http.unread import is_half_closed
 from common.messages.answer import HttpAnswer
+from common.process.event_loop import run_until_one_ends
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+MAX_ITEMS = 128
+"""Items that are rendered before other streams have their turn."""
+
+
+class Change(asyncio.Event):
+    """Set whenever an answer has something new.
+
+    Attributes:
+        listener: what is called at once in place of that, if anything.
+    """
+
+    listener: Callable[[], None] | None = None
+
+    def set(self) -> None:
+        if self.listener is None:
+            super().set()
+        else:
+            self.listener()
+
+
+class Feed(AsyncIterator[list[T]], Generic[T]):
+    """The items of one answer: `take` returns those that are ready, an iteration waits for them.
+
+    Attributes:
+        changed: set when there may be more.
+        ended: whether all were taken; then `take` is not called again.
+    """
+
+    def __init__(self, changed: Change) -> None:
+        self.changed = changed
+        self.ended = False
+
+    @abstractmethod
+    def take(self) -> list[T]:
+        """The next items, MAX_ITEMS or a few more at most; none if no more are ready."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `take` may be called without `prepare`, from here on."""
+        return True
+
+    async def prepare(self) -> None:
+        """Do what takes long before the next items can be taken."""
+
+    async def __anext__(self) -> list[T]:
+        """Items that are ready, at least one, after other tasks have had their turn."""
+        await asyncio.sleep(0)
+        while not self.ended:
+            await self.prepare()
+            self.changed.clear()
+            if new := self.take():
+                return new
+            if not self.ended:
+                await self.changed.wait()
+        raise StopAsyncIteration
+
+
+class MappedFeed(Feed[T], Generic[S, T]):
+    """What a function makes of each item of another feed, and the `last` items behind them."""
+
+    def __init__(self, source: Feed[S], function: Callable[[S], T], last: Sequence[T] = ()) -> None:
+        super().__init__(source.changed)
+        self.source = source
+        self.function = function
+        self.last = last
+
+    def take(self) -> list[T]:
+        new = [*map(self.function, self.source.take())]
+        self.ended = self.source.ended
+        return [*new, *self.last] if self.ended else new
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.source.is_prepared
+
+    async def prepare(self) -> None:
+        await self.source.prepare()
+
+
+class FeedBehind(Feed[T]):
+    """Another feed without its first items, which `prepare` skips as far as they are ready.
+
+    Attributes:
+        num_seen: how many are still to be skipped.
+        first: items that came with the last of those.
+    """
+
+    def __init__(self, source: Feed[T], num_seen: int) -> None:
+        super().__init__(source.changed)
+        self.source = source
+        self.num_seen = num_seen
+        self.first: list[T] = []
+
+    def take(self) -> list[T]:
+        first, self.first = self.first, []
+        new = first or ([] if self.source.ended else self.source.take())
+        self.ended = self.source.ended
+        return new
+
+    @property
+    def is_prepared(self) -> bool:
+        return not self.num_seen and self.source.is_prepared
+
+    async def prepare(self) -> None:
+        await self.source.prepare()
+        while self.num_seen and not self.source.ended and (new := self.source.take()):
+            self.first = new[self.num_seen :]
+            self.num_seen = max(0, self.num_seen - len(new))
+            await asyncio.sleep(0)
+            await self.source.prepare()
+
+
+CYCLE = "tokenfleet.cycle"
+"""Extension of a scope: the server's own object for a request and its response."""
+STATE_KEY = "raw_send"
+KEEP_ALIVE_S = 15.0
+
+
+async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """The outermost middleware: keeps the server's `send` in the request's state."""
+    scope.setdefault("state", {})[STATE_KEY] = send
+    await app(scope, receive, send)
+    scope.clear()  # what is in it refers to it: it would stay until a full garbage collection
+
+
+def framed(part: bytes, http_version: str) -> bytes:
+    """A part of a body of unknown length, as h11 frames it: a chunk, which HTTP/1.0 does not have."""
+    return b"%x\r\n%b\r\n" % (len(part), part) if http_version >= "1.1" else part
+
+
+class FeedResponse(Response):
+    """Server-sent events of the hot path: a plain ASGI response, since sse-starlette would encode, log and
+    time every frame.
+
+    Attributes:
+        frames: bytes already, and sent without the middlewares.
+        comment: keeps the connection alive, every `ping_interval` seconds.
+        may_comment: whether a comment may be written now, without waiting.
+    """
+
+    def __init__(self, frames: Feed[bytes], comment: bytes, headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(headers)
+        self.frames = frames
+        self.comment = comment
+        self.ping_interval = KEEP_ALIVE_S
+        self.may_comment: Callable[[], bool] = lambda: True
+        self.is_open = True
+        self.send_lock = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response until the client has gone. There is no task group: its cancelled tasks keep the
+        whole response in a circle, which only a full garbage collection frees, and that holds the event loop.
+        """
+        self.raw_send: Send = scope["state"][STATE_KEY]
+        self.cycle = scope["extensions"][CYCLE]
+        self.scope = scope
+        await run_until_one_ends(self.send_frames(send), self.wait_for_disconnect(receive), self.ping())
+
+    async def send_frames(self, send: Send) -> None:
+        async with self.send_lock:
+            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(head)
+        async for frames in self.frames:
+            for frame in frames:  # each is a chunk of its own, so chunks do not tell how frames were grouped
+                await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
+            if len(frames) < MAX_ITEMS and self.frames.is_prepared:
+                await self.write_as_they_come()
+        async with self.send_lock:
+            self.is_open = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def write_as_they_come(self) -> None:
+        """Return when there may be frames that cannot be written at once, or after the last one."""
+        self.interrupted = asyncio.get_running_loop().create_future()
+        self.frames.changed.listener = self.write_now
+        try:
+            self.write_now()  # what came since the last were taken
+            await self.interrupted
+        finally:
+            self.frames.changed.listener = None
+
+    def write_now(self) -> None:
+        """Write the frames that are ready, as long as the client reads."""
+        if self.interrupted.done() or self.cycle.disconnected:
+            return
+        try:
+            if self.frames.ended or self.cycle.flow.write_paused:
+                self.interrupted.set_result(None)
+                return
+            new = self.frames.take()
+            for frame in new:
+                self.cycle.transport.write(framed(frame, self.scope["http_version"]))
+            if self.frames.ended or len(new) >= MAX_ITEMS:
+                self.interrupted.set_result(None)
+        except Exception as error:
+            self.interrupted.set_exception(error)
+
+    async def ping(self) -> None:
+        """Send comments until the last frame."""
+        while self.is_open:
+            await asyncio.sleep(self.ping_interval)
+            await self.send_comment()
+
+    async def wait_for_disconnect(self, receive: Receive) -> None:
+        """Return when the client has gone. One that sends no more may still read: a comment shows whether it
+        does, since the kernel of one that has gone refuses it.
+        """
+        is_connected = True
+        while is_connected:
+            if is_half_closed(self.scope):  # perhaps long ago: looked at before each wait
+                await self.send_comment()
+            is_connected = (await receive())["type"] != "http.disconnect"
+
+    async def send_comment(self) -> None:
+        async with self.send_lock:
+            if self.is_open and self.may_comment():
+                await self.raw_send({"type": "http.response.body", "body": self.comment, "more_body": True})
+
 
 COMMENT = b": \n\n"
 """A keep-alive comment between two frames of a stream: an event of its own, for clients that cut a stream at

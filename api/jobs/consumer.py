@@ -2,6 +2,10 @@
 
 The gateways of a pool share the stream as one consumer group. An entry stays pending with the gateway that
 read it until its job is answered; the entries of a dead gateway are claimed by the others.
+
+Lost entries: jobs that run here, and whose entries a broker that was restored does not have.
+
+Such a job is submitted again: its entry is what another gateway finds when this one dies.
 """
 
 import asyncio
@@ -13,21 +17,35 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from api.errors import conflict, internal_error, overloaded
-from api.event_loop.offload import offload
-from api.inference import metrics
-from api.inference.pool import Pool
+from api.event_loop import offload, repeat_forever
 from api.jobs.job import NAME, Job, read_job
-from api.jobs.lost_entries import submit_lost
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
-from api.retry import repeat_forever
-from common.beats import until_beat
+from api.requests import metrics
+from api.requests.pool import Pool
 from common.broker import job_scripts
-from common.messages.service_class import SERVICE_CLASSES
-from common.plural import plural
-from common.process.logs import REQUEST_ID
+from common.broker.keys import Keys
+from common.messages.request import SERVICE_CLASSES
+from common.process.event_loop import until_beat
+from common.process.logs import REQUEST_ID, plural
 
 log = logging.getLogger(__name__)
+
+
+async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:
+    """Submit again those of the jobs, by entry, that have none any more, and remove them: whoever reads the
+    new entry serves the job, too. A faulty one is being answered; one that has a result was answered by
+    another gateway, which had claimed it.
+    """
+    for entry_id, job in [*running.items()]:
+        has_entry = await redis.xrange(keys.submit, entry_id, entry_id)
+        if job.fault or has_entry or await redis.exists(keys.result(job.id)):
+            continue
+        if entry_id in running:  # it has not been answered meanwhile
+            log.warning("the broker has lost the entry of job %s: it is submitted again", job.id)
+            await redis.xadd(keys.submit, job.to_fields())
+            running.pop(entry_id, None)
+
 
 GROUP = "gateways"
 NUM_READ = 16

@@ -1,18 +1,32 @@
-"""Job: a request of another service, as JSON in an entry of the stream `submit`."""
+"""Job: a request of another service, as JSON in an entry of the stream `submit`.
 
+Deadline: what is left of the time that a job has, which counts from its entry.
+"""
+
+import asyncio
+import contextlib
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.errors import ApiError, Family, invalid, openai, tgi
+from api.errors import ApiError, Family, failed, invalid, openai, tgi
 from api.http.body import parse_body
-from api.inference.fields import Whole
-from api.service.terms import ServiceTerms, chosen_class, read_class, read_deadline, read_tenant
+from api.requests.fields import Whole
+from api.requests.pool import Pool
+from api.requests.service_terms import (
+    MAX_DEADLINE_MS,
+    ServiceTerms,
+    chosen_class,
+    read_class,
+    read_deadline,
+    read_tenant,
+)
+from common.messages.events import terminal_for
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. A job's requests have the ids `{id}#{choice}`, which no job can have."""
@@ -172,3 +186,32 @@ def read_job_terms(body: JobBody) -> ServiceTerms:
 def digest_of(parsed: Mapping[str, Any]) -> str:
     content = {name: value for name, value in parsed.items() if name not in ADDRESS}
     return hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+
+
+def expired(job: Job) -> ApiError:
+    return failed(terminal_for(job.id, "expired", 0))
+
+
+async def left_ms(pool: Pool, job: Job) -> int:
+    """Milliseconds by the broker's clock. Raises ApiError when none is left: the job never started."""
+    if job.terms.deadline_ms is None:
+        return MAX_DEADLINE_MS
+    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
+    left = job.entry_ms + job.terms.deadline_ms - (seconds * 1000 + microseconds // 1000)
+    if left <= 0:
+        raise expired(job)
+    return int(left)
+
+
+@contextlib.asynccontextmanager
+async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterator[None]:
+    """Have the lock; raises ApiError when the job's deadline passes first."""
+    try:
+        async with asyncio.timeout(await left_ms(pool, job) / 1000):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise expired(job) from error
+    try:
+        yield
+    finally:
+        lock.release()

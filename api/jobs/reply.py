@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 
 from api.errors import ApiError
-from api.inference.pool import Pool
 from api.jobs.job import Job
 from api.json import to_json
+from api.requests.pool import Pool
 from common.broker import job_scripts
 from common.broker.job_scripts import FRAMES_LOST, NOT_A_JOB
 from common.broker.keys import RESULT_TTL_MS

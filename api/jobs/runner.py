@@ -9,25 +9,23 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from api.answer import address
 from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
-from api.event_loop.offload import offload
-from api.inference import metrics
-from api.inference.pool import Pool
-from api.inference.pool_registry import names_own
-from api.jobs import chat, generate
-from api.jobs.deadline import left_ms, waiting_turn
-from api.jobs.job import Job
+from api.event_loop import PAUSE_S, attempt, offload
+from api.jobs import result
+from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.reply import Frame, Reply
 from api.json import to_json
-from api.retry import PAUSE_S, attempt
+from api.requests import metrics
+from api.requests.pool import Pool
+from api.requests.pool_registry import names_own
+from api.streams.answer import address
 from api.streams.stream import Stream
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate
-from common.process.first_end import run_until_one_ends
+from common.process.event_loop import run_until_one_ends
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -111,11 +109,11 @@ class JobRun:
             sum(stream.num_records for stream in self.streams), lambda: accepted.render_result(self.streams)
         )
 
-    async def validate_job(self) -> chat.ChatJob | generate.GenerateJob:
+    async def validate_job(self) -> result.ChatJob | result.GenerateJob:
         """Validate the job. Raises ApiError."""
         if self.job.is_chat:
-            return await chat.validate_job(self.pool, self.job)
-        return await generate.validate_job(self.pool, self.job)
+            return await result.validate_chat_job(self.pool, self.job)
+        return await result.validate_generate_job(self.pool, self.job)
 
     # --- admission ------------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, accepted: chat.ChatJob | generate.GenerateJob) -> None:
+    async def send_frames(self, accepted: result.ChatJob | result.GenerateJob) -> None:
         """Send frames until the end, once anybody listens; without listeners, only wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():

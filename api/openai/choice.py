@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from api.chat.answer import ChoiceParser, is_whole_json, marks_of, render_message
-from api.openai.stop_holdback import StopHoldback
+from api.answers.chat_answer import ChoiceParser, is_whole_json, marks_of, render_message
+from api.answers.stop_holdback import StopHoldback
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
 

@@ -1,14 +1,63 @@
-"""Response objects of OpenAI's routes: what chats and completions have in common."""
+"""Response objects of OpenAI's routes: what chats and completions have in common.
+
+The prompt in the response to a completion with `echo`.
+
+Response objects of /v1/chat/completions.
+
+Response objects of /v1/completions.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
+from api.answers.logprobs import (
+    LogprobLists,
+    chat_logprobs,
+    completion_logprobs,
+    join_logprobs,
+    prompt_logprobs,
+)
 from api.json import to_json
-from api.logprobs.render import prompt_logprobs
 from api.openai.choice import Choice, TextPiece, new_choices
+from api.openai.request_schemas import CompletionRequest
+from api.prompts.tokenizer import ModelTokenizer
+from api.requests.params import GenerationParams
 from api.streams.stream import Stream
+from common.detokenize import Detokenizer
 from common.messages.answer import HttpAnswer
+from common.messages.records import unpack_ids
+from common.messages.request import Generate
+
+
+def echoed_prompt(
+    completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
+) -> str:
+    """The text of the prompt if `echo` is set, else nothing. Of a truncated prompt, what is left of it."""
+    if not completion.echo:
+        return ""
+    prompt_ids = unpack_ids(request.prompt_ids)
+    cut = params.truncate is not None and params.truncate == len(prompt_ids)
+    if params.text is not None and not cut:
+        return params.text
+    return str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
+
+
+def prompt_offsets(stream: Stream, text: str) -> list[int]:
+    """The offset in `text` at which each token of the prompt begins. Special tokens that the tokenizer added
+    (begin of sequence) have no characters in it.
+    """
+    tokenizer, special_ids = stream.tokenizer.backend, stream.tokenizer.special_ids
+    detokenizer, at, found = Detokenizer(tokenizer, []), 0, []
+    for token_id in stream.prompt_ids:
+        found.append(at)
+        if token_id not in special_ids or text.startswith(
+            tokenizer.decode([token_id], skip_special_tokens=False), at
+        ):
+            at = min(at + len(detokenizer.step(token_id)), len(text))
+    return found
+
 
 NO_FIELDS: Mapping[str, Any] = {}
 NO_ENDING = {"finish_reason": None, "stop_reason": None}
@@ -140,3 +189,124 @@ def render_object(head: bytes, choices: list[dict[str, Any]], fields: Mapping[st
 
 def join_text(choice: Choice, pieces: Sequence[TextPiece]) -> str:
     return choice.prefix + "".join(piece.text for piece in pieces)
+
+
+class ChatCompletionRenderer(ChoicesRenderer):
+    """Renders chat completions and their chunks.
+
+    Attributes:
+        parsers: of each choice; none where all text is content.
+    """
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
+        reading = answer.rendering.reading
+        names = [f"{answer.request_id}.{choice.index}" for choice in self.choices]
+        self.parsers = [ChoiceParser(reading, name) for name in names] if reading else []
+
+    def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": join_text(choice, pieces), "refusal": None}
+        if self.parsers:
+            message |= self.read_whole(choice, pieces)
+        tokens = range(choice.stream.num_tokens)
+        ids = self.token_ids(choice.stream, tokens)
+        return {"message": message, "logprobs": self.logprobs(choice.stream, tokens), **ids}
+
+    def whole_fields(self) -> dict[str, Any]:
+        return self.prompt_ids(self.choices[0]) | self.prompt_logprobs(self.choices[0])
+
+    def first_fields(self, choice: Choice) -> dict[str, Any]:
+        return self.prompt_ids(choice)
+
+    def read_whole(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        parser = self.parsers[choice.index]
+        last = len(pieces) - 1
+        deltas = [
+            delta
+            for i, piece in enumerate(pieces)
+            for delta in parser.read(piece.text, len(piece.tokens), i == last)
+        ]
+        return render_message(parser, deltas, choice.prefix)
+
+    def render_first_delta(self, choice: Choice) -> dict[str, Any]:
+        content = choice.prefix or (None if self.parsers else "")
+        return {"delta": {"role": "assistant", "content": content}, "logprobs": None}
+
+    def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
+        stream = choice.stream
+        logprobs, ids = self.logprobs(stream, piece.tokens), self.token_ids(stream, piece.tokens)
+        if not self.parsers:
+            return [{"delta": {"content": piece.text}, "logprobs": logprobs, **ids}]
+        parser = self.parsers[choice.index]
+        found = render_deltas(parser, parser.read(piece.text, len(piece.tokens), choice.ended))
+        if not found and (choice.ended or logprobs is not None or ids):
+            found = [{}]
+        later = self.token_ids(stream, range(0))
+        return [
+            {"delta": delta, "logprobs": None if i else logprobs, **(later if i else ids)}
+            for i, delta in enumerate(found)
+        ]
+
+    def render_ending(self, choice: Choice) -> dict[str, Any]:
+        ending = super().render_ending(choice)
+        if self.parsers and choice.finish_reason:
+            ending["finish_reason"] = finish_reason(self.parsers[choice.index], choice.finish_reason)
+        return ending
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        if any(parser.reading.reasoning or parser.reasons for parser in self.parsers):
+            num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return usage
+
+    def logprobs(self, stream: Stream, tokens: range) -> dict[str, Any] | None:
+        shows = self.answer.rendering
+        return {"content": chat_logprobs(stream, tokens, shows.names_by_id)} if shows.logprobs else None
+
+
+class CompletionRenderer(ChoicesRenderer):
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
+        self.echoed: dict[int, LogprobLists] = {}
+
+    def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        tokens = range(choice.text.num_tokens)
+        own = self.logprobs(choice, tokens)
+        logprobs = own and join_logprobs(self.echoed_logprobs(choice), own)
+        added = self.token_ids(choice.stream, tokens) | self.prompt_ids(choice) | self.prompt_logprobs(choice)
+        return {"text": join_text(choice, pieces), "logprobs": logprobs, **added}
+
+    def render_first_delta(self, choice: Choice) -> dict[str, Any]:
+        ids = self.prompt_ids(choice)
+        if not (choice.prefix or ids):
+            return {}
+        none_yet = self.token_ids(choice.stream, range(0))
+        return {"text": choice.prefix, "logprobs": self.echoed_logprobs(choice), **ids, **none_yet}
+
+    def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
+        ids = self.token_ids(choice.stream, piece.tokens)
+        return [{"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens), **ids}]
+
+    def logprobs(self, choice: Choice, tokens: Sequence[int]) -> LogprobLists | None:
+        shows, stream = self.answer.rendering, choice.stream
+        if not shows.logprobs:
+            return None
+        tops = [stream.tops[i] if stream.tops else [] for i in tokens]
+        described = [(stream.ids[i], stream.logprobs[i], top) for i, top in zip(tokens, tops, strict=True)]
+        return completion_logprobs(stream, described, [choice.offsets[i] for i in tokens], shows.names_by_id)
+
+    def echoed_logprobs(self, choice: Choice) -> LogprobLists | None:
+        shows, stream = self.answer.rendering, choice.stream
+        is_wanted = shows.logprobs and choice.prefix and stream.prompt.records is not None
+        if is_wanted and choice.index not in self.echoed:
+            num_tops = stream.request.top_n_tokens
+            tokens = [(one, logprob, top[:num_tops]) for one, logprob, top in stream.prompt.tokens()]
+            self.echoed[choice.index] = completion_logprobs(
+                stream, tokens, prompt_offsets(stream, choice.prefix), shows.names_by_id
+            )
+        return self.echoed.get(choice.index)

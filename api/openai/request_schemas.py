@@ -1,16 +1,259 @@
-"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI."""
+"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI.
 
+Fields that the bodies of OpenAI's routes share. Types are not converted: `"5"` is not a number.
+
+Fields that these APIs have and this server does not support are refused by name, and so are those that only
+another route has. Unknown names are ignored.
+"""
+
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from api.chat.messages import ChatMessage
-from api.chat.prompt import EFFORTS, TOOL_PROMPT
-from api.chat.tools import FunctionSchema, ToolSchema
-from api.inference.fields import Listed, Whole, least, with_one_error
-from api.openai.shared_fields import OpenAIRequest, openai_fields
+from api.errors import invalid, quoted
+from api.grammar.grammar import Grammar
+from api.grammar.response_format import (
+    GUIDED,
+    from_response_format,
+    from_structured_outputs,
+    guided,
+    only_one,
+    with_whitespace,
+)
+from api.http.body import UnsupportedFields, reject_unsupported
+from api.requests.chat_prompt import EFFORTS, TOOL_PROMPT, ChatMessage
+from api.requests.fields import (
+    BIAS_SCHEMA,
+    DETACHED,
+    Listed,
+    SamplingFields,
+    ServedFields,
+    Strict,
+    Whole,
+    least,
+    ranged,
+    with_one_error,
+)
+from api.requests.tools import FunctionSchema, ToolSchema
 from common.messages.answer import Rendering
+from common.ranges import MAX_STOP_CHARS
+
+Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
+SAMPLED = SamplingFields.model_fields
+UNSUPPORTED: UnsupportedFields = {
+    "audio": (),
+    "chat_template": (),
+    "documents": (),
+    "ec_transfer_params": (),
+    "grammar": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logits_processors": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
+    "vllm_xargs": (),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+"""Fields that these routes refuse by name."""
+TGI_FIELDS = frozenset(
+    {
+        "adapter_id",
+        "decoder_input_details",
+        "details",
+        "do_sample",
+        "max_new_tokens",
+        "min_new_tokens",
+        "return_full_text",
+        "top_n_tokens",
+        "truncate",
+        "watermark",
+    }
+)
+"""Parameters that only TGI's routes have."""
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(
+        default=None, description="Send a last chunk that has no choices and the token counts in `usage`."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="With `include_usage`: send the token counts in every chunk."
+    )
+
+
+def guided_field(what: str) -> Any:
+    """A field of older versions of vLLM."""
+    schema: Any = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
+    return Field(default=None, description=f"vLLM's older form: {what}.", json_schema_extra=schema)
+
+
+class OpenAIRequest(ServedFields):
+    """Fields of both routes. Null and absent mean the default.
+
+    `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
+    """
+
+    stream_options: StreamOptions | None = None
+    detached: bool | None = DETACHED
+
+    max_tokens: Whole | None = least(
+        1, "The most tokens to generate. Default: what is left of the model's context."
+    )
+    min_tokens: Whole | None = least(
+        0, "Until so many tokens are generated, only `max_tokens` ends the text."
+    )
+    stop: Stop | None = Field(
+        default=None,
+        description="A stop string or several: the text ends before the first of them that appears.",
+        json_schema_extra={
+            "minLength": 1,
+            "maxLength": MAX_STOP_CHARS,
+            "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
+        },
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="Let the text include its stop string or stop token. Default: false."
+    )
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out. Default: true.")
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add the special tokens that the tokenizer puts around a prompt. Default: true for "
+        "completions; false for chats, whose template has them.",
+    )
+    truncate_prompt_tokens: Whole | None = least(
+        -1, "Use the prompt's last so many tokens. -1: all that fit."
+    )
+    n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
+    best_of: Whole | None = Field(
+        default=None,
+        description="1 or `n`: all texts that are generated are returned.",
+        json_schema_extra={"const": 1},
+    )
+    frequency_penalty: float | None = ranged(
+        "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        default=None,
+        description="Numbers to add to the logits, by token id.",
+        json_schema_extra=BIAS_SCHEMA,
+    )
+    prompt_logprobs: Whole | None = least(
+        0,
+        "Return the prompt's tokens with their log-probabilities, and so many of the most likely tokens in "
+        "place of each (vLLM). Not for streams.",
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Return the ids of the prompt's and of the generated tokens (vLLM)."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None,
+        description="With `logprobs`: name tokens as `token_id:7`, because bytes of a character are no text "
+        "(vLLM).",
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="Begin the text with the prompt; in a chat, with the assistant's message that it "
+        "continues.",
+    )
+
+    response_format: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
+        '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
+        '`{"type": "regex", "value": …}`.',
+        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
+        "`grammar` (Lark or GBNF), `structural_tag` and `json_object`.",
+        json_schema_extra={"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+    )
+    guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
+    guided_regex: str | None = guided_field("a regex that the whole text matches")
+    guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
+    guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
+    guided_whitespace_pattern: str | None = Field(
+        default=None, description="vLLM's older form: a regex for the white space of JSON."
+    )
+    guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
+
+    def grammar(self) -> Grammar | None:
+        """What the text must look like. Raises ApiError."""
+        fields: dict[str, Grammar | None] = {
+            name: guided(kind, getattr(self, name), name)
+            for name, kind in GUIDED.items()
+            if getattr(self, name) is not None
+        }
+        if self.response_format is not None:
+            fields["response_format"] = from_response_format(self.response_format)
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = from_structured_outputs(self.structured_outputs)
+        pattern = self.guided_whitespace_pattern
+        return with_whitespace(only_one(fields), pattern, "guided_whitespace_pattern")
+
+    @property
+    def rendering(self) -> Rendering:
+        """How the answer is rendered."""
+        options = self.stream_options
+        return Rendering(
+            usage=bool(options and options.include_usage),
+            running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            skip_special=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+            token_ids=bool(self.return_token_ids),
+            names_by_id=bool(self.return_tokens_as_token_ids),
+            prompt_tops=None if self.stream else self.prompt_logprobs,
+        )
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """The body with a model's defaults where it says nothing. As in vLLM, the default number of tokens is
+        also the most that a request gets.
+        """
+        filled = {
+            name: value for name, value in defaults.items() if name in SAMPLED and getattr(self, name) is None
+        }
+        if most := defaults.get("max_new_tokens"):
+            lengths = {name: getattr(self, name, None) for name in ("max_tokens", "max_completion_tokens")}
+            given = {name: min(length, most) for name, length in lengths.items() if length is not None}
+            filled |= given or {"max_tokens": most}
+        return self.model_copy(update=filled) if filled else self
+
+    def check(self) -> None:
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() | TGI_FIELDS)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.stream and self.prompt_logprobs:
+            raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
+        if self.best_of not in (None, 1, self.n):
+            words = f"must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}"
+            raise invalid(f"`best_of` {words}", "best_of")
+
+
+@functools.cache
+def openai_fields() -> frozenset[str]:
+    """The fields that OpenAI's routes have, supported or not."""
+    return frozenset(UNSUPPORTED).union(*(shape.model_fields for shape in OpenAIRequest.__subclasses__()))
+
 
 Prompt = Annotated[
     str | Listed[str] | Listed[Whole] | Listed[Listed[Whole]],

@@ -1,11 +1,11 @@
-"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render_chat.py` and
-`api/openai/render_completion.py` make the responses.
+"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render.py` and
+`api/openai/render.py` make the responses.
 """
 
 from typing import Any, Literal
 
+from api.answers.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from api.http.openapi import Absent, ApiObject, error_responses, event_stream
-from api.logprobs.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.chat.prompt import EFFORTS
 from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
-from api.inference.fields import (
+from api.requests.chat_prompt import EFFORTS
+from api.requests.fields import (
     Listed,
     ServedFields,
     Strict,

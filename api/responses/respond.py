@@ -6,16 +6,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.inference.headers import prompt_headers
-from api.inference.pool import Pool
-from api.inference.respond import new_answer, submit_and_respond
 from api.json import to_json
-from api.openai.chat_params import ChatParams
-from api.response_object.frames import RENDERER
-from api.response_object.items import Item
-from api.response_object.response import ResponseObjectRenderer
-from api.responses.delete import make_room
+from api.openai.params import ChatParams
+from api.openai.response_items import Item
+from api.openai.response_object import RENDERER, ResponseObjectRenderer
+from api.requests.pool import Pool
+from api.requests.respond import new_answer, prompt_headers, submit_and_respond
 from api.responses.request_schemas import ResponsesRequest
+from api.responses.stored import make_room
 from common.messages.answer import HttpAnswer, ResponseParts
 from common.messages.request import Generate, SamplingParams
 

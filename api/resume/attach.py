@@ -1,26 +1,83 @@
-"""Attach: goes on with an answer for a client that comes back, at whichever gateway."""
+"""Attach: goes on with an answer for a client that comes back, at whichever gateway.
+
+Admitted: the answer of a request that a pool has admitted, found by the request's id.
+"""
 
 import asyncio
+import contextlib
+import hmac
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from api.answer import address, keep_as_asked
+from starlette.requests import Request
+
 from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
-from api.event_loop.feed import Feed, FeedBehind
-from api.inference.pool import Pool
-from api.inference.respond import AnswerRenderer
+from api.http.sse import Feed, FeedBehind
 from api.openai import respond
-from api.response_object import frames as response_frames
-from api.streams.fill import Filler
+from api.openai import response_object as response_frames
+from api.requests.pool import Pool
+from api.requests.pool_registry import PoolRegistry, pools_of
+from api.requests.respond import AnswerRenderer, owner_of
+from api.streams.answer import address, keep_as_asked
+from api.streams.fill import Filler, Sources
 from api.streams.offers import supersede
-from api.streams.sources import Sources
 from api.streams.stream import Stream
-from api.tgi import answers
+from api.tgi import render
 from common.broker import request_scripts
+from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
-from common.messages.codec import encode
+from common.messages.codec import WireError, decode, encode
+
+REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Admitted(NamedTuple):
+    """An answer that was admitted, and may have ended.
+
+    Attributes:
+        channel: of its events.
+    """
+
+    pool: Pool
+    answer: HttpAnswer
+    channel: str
+
+
+async def find_own(request: Request, request_id: str) -> Admitted | None:
+    """The answer with this id, if asked for with the API key of this request. Raises ApiError (503)."""
+    if not REQUEST_ID.fullmatch(request_id):
+        return None
+    return await find(pools_of(request), request_id, owner_of(request, request_id))
+
+
+async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -> Admitted | None:
+    """The answer with this id, of this owner if one is named. Raises as `find_own`."""
+    async with asking_broker():
+        found = await look_up(pools.own, request_id)
+    if found is None:
+        return None
+    name, answer, channel = found
+    if owner is not None and not hmac.compare_digest(answer.terms.owner, owner):
+        return None
+    return Admitted(await pools.named(name), answer, channel)
+
+
+async def look_up(own: Pool, request_id: str) -> tuple[str, HttpAnswer, str] | None:
+    """The name of the pool, the answer and its channel. The gateway's own pool has nearly all answers."""
+    others = [member.decode() for member in await own.client.redis.zrange(POOLS, 0, -1)]
+    for name in (own.settings.pool, *others):
+        for first_choice in (request_id, f"{request_id}.0"):
+            request_key = Keys(name).request(first_choice)
+            kept, channel = await own.client.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
+            if kept is not None and channel is not None:
+                with contextlib.suppress(WireError):  # somebody wrote to the key
+                    return name, decode(HttpAnswer, kept), channel.decode()
+    return None
+
 
 HEADER = "Last-Event-ID"
 READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
@@ -46,7 +103,7 @@ def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
     """The renderer of the route at which an answer was requested."""
     if answer.response is not None:
         return response_frames.RENDERER
-    return respond.RENDERER if family_of(answer.route) is openai else answers.RENDERER
+    return respond.RENDERER if family_of(answer.route) is openai else render.RENDERER
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:

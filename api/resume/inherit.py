@@ -1,4 +1,7 @@
-"""Inherit: writes the answer of another gateway on the connection on which that one began it."""
+"""Inherit: writes the answer of another gateway on the connection on which that one began it.
+
+Resume middleware: a POST with `Last-Event-ID` goes on with the answer to an earlier one.
+"""
 
 import asyncio
 import logging
@@ -7,20 +10,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import ApiError, asking_broker
-from api.event_loop.feed import FeedBehind
-from api.heir.heir import INHERITED
+from api.errors import ApiError, asking_broker, invalid
+from api.event_loop import PAUSE_S, attempt
+from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
-from api.http.raw_send import CYCLE
-from api.inference.pool import Pool
-from api.inference.pool_registry import PoolRegistry
+from api.http.middleware import HEADER
+from api.http.sse import CYCLE, FeedBehind
+from api.requests.pool import Pool
+from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
-from api.resume.admitted import find
-from api.retry import PAUSE_S, attempt
+from api.resume.attach import find
 from api.streams.stream import Stream
 from api.streams.token_stream import TokenStream
 from api.streams.whole import respond_with_whole
@@ -137,3 +141,23 @@ async def wait_for_broker(cycle: Any, kept: KeptAnswer, error: Exception) -> Non
     await asyncio.sleep(PAUSE_S)
     if cycle.disconnected and not (kept.requests and kept.requests.outlives_client):
         raise ClientDisconnect
+
+
+ROUTES = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a POST with `Last-Event-ID` to `GET /requests/{x-request-id}/stream`. Its body is not read: it
+    would be the earlier one again.
+    """
+    is_post = scope.get("method") == "POST" and scope["path"] in ROUTES
+    headers = Headers(scope=scope) if is_post else Headers()
+    if attach.HEADER not in headers:
+        await app(scope, receive, send)
+    elif HEADER not in headers:
+        text = f"`{attach.HEADER}` needs the request's id in `{HEADER}`: see `content-location`"
+        await error_response(invalid(text, attach.HEADER), scope["path"])(scope, receive, send)
+    else:
+        path = f"/requests/{headers[HEADER]}/stream"
+        scope.update(method="GET", path=path, raw_path=path.encode())
+        await app(scope, receive, send)

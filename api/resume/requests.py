@@ -1,37 +1,45 @@
-"""Requests: what becomes of a request that was admitted, for its owner; and its cancel."""
+"""Requests: what becomes of a request that was admitted, for its owner; and its cancel.
+
+GET and DELETE /requests/{id}: the state of a request, and its cancel.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from starlette.requests import Request
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut
+from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
+from api.json import to_json
 from api.resume import attach
-from api.resume.admitted import Admitted, find_own
+from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
-from common.broker import cancel
+from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
+from common.broker import pool_client
 from common.messages.answer import HttpAnswer
-from common.messages.service_class import service_class
+from common.messages.request import service_class
 
 STATES = ("queued", "running", "finished", "cancelled", "error")
 FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
 """Of a request's hash; all but the first may be missing."""
 
 
-async def show_request(admitted: Admitted) -> dict[str, Any]:
+async def describe_request(admitted: Admitted) -> dict[str, Any]:
     """The state of a request, and that of each choice. Raises ApiError: 404, 503."""
     streams = await attach.read_committed(*admitted)
     return describe(admitted.answer, streams, await read_states(admitted))
 
 
-async def cancel_request(admitted: Admitted) -> dict[str, Any]:
+async def cancel_accepted(admitted: Admitted) -> dict[str, Any]:
     """Cancel all choices of a request, whoever reads them, and show it with the tokens that it had. Raises as
     `show_request`.
     """
     streams = await attach.read_committed(*admitted)
     async with asking_broker():
         outcomes = [
-            await cancel.cancel_request(admitted.pool.client, choice.request_id)
+            await pool_client.cancel_request(admitted.pool.client, choice.request_id)
             for choice in admitted.answer.choices()
         ]
     return describe(admitted.answer, streams, await read_states(admitted, any(outcomes)))
@@ -54,13 +62,13 @@ async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[st
 
 
 def choice_state(
-    terminal: bytes | None, cancel: bytes | None, worker: bytes | None, attempt: bytes | None
+    terminal: bytes | None, pool_client: bytes | None, worker: bytes | None, attempt: bytes | None
 ) -> str:
     """One of STATES, from the fields of the request's hash. What is cancelled may still end otherwise."""
     if terminal is not None:
         reason = terminal.decode()
         return reason if reason in STATES else "finished"
-    if cancel is not None:
+    if pool_client is not None:
         return "cancelled"
     return "running" if worker or int(attempt or 0) else "queued"
 
@@ -93,3 +101,46 @@ async def find_request(request: Request, request_id: str) -> Admitted:
 def unknown_request(request_id: str) -> ApiError:
     why = "it is not yours, its id is wrong, or it was answered"
     return ApiError(404, "not_found", f"There is no request {cut(request_id)}: {why}")
+
+
+State = Literal["queued", "running", "finished", "cancelled", "error"]
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 403, 503)}
+ERRORS |= error_responses(ErrorResponse, {404: "There is no such request, or it belongs to another API key"})
+router = APIRouter(responses=ERRORS, tags=[RESUME])
+
+
+class ChoiceState(BaseModel):
+    """One choice of a request."""
+
+    state: State
+    generated_tokens: int
+
+
+class RequestState(BaseModel):
+    """A request that was admitted. It ends when all its choices have ended."""
+
+    id: str
+    state: State
+    priority: Literal["interactive", "standard", "batch"]
+    tenant: str
+    created: int = Field(description="Unix time of its admission.")
+    prompt_tokens: int
+    choices: list[ChoiceState]
+
+
+@router.get("/requests/{request_id}", summary="Show a request", response_model=RequestState)
+async def show_request(request: Request, request_id: RequestId) -> Response:
+    """What becomes of a request, at any gateway: of one that runs, or whose stream is kept for a client that
+    comes back. Its id is in the header `x-request-id` of a stream.
+    """
+    own = await find_request(request, request_id)
+    return Response(to_json(await describe_request(own)), media_type="application/json")
+
+
+@router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
+async def cancel_request(request: Request, request_id: RequestId) -> Response:
+    """Ends a request, whoever reads its answer: a stream ends with an error. One that has ended stays as it
+    is.
+    """
+    own = await find_request(request, request_id)
+    return Response(to_json(await cancel_accepted(own)), media_type="application/json")

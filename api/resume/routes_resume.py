@@ -9,7 +9,7 @@ from starlette.responses import Response
 from api.errors import invalid, quoted
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.resume import attach
-from api.resume.admitted import find_own
+from api.resume.attach import find_own
 from api.streams.token_stream import TokenStream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 

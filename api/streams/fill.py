@@ -3,6 +3,8 @@
 It reads as little as it can, in this order: of a source's log the flushes that were lost; of a request that
 this leaves in doubt its hash, and its string from the first missing token on; where that is not enough, the
 log of the worker that holds it. It works in slices, so the event loop is never held for long.
+
+Sources: what this gateway has heard of each process that publishes to it.
 """
 
 import asyncio
@@ -12,18 +14,48 @@ import math
 import random
 from collections.abc import Iterable
 
-from api.event_loop.pace import Pace
+from api.event_loop import Pace
 from api.streams.offers import Offers
-from api.streams.sources import Sources
 from api.streams.stream import Stream
-from common.broker.committed import Committed, read_tails
-from common.broker.failures import FailureLog
+from common.broker.client import FailureLog
+from common.broker.committed import Committed, read_log, read_tails, tokens_of
 from common.broker.pool_client import PoolClient
-from common.broker.tails import read_log, tokens_of
-from common.messages import finish_reasons
+from common.messages import events
 from common.messages.codec import WireError
-from common.messages.events import Terminal, Tokens
+from common.messages.events import Events, Terminal, Tokens
 from common.messages.records import RECORD, unpack_records
+
+MAX_SOURCES = 4096
+"""Sources that are remembered, on each channel: those heard last."""
+
+
+class Sources:
+    """The last message of each source on each channel.
+
+    Attributes:
+        last: (source, channel) → (its sequence number, its flush), those heard last at the end.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def note(self, events: Events, channel: str) -> int | None:
+        """Note a message. Returns None, or if messages before it were lost, the flush after which they came.
+
+        A message without events repeats the last number. A source may be silent for as long as it likes.
+        """
+        key = events.source, channel
+        number, flush = self.last.pop(key, (0, 0))
+        self.last[key] = max(number, events.sequence), max(flush, events.flush)
+        if len(self.last) > MAX_SOURCES:
+            del self.last[next(iter(self.last))]
+        has_events = bool(events.tokens or events.terminals)
+        return flush if events.sequence > number + has_events else None
+
+    def last_flush(self, source: str, channel: str) -> int:
+        """The flush of the last message from `source` on `channel`; 0 if there was none."""
+        return self.last.get((source, channel), (0, 0))[1]
+
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +227,7 @@ class Filler:
             await self.add_records(stream, offset, state.records)
 
     async def apply_end(self, stream: Stream, state: Committed) -> None:
-        width, is_answer = stream.request.width, state.terminal in finish_reasons.FINISHED
+        width, is_answer = stream.request.width, state.terminal in events.FINISHED
         if is_answer and (state.width != width or state.num_tokens != state.num_final):
             stream.fail("its result cannot be read")  # somebody wrote to the key
             return

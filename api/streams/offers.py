@@ -11,19 +11,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from api.retry import PAUSE_S, attempt, repeat_forever, retry_forever
+from api.event_loop import PAUSE_S, attempt, repeat_forever, retry_forever
 from api.streams.stream import Stream
 from common.broker import request_scripts
-from common.broker.cancel import cancel_request
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, read_server_id
-from common.broker.failures import FailureLog
-from common.broker.pool_client import PoolClient
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, read_server_id
+from common.broker.pool_client import PoolClient, cancel_request
 from common.broker.request_scripts import OfferReply
-from common.messages import finish_reasons
+from common.messages import events
 from common.messages.events import Terminal
 from common.messages.records import pack_columns
-from common.plural import plural
-from common.process.logs import for_request
+from common.process.logs import for_request, plural
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ NUM_STREAMS = 16
 
 def time_out(stream: Stream) -> None:
     """End a stream in the words of the fleet, which has not done it."""
-    error_type, why = finish_reasons.ERRORS["timeout"]
+    error_type, why = events.ERRORS["timeout"]
     stream.fail(why, error_type)
 
 

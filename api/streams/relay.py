@@ -12,17 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from api.event_loop.pace import PacedQueue
-from api.streams.fill import Filler
+from api.event_loop import PacedQueue
+from api.streams.fill import Filler, Sources
 from api.streams.offers import time_out
-from api.streams.sources import Sources
 from api.streams.stream import Stream
-from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import Events, Terminal, Tokens
+from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
 

@@ -1,23 +1,168 @@
-"""Stream: one live request in its gateway, with the tokens that events or fills have brought so far."""
+"""Stream: one live request in its gateway, with the tokens that events or fills have brought so far.
+
+Late text: the texts of tokens that came without them, as the worker would have sent them.
+
+Lineage: which run of a request made the tokens that a stream has.
+
+Scored prompt: the tokens of a request's prompt with their log-probabilities, if it asks for them, and how
+many of them were not computed for it.
+
+Stream times: when what came of a stream, by the monotonic clock, and the latencies that follow.
+"""
 
 import asyncio
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from api.event_loop.feed import Change
-from api.streams.late_text import LateText
-from api.streams.lineage import Lineage
-from api.streams.scored_prompt import ScoredPrompt
-from api.streams.times import StreamTimes
-from api.tokenizer import ModelTokenizer
+from tokenizers import Tokenizer
+
+from api.http.sse import Change
+from api.prompts.tokenizer import ModelTokenizer
 from common.broker.committed import Committed
-from common.detokenize import StopMatcher, generated_text
-from common.messages.events import Terminal, Tokens
-from common.messages.finish_reasons import FINISHED
-from common.messages.packing import unpack_ids
-from common.messages.records import TopTokens, unpack_tokens
+from common.detokenize import Detokenizer, StopMatcher, generated_text
+from common.messages.events import FINISHED, Terminal, Tokens
+from common.messages.records import RECORD, TopTokens, unpack_ids, unpack_records, unpack_tokens
 from common.messages.request import Generate
+from common.metrics import catalogue
+
+
+class LateText:
+    """Detokenizes in one stream what came without its text; the tokens before that are only passed over.
+
+    Attributes:
+        num_seen: how many of the stream's tokens the detokenizer has seen.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_ids = prompt_ids
+        self.detokenizer: Detokenizer | None = None
+        self.num_seen = 0
+
+    def see(self, ids: Sequence[int], num_tokens: int) -> bool:
+        """See some more of the stream's `ids`. Returns whether there are others, not seen yet."""
+        self.detokenizer = self.detokenizer or Detokenizer(self.tokenizer, self.prompt_ids)
+        for token_id in ids[self.num_seen : self.num_seen + num_tokens]:
+            self.detokenizer.step(token_id)
+            self.num_seen += 1
+        return self.num_seen < len(ids)
+
+    def texts(self, ids: Sequence[int], new_ids: Sequence[int]) -> list[str]:
+        """The texts of `new_ids`, which come after `ids`."""
+        self.see(ids, len(ids))
+        assert self.detokenizer is not None
+        self.num_seen += len(new_ids)
+        return [self.detokenizer.step(token_id) for token_id in new_ids]
+
+
+@dataclass(slots=True)
+class Lineage:
+    """The run, an attempt on a worker, that made the last token of a stream.
+
+    A run begins behind all tokens that are committed. One that begins before the last token shown, and is not
+    the run that made it, began after the broker lost what was written last: its tokens may differ from those
+    shown, which are facts.
+
+    Attributes:
+        rewound: whether such a run was seen, and what was shown was not offered since.
+    """
+
+    worker: str = ""
+    attempt: int = 0
+    rewound: bool = False
+
+    def note(self, worker: str, attempt: int) -> None:
+        """Note the run that made the last token."""
+        self.worker = worker
+        self.attempt = attempt
+
+    def is_behind(self, worker: str, attempt: int) -> bool:
+        """Whether a run began after the one that made the last token."""
+        return attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
+
+    def check(self, worker: str, attempt: int, begin: int, num_tokens: int) -> bool:
+        """Return whether tokens of a run from `begin` on fit the `num_tokens` of the stream."""
+        if begin < num_tokens and self.is_behind(worker, attempt):
+            self.rewound = True
+        return not self.rewound
+
+
+class ScoredPrompt:
+    """No event carries log-probabilities: they are read from Redis, and tokens are shown after them only.
+
+    Attributes:
+        records: packed records of the prompt's tokens but the first; None until they have come.
+        is_missing: whether they are requested and have not come.
+        num_cached: tokens of the prompt whose KV its worker had; known with the first generated token.
+    """
+
+    def __init__(self, request: Generate, ids: Sequence[int]) -> None:
+        self.ids = ids
+        self.width = request.prompt_width
+        self.is_missing = request.prompt_logprobs is not None
+        self.records: bytes | None = None
+        self.num_cached = 0
+
+    @property
+    def num_records(self) -> int:
+        return len(self.records or b"") // RECORD.size
+
+    def store(self, state: Committed) -> None:
+        """Keep what is committed: the records only if the request asks for them and they are complete."""
+        if state.num_cached is not None:
+            self.num_cached = state.num_cached
+        records = state.prompt
+        num_bytes = (len(self.ids) - 1) * self.width * RECORD.size
+        if self.is_missing and records is not None and len(records) == num_bytes:
+            self.records = records
+            self.is_missing = False
+
+    def tokens(self) -> list[tuple[int, float | None, TopTokens]]:
+        """Id, log-probability and likeliest tokens of each token; the first one has only its id."""
+        ids, logprobs, tops = unpack_records(self.records or b"", self.width)
+        return [(self.ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
+
+
+class StreamTimes:
+    """Times of one stream, which begins when this is made.
+
+    Attributes:
+        service_class: of its request.
+        heard_s, last_event_s: of the last event, and of the last event or fill.
+        placed_s: when it started on a worker; of the first token, if that event was lost.
+        first_token_s, token_s, ended_s: first token, last token and end; like `placed_s` 0 before that.
+    """
+
+    def __init__(self, service_class: str) -> None:
+        self.service_class = service_class
+        self.started_s = time.monotonic()
+        self.heard_s = self.started_s
+        self.last_event_s = self.started_s
+        self.placed_s = 0.0
+        self.first_token_s = 0.0
+        self.token_s = 0.0
+        self.ended_s = 0.0
+
+    def note_event(self) -> None:
+        self.heard_s = self.last_event_s = time.monotonic()
+
+    def note_start(self, since_start_s: float) -> None:
+        """Note that a worker started the request so long ago."""
+        self.placed_s = max(self.started_s, time.monotonic() - since_start_s)
+
+    def note_tokens(self, num_new: int) -> None:
+        """Observe the latency of new tokens; those that come together share their time."""
+        if self.first_token_s:
+            latency_s = (self.last_event_s - self.token_s) / num_new
+            catalogue.TOKEN_LATENCY.observe(latency_s, self.service_class, times=num_new)
+        else:
+            self.placed_s = self.placed_s or self.last_event_s
+            self.first_token_s = self.last_event_s
+            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, self.service_class)
+        self.token_s = self.last_event_s
+
 
 MAX_AHEAD = 64
 """Events that a stream keeps until those before them have come; further ones are read from Redis."""

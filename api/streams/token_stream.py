@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from api.event_loop.feed import Feed
-from api.heir.answer_socket import flush_socket, socket_of
-from api.http.raw_send import FeedResponse
-from api.http.sse import COMMENT, COMMENT_AMONG_IDS, HEADERS
+from api.handover.answer_socket import flush_socket, socket_of
+from api.http.sse import COMMENT, COMMENT_AMONG_IDS, HEADERS, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread
-from api.streams.release import Release, keep_socket, release_all
 from api.streams.stream import Stream
+from api.streams.whole import Release, keep_socket, release_all
 from common.messages.answer import HttpAnswer
 
 

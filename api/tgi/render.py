@@ -1,14 +1,25 @@
 """TGI's response objects: tokens, the frames of a stream, whole texts with their details. Pure functions of
 `Stream`.
+
+TGI's `best_of`: several texts are sampled, and the most likely one is returned.
+
+Answers of TGI's routes, as they are sent: in frames, as a whole text, or as the predictions of /vertex.
 """
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from api.errors import ApiError, failed, tgi
-from api.event_loop.feed import MAX_ITEMS, Feed
+from api.errors import ApiError, failed, invalid, quoted, tgi
+from api.http.sse import MAX_ITEMS, Feed, sse_frames
 from api.json import to_json
+from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
+from api.requests.respond import AnswerRenderer, time_headers, total_headers
 from api.streams.stream import Stream
+from api.streams.whole import Whole
+from common.messages.answer import HttpAnswer
+from common.messages.request import Generate
 
 
 def render_token(stream: Stream, i: int) -> dict[str, Any]:
@@ -142,3 +153,60 @@ def render_details(stream: Stream) -> dict[str, Any]:
     tops = {"top_tokens": [render_top_tokens(stream, i) for i in tokens]} if stream.tops else {}
     all_tokens = {"prefill": render_prefill(stream), "tokens": [render_token(stream, i) for i in tokens]}
     return render_end(stream) | all_tokens | tops
+
+
+def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
+    """Raises ApiError (422) if several texts are not possible, or would all be the same."""
+    if params.n > limits.settings.max_best_of:
+        raise invalid(
+            f"`best_of` must be at most {limits.settings.max_best_of}. Given: {quoted(params.n)}", "best_of"
+        )
+    if params.n > 1 and streamed:
+        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {quoted(params.n)}", "best_of")
+    if params.n > 1 and not draws(params):
+        raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
+    if params.n > 1 and params.seed is not None:
+        raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
+
+
+def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
+    """Give each request a seed of its own: a random one, or one that follows from `seed`.
+
+    The response has the best text's seed; it samples that text again without `best_of`.
+    """
+    seeds = [secrets.randbits(63) if seed is None else seed ^ i for i in range(len(requests))]
+    return [
+        replace(request, sampling=replace(request.sampling, seed=own, choice=0))
+        for request, own in zip(requests, seeds, strict=True)
+        if request.sampling
+    ]
+
+
+def rank_by_logprob(streams: Sequence[Stream]) -> list[Stream]:
+    """The streams by mean log-probability, the highest first."""
+    return sorted(streams, key=mean_logprob, reverse=True)
+
+
+def mean_logprob(stream: Stream) -> float:
+    return sum(stream.logprobs) / max(1, stream.num_tokens)
+
+
+VERTEX = "/vertex"
+
+
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    [stream] = streams
+    return sse_frames(answer, StreamBodies(stream, answer.prefix(0), answer.rendering.details))
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+    if answer.route == VERTEX:
+        body = to_json({"predictions": [stream.text for stream in streams]})
+        num_generated = sum(stream.num_tokens for stream in streams)
+        return body, total_headers(answer, streams, num_generated, arrived_s)
+    best, *others = rank_by_logprob(streams)
+    response = render_response(best, others, answer.prefix(0), answer.rendering.details)
+    return to_json([response] if answer.route == "/" else response), time_headers(best, arrived_s)
+
+
+RENDERER = AnswerRenderer(render_frames, render_whole)

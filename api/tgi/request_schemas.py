@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import Field
 
 from api.errors import invalid
+from api.grammar.response_format import GRAMMAR_SCHEMA, from_tgi
 from api.http.body import UnsupportedFields, reject_unsupported
-from api.inference.fields import (
+from api.openai.request_schemas import OPENAI_FIELDS
+from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
     RESUME_S,
@@ -20,10 +22,7 @@ from api.inference.fields import (
     Whole,
     ranged,
 )
-from api.inference.params import GenerationParams
-from api.inference.sampling import SWITCH_NAMES
-from api.openai.request_schemas import OPENAI_FIELDS
-from api.structured_output.shapes import GRAMMAR_SCHEMA, from_tgi
+from api.requests.params import SWITCH_NAMES, GenerationParams
 from common.ranges import MAX_STOP_CHARS
 
 NAMES = {

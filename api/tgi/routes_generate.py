@@ -1,21 +1,28 @@
-"""POST /generate, /generate_stream and /: text from a prompt, as in TGI."""
+"""POST /generate, /generate_stream and /: text from a prompt, as in TGI.
 
+GET /info: the model and its limits, as in TGI.
+"""
+
+import os
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
+from api.errors import unavailable
 from api.http import body
-from api.http.openapi import TGI, event_stream
-from api.inference.pool_registry import own_pool
-from api.inference.respond import new_answer, submit_and_respond
-from api.inference.validate import validate
-from api.service.headers import generation_body
-from api.tgi import best_of
-from api.tgi.answers import RENDERER
+from api.http.openapi import TGI, error_responses, event_stream
+from api.json import to_json
+from api.requests.pool_registry import own_pool
+from api.requests.respond import new_answer, submit_and_respond
+from api.requests.service_terms import generation_body
+from api.requests.validate import validate
+from api.tgi import render
+from api.tgi.render import RENDERER
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
-from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, StreamResponse
+from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
 from common.messages.answer import Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
@@ -80,9 +87,9 @@ async def respond(
     if streamed is None:
         streamed = isinstance(parsed, CompatGenerateRequest) and bool(parsed.stream)
     params, limits = parsed.generation_params(streamed), pool.workers.limits
-    best_of.check(params, limits, streamed)
+    render.check(params, limits, streamed)
     requests = await validate(params, limits, pool.tokenizer)
-    requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
+    requests = render.with_own_seeds(requests) if params.n > 1 else requests
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
     prefix, rendering = parsed.inputs if full_text else "", Rendering(details=parameters.wants_details)
@@ -97,3 +104,37 @@ async def respond(
         detached=parsed.detached,
     )
     return await submit_and_respond(request, pool, described, len(parsed.inputs), RENDERER)
+
+
+info_router = APIRouter(
+    responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}), tags=[TGI]
+)
+
+
+@info_router.get("/info", summary="Model and limits", responses={200: {"model": Info}})
+async def info(request: Request) -> Response:
+    """Returns the limits of the smallest worker. Once known, they stay when the workers stop."""
+    pool = own_pool(request)
+    settings, fleet = pool.settings, pool.workers
+    if not fleet.max_total_tokens:
+        await fleet.refresh_unless_fresh()
+    if not fleet.max_total_tokens:
+        raise unavailable(fleet.last_error or "no worker is ready yet")
+    limits = fleet.limits
+    known = Info(
+        model_id=settings.model_name,
+        model_sha=settings.revision,
+        model_pipeline_tag="text-generation",
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=settings.num_gateways,
+        max_client_batch_size=limits.max_client_batch_size,
+        router="tokenfleet",
+        version=version("tokenfleet"),
+        sha=None,
+        docker_label=os.environ.get("DOCKER_LABEL"),
+    )
+    return Response(to_json(known.model_dump()), media_type="application/json")

@@ -6,19 +6,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.event_loop.offload import offload
-from api.event_loop.text_budget import utf8_size
+from api.event_loop import offload
 from api.http import body
 from api.http.openapi import TGI, json_body
-from api.inference.pool_registry import own_pool, pool_and_body
 from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
-from api.prompt_text.control_texts import Rendered
+from api.openai.vllm_tokenize import TokenizeResponse, chat_prompt, tokenize_chat, tokenize_prompt
+from api.prompts.control_texts import Rendered
+from api.prompts.tokenizer import ModelTokenizer, utf8_size
+from api.requests.pool_registry import own_pool, pool_and_body
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
-from api.tokenizer import ModelTokenizer
-from api.vllm.schemas import TokenizeResponse
-from api.vllm.tokenize import chat_prompt, tokenize_chat, tokenize_prompt
 
 router = APIRouter(responses=TOKENIZE_ERRORS, tags=[TGI])
 TEXT = {"inputs": "The capital of France is"}

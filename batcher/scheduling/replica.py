@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from batcher.scheduling.block_pool import BlockPool
+from batcher.scheduling.kv_blocks import BlockPool
 from batcher.scheduling.pace import WorkerPace, horizon
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 from common.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
-from common.messages.service_class import LEAST_URGENT
+from common.messages.request import LEAST_URGENT
 from common.settings.fields import SettingFields
 
 

@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from batcher.scheduling.placement import WorkerSet
 from batcher.scheduling.plans import PendingPlan, next_plan, set_lengths
-from batcher.scheduling.rebalance import move_interrupted
+from batcher.scheduling.preemption import move_standby
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
-from batcher.scheduling.standby import move_standby
 from batcher.scheduling.takeover import adopt_rows
-from batcher.scheduling.turn import Turn
-from batcher.scheduling.worker_set import WorkerSet
-from common.messages.finish_reasons import INTERRUPTED
+from batcher.scheduling.turn import Turn, move_interrupted
+from common.messages.events import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
 
 MAX_CRASHES = 3

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 
 from common.block_hashes import block_names, extend_hashes
-from common.broker.stream_ids import parse_stream_id
+from common.broker.keys import parse_stream_id
 from common.messages.records import RECORD, unpack_columns
-from common.messages.request import Generate
-from common.messages.service_class import class_index
+from common.messages.request import Generate, class_index
 
 PREEMPT = "preempt"
 """`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""

@@ -6,8 +6,8 @@ from itertools import chain
 
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.messages.packing import unpack_ids
 from common.messages.plan import HeldRow, Report
+from common.messages.records import unpack_ids
 
 
 def adopt_rows(replica: Replica, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:

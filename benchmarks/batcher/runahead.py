@@ -31,11 +31,10 @@ from urllib.parse import urlsplit
 from redis.asyncio import Redis
 
 from common import model_files
-from common.broker.cancel import cancel_request
 from common.broker.client import connect
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
-from common.messages.packing import pack_ids
+from common.broker.pool_client import PoolClient, cancel_request
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import broker_state, brokers
 from tests.support.fleet.batchers import batcher

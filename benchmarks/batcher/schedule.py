@@ -22,8 +22,8 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from benchmarks.batcher.lives import CostlessWorker, Stopwatch
 from common.block_hashes import HASH_BYTES, root_hash
-from common.messages.packing import pack_ids
 from common.messages.plan import Report, WorkerCapacity
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 
 WORKERS, ROWS, BLOCK_SIZE, NUM_BLOCKS = 8, 64, 16, 4500

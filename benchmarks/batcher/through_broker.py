@@ -26,8 +26,8 @@ from common.broker.committed import in_slices
 from common.broker.keys import Keys
 from common.broker.lua import load_script
 from common.messages.codec import decode, encode
-from common.messages.packing import pack_ids
 from common.messages.plan import Plan, Report, WorkerCapacity
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import brokers
 from tests.support.broker_state import start_worker

@@ -20,8 +20,8 @@ from typing import Any
 import llguidance
 
 from api.errors import ApiError
-from api.structured_output.grammar import Grammar, compile_cached
-from api.structured_output.vocabulary import byte_vocabulary
+from api.grammar.check import byte_vocabulary
+from api.grammar.grammar import Grammar, compile_cached
 
 FOLDER = "tests/draft2020-12"
 

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from common.broker.keys import POOLS, STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Argument, Fields, ScriptCall, call_script, decode_all, in_pairs
 from common.messages.codec import encode
-from common.messages.events import Terminal
-from common.messages.finish_reasons import kept_records
+from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
 
 

@@ -1,14 +1,29 @@
-"""Broker client: connections to Redis (7 or later) or Valkey, errors in one line."""
+"""Broker client: connections to Redis (7 or later) or Valkey, errors in one line.
+
+Sentinel client: connections to the primary that Redis Sentinel names; after a failover, to the new one.
+
+Its URL is `redis+sentinel://[user:password@]host[:port],host[:port]/service[/db][?options]`. With
+`rediss+sentinel` brokers and sentinels have TLS. Options are those of redis-py's other URLs, and
+`sentinel_username` and `sentinel_password`.
+
+FailureLog: what is said of a step that fails again and again while the broker is away.
+"""
 
 import asyncio
+import contextlib
+import logging
 import os
 import re
 import socket
+import time
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import hiredis
 import redis.asyncio
-from redis.asyncio.connection import AbstractConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import AbstractConnection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -18,8 +33,60 @@ from redis.exceptions import (
     RedisError,
 )
 
-from common.broker import sentinel
+from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
+
+SCHEMES = ("redis+sentinel", "rediss+sentinel")
+SENTINEL_PORT = 26379
+TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
+"""Of one sentinel: the next one is asked while the caller still waits."""
+
+
+class SentinelPool(SentinelConnectionPool):
+    """Closes the connections to the sentinels with its own."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        if inuse_connections:  # else it only leaves a primary that is none any more
+            for sentinel in self.sentinel_manager.sentinels:
+                await sentinel.aclose()
+
+
+def is_sentinel_url(url: str) -> bool:
+    return url.partition("://")[0].lower() in SCHEMES
+
+
+def connect_to_primary(url: str, **options: Any) -> redis.asyncio.Redis:
+    """Return a client of the primary. Raises ValueError when the URL cannot be read."""
+    scheme, _, rest = url.partition("+sentinel://")
+    address, _, query = rest.partition("?")
+    authority, _, path = address.partition("/")
+    credentials, _, hosts = authority.rpartition("@")
+    service, _, database = path.partition("/")
+    if not hosts or not service:
+        raise ValueError("no sentinel, or no name of what it watches")
+    given: dict[str, Any] = options | dict(parse_url(f"{scheme}://{credentials}@sentinel/{database}?{query}"))
+    del given["host"]
+    has_tls = given.pop("connection_class", None) is SSLConnection
+    own = {name: given.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    shared = {name: value for name, value in given.items() if name.startswith(("socket_", "ssl_"))}
+    watchers = Sentinel(  # type: ignore[no-untyped-call]
+        [read_address(host) for host in hosts.split(",")],
+        sentinel_kwargs=shared | TIMEOUTS | own | ({"ssl": True} if has_tls else {}),
+    )
+    primary: redis.asyncio.Redis = watchers.master_for(
+        service, connection_pool_class=SentinelPool, ssl=has_tls, **given
+    )
+    return primary
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Return host and port of `host`, `host:port`, `[::1]` or `[::1]:port`."""
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError("a sentinel without a host")
+    return parts.hostname, parts.port or SENTINEL_PORT
+
 
 CONNECT_TIMEOUT_S = 5.0
 MIN_VERSION = (7, 0)
@@ -40,7 +107,7 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
         defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive_options()}
     if url.startswith("rediss"):
         defaults["ssl_check_hostname"] = True
-    make_client = sentinel.connect if sentinel.is_sentinel_url(url) else redis.asyncio.Redis.from_url
+    make_client = connect_to_primary if is_sentinel_url(url) else redis.asyncio.Redis.from_url
     client: redis.asyncio.Redis = make_client(url, **(defaults | options))
     pool = client.connection_pool
     is_unix = pool.connection_class is UnixDomainSocketConnection
@@ -157,3 +224,76 @@ async def read_server_id(redis: redis.asyncio.Redis) -> str:
     may lack what was written last.
     """
     return str((await redis.info("server"))["run_id"])
+
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+
+
+class FailureLog:
+    """Logs each new cause at once, then what repeats at growing intervals with its count, and the end.
+
+    A step that goes on for as long as it does not fail has no other success than a minute without failures.
+
+    Attributes:
+        step: what fails, as in "reading plans".
+        causes: those that have been logged since the step last succeeded.
+        count: failures since then; none where there was none.
+        since_s, last_s: monotonic times of the first of them, and of the last.
+        due_s: when a repeated cause is logged again.
+    """
+
+    def __init__(self, log: logging.Logger, step: str) -> None:
+        self.log = log
+        self.step = step
+        self.causes: set[str] = set()
+        self.count = 0
+        self.since_s = 0.0
+        self.last_s = 0.0
+        self.due_s = 0.0
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """The context of one attempt: an error of the broker is logged and goes no further, and the first
+        success after one is logged. Where an attempt ends with `return` or `continue`, what stands behind the
+        context is for failures only.
+        """
+        try:
+            yield
+        except ERRORS as error:
+            self.failed(error)
+        else:
+            self.succeeded()
+
+    def failed(self, error: Exception) -> None:
+        """Count a failure."""
+        cause = describe_error(error)
+        now_s = time.monotonic()
+        if self.count and now_s - self.last_s > MAX_PAUSE_S:
+            self.forget()
+        if not self.count:
+            self.since_s = now_s
+        self.last_s = now_s
+        self.count += 1
+        if cause not in self.causes:
+            self.causes.add(cause)
+            self.log.warning("%s failed, trying again: %s", self.step, cause)
+            self.due_s = max(self.due_s, now_s + FIRST_PAUSE_S)
+        elif now_s >= self.due_s:
+            age_s = now_s - self.since_s
+            self.log.warning("%s has failed %d times in %.0f s: %s", self.step, self.count, age_s, cause)
+            self.due_s = now_s + min(max(age_s, FIRST_PAUSE_S), MAX_PAUSE_S)
+
+    def succeeded(self) -> None:
+        """Say that it is over, if the step had failed."""
+        if not self.count:
+            return
+        age_s = time.monotonic() - self.since_s
+        count = plural(self.count, "failure")
+        self.log.info("%s has succeeded again, after %s in %.1f s", self.step, count, age_s)
+        self.forget()
+
+    def forget(self) -> None:
+        self.causes.clear()
+        self.count = 0
+        self.due_s = 0.0

@@ -1,6 +1,8 @@
 """Redis keys and channels: all names are built here and nowhere else.
 
 The braces are a Redis Cluster hash tag: all keys of a pool are on one shard.
+
+Stream ids of Redis, as pairs of numbers that compare in order.
 """
 
 from collections.abc import Iterable
@@ -166,3 +168,10 @@ class Keys:
 def request_keys(keys: Keys, request_ids: Iterable[str]) -> list[str]:
     """Return the hash and the string of each request."""
     return [key for name in request_ids for key in (keys.request(name), keys.tokens(name))]
+
+
+def parse_stream_id(stream_id: bytes | str) -> tuple[int, int]:
+    """(milliseconds or epoch, number) of a stream id."""
+    text = stream_id.decode() if isinstance(stream_id, bytes) else stream_id
+    high, _, low = text.partition("-")
+    return int(high), int(low or 0)

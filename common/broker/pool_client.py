@@ -1,4 +1,7 @@
-"""PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys."""
+"""PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys.
+
+Cancel: tells the fleet that nobody waits for a request any more.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
+from common.broker import request_scripts
 from common.broker.client import broker_url, connect
 from common.broker.keys import Keys
 from common.broker.lua import Reply, ScriptCall, run_script
@@ -83,3 +87,10 @@ class PoolClient:
         found = await self.redis.zrange(self.keys.processes, 0, -1, withscores=True)
         members = [(*member.decode().partition(":"), at_ms) for member, at_ms in found]
         return {name: at_ms for its_kind, _, name, at_ms in members if its_kind == kind}
+
+
+async def cancel_request(pool: PoolClient, request_id: str, reader: int | None = None) -> bool:
+    """Cancel a request, if given only for this reader. Returns False if it has ended, is not known or has
+    another reader.
+    """
+    return await pool.run(request_scripts.cancel(pool.keys, request_id, reader=reader))

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Argument, Fields, ScriptCall, call_script, in_pairs
-from common.messages.events import Terminal
-from common.messages.finish_reasons import kept_records
+from common.messages.events import Terminal, kept_records
 
 
 def create_logs(keys: Keys, worker: str, *, owner: str) -> ScriptCall[bool]:

@@ -1,8 +1,19 @@
-"""Event messages: tokens and terminals, on their way to gateways and in the logs of workers."""
+"""Event messages: tokens and terminals, on their way to gateways and in the logs of workers.
 
+Finish reasons: why rows and requests end, their terminals, and what is kept of them.
+
+Timeline messages: what happened to requests, in the stream `timeline`. Nothing depends on them.
+
+Sequence numbers of the messages that one process publishes, counted for each channel.
+
+The last number is repeated for a while, so a subscriber notices that the last message was lost.
+"""
+
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.messages.codec import wire_field
+from common.messages.codec import encode, wire_field
 
 
 @dataclass(slots=True)
@@ -64,3 +75,102 @@ class Events:
     tokens: list[Tokens] = wire_field("t", default_factory=list)
     terminals: list[Terminal] = wire_field("x", default_factory=list)
     flush: int = wire_field("f", default=0)
+
+
+FINISHED = ("length", "eos_token", "stop_sequence")
+"""Reasons of rows whose request is complete."""
+INTERRUPTED = ("preempted", "takeover")
+"""Reasons of rows whose request goes on in another row."""
+ERRORS = {
+    "timeout": ("timeout", "the request was not finished before its deadline"),
+    "expired": ("timeout", "the request's deadline passed while it waited: it never started"),
+    "poison": ("generation", "three workers died while they worked on this request"),
+    "capacity": ("generation", "no worker's KV cache can hold this request"),
+    "forward": ("generation", "the model's forward failed for this request"),
+    "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
+    "grammar_limit": (
+        "grammar",
+        "the request's grammar is too complex: the tokens that it allows next take too much work to find",
+    ),
+    "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
+    "malformed": ("generation", "the queued request cannot be read"),
+}
+"""Reason of a failed request → (error type, error text). A reason that is not listed here is a cancel."""
+
+
+def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
+    """Return the terminal of a request that ended for the reason `why`."""
+    if why in FINISHED:
+        return Terminal(request_id, why, num_tokens)
+    if why in ERRORS:
+        kind, text = ERRORS[why]
+        return Terminal(request_id, "error", num_tokens, text, kind)
+    return Terminal(request_id, "cancelled", num_tokens, f"cancelled: {why}", "cancelled")
+
+
+def kept_records(end: Terminal, records: bytes) -> bytes:
+    """Return what is kept of a request's packed records: of one that failed or was cancelled nothing."""
+    return records if end.reason in FINISHED else b""
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """Something that happened to a request.
+
+    Attributes:
+        at_ms: time, by the broker's clock.
+        what: `queued`, `placed`, `prefilled`, `interrupted`, `died`, `taken_over` or `ended`.
+        num_tokens: tokens of the prompt for `queued`, else those generated so far.
+        why: the reason of `interrupted` and `ended`.
+        num_cached: of `placed`: tokens whose KV the worker had.
+    """
+
+    at_ms: int = wire_field("t")
+    what: str = wire_field("w")
+    worker: str = wire_field("i", default="")
+    attempt: int = wire_field("a", default=0)
+    num_tokens: int = wire_field("n", default=0)
+    why: str = wire_field("y", default="")
+    num_cached: int = wire_field("c", default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Events of one request, in order; a field of the entry, named after the request."""
+
+    events: list[TimelineEvent] = wire_field("h")
+
+
+REPEAT_S = 0.5
+REPEATED_FOR_S = 10.0
+SILENT_S = REPEAT_S / 2
+"""A channel that had a message since is not repeated: the next message shows the gap as well."""
+
+
+class ChannelSequences:
+    """The channels that `source` publishes to; a channel is idle after REPEATED_FOR_S without a message."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.last_number: dict[str, int] = {}
+        self.last_flush: dict[str, int] = {}
+        self.published_s: dict[str, float] = {}
+
+    def next_number(self, channel: str, flush: int = 0) -> int:
+        """The number of the next message on `channel`, from 1, which goes out with this flush."""
+        self.last_number[channel] = self.last_number.get(channel, 0) + 1
+        self.last_flush[channel] = flush
+        self.published_s[channel] = time.monotonic()
+        return self.last_number[channel]
+
+    def repeated_messages(self, silent_s: float = 0.0) -> Iterator[tuple[str, bytes]]:
+        """(channel, payload) for each channel that is not idle, but had no message for `silent_s`: an
+        empty one with its last number.
+        """
+        now_s = time.monotonic()
+        for channel, published_s in list(self.published_s.items()):
+            if published_s < now_s - REPEATED_FOR_S:
+                del self.published_s[channel]
+            elif published_s <= now_s - silent_s:
+                number, flush = self.last_number[channel], self.last_flush[channel]
+                yield channel, encode(Events(self.source, number, flush=flush))

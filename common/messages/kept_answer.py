@@ -2,8 +2,12 @@
 
 Gateway and keeper exchange datagrams on one SOCK_SEQPACKET pair. A gateway sends `KeeperMessage`, with the
 socket beside the first one of an answer; the keeper sends `KeptAnswer`, with the socket, to the heir.
+
+Datagrams: what comes on the channel between a gateway and the socket keeper.
 """
 
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.messages.codec import wire_field
@@ -50,7 +54,7 @@ class KeptAnswer:
         connection: number of the reader whose connection this is; 0 for the first, another for a client that
             came back.
         num_seen: frames that the client had before, which are not in this answer.
-        base: bytes written on the connection before this answer (api/http/tcp_info.py).
+        base: bytes written on the connection before this answer (api/http/unread.py).
         head: its status line and headers as they were written; empty while none are known.
         comment: what keeps the connection of a stream alive.
         comments: offsets in the answer at which it stands.
@@ -97,3 +101,17 @@ class KeeperMessage:
     release: str = wire_field("r", default="")
     takes: bool | None = wire_field("t", default=None)
     left: str = wire_field("l", default="")
+
+
+def received(channel: socket.socket) -> Iterator[tuple[bytes, socket.socket | None]]:
+    """The datagrams that are there, each with the socket beside it; an empty one at the channel's end."""
+    while True:
+        try:
+            data, handles, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, handles = b"", []
+        yield data, socket.socket(fileno=handles[0]) if handles else None
+        if not data:
+            return

@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from common.beats import until_beat
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import METRICS_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.metrics.exposition import own_values
+from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
 ADD_S = 1.0

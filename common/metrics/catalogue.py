@@ -5,7 +5,7 @@ named `tokenfleet_…` are our own and have the label `pool`, which `exposition.
 serves one pool.
 """
 
-from common.messages.service_class import SERVICE_CLASSES
+from common.messages.request import SERVICE_CLASSES
 from common.metrics.primitives import INFINITY, Counter, Gauge, Histogram, Metric, Summary, exponential
 
 POOL = "pool"

@@ -1,10 +1,18 @@
 """Exposition: metrics in Prometheus' text format, by prometheus_client. TGI's counters have no suffix
 `_total`.
+
+METRICS_PORT: `GET /metrics` of one process, its own counts, memory and time, and its `GET /health`.
 """
 
+import http.server
+import logging
 import re
+import socket
+import socketserver
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
@@ -14,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 
 from common.metrics.catalogue import BY_NAME, COUNTED, POOL, TABLE
 from common.metrics.primitives import SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
+from common.settings.settings import SettingError, Settings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TGI_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) tgi_\w+)_total ", re.MULTILINE)
@@ -145,3 +154,57 @@ def histogram(metric: Histogram, labels: dict[str, str], parts: Mapping[str, flo
         yield "_bucket", labels | {"le": floatToGoString(bound)}, total  # type: ignore[no-untyped-call]
     yield "_count", labels, total
     yield "_sum", labels, parts.get(SUM, 0.0)
+
+
+log = logging.getLogger(__name__)
+
+CLIENT_TIMEOUT_S = 10.0
+"""A client that sends nothing for so long is disconnected."""
+
+
+def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> None:
+    """Serve from a thread until the process ends. Raises SettingError if the port is taken."""
+    if not settings.metrics_port:
+        return
+
+    class MetricsHandler(http.server.BaseHTTPRequestHandler):
+        timeout = CLIENT_TIMEOUT_S
+
+        def do_GET(self) -> None:
+            match self.path.split("?")[0]:
+                case "/metrics":
+                    self.respond(200, CONTENT_TYPE, render_own(settings.pool))
+                case "/health" if is_ready():
+                    self.respond(200, "text/plain", b"ready\n")
+                case "/health":
+                    self.respond(503, "text/plain", b"not ready yet\n")
+                case _:
+                    self.send_error(404)
+
+        def respond(self, status: int, content_type: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-type", content_type)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class MetricsServer(socketserver.ThreadingTCPServer):  # http.server's own class asks the DNS first
+        address_family = socket.AF_INET6 if ":" in settings.listen_host else socket.AF_INET
+        allow_reuse_address = daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A line of the log, where socketserver prints a traceback. A client may leave at any time."""
+            if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+                log.exception("the answer to %s failed", client_address)
+
+    try:
+        server = MetricsServer((settings.listen_host, settings.metrics_port), MetricsHandler)
+    except OSError as error:
+        raise SettingError(
+            "metrics_port",
+            f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}",
+        ) from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

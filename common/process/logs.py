@@ -2,17 +2,42 @@
 
 With JSON_OUTPUT a line is a JSON object. A line about a request has its id: from REQUEST_ID while a gateway
 serves the request, elsewhere from `extra=for_request(request_id)`.
+
+Incarnations: names of one life of a process; each has its own streams in Redis.
+
+Plural: a count with its noun.
 """
 
 import json
 import logging
+import secrets
 import socket
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
 
-from common.process.incarnations import new_incarnation
+
+def new_incarnation(name: str) -> str:
+    """Return a name that no other process has: 64 random bits."""
+    return f"{name}-{secrets.token_hex(8)}"
+
+
+def next_incarnation(incarnation: str) -> str:
+    """Return the name of the next life of the same process: `w0-1f.2` comes after `w0-1f`."""
+    first, _, number = incarnation.partition(".")
+    return f"{first}.{int(number or 1) + 1}"
+
+
+def first_incarnation(incarnation: str) -> str:
+    """Return the name that its launcher gave the process of an incarnation."""
+    return incarnation.partition(".")[0]
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 token`, `2 tokens`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves."""

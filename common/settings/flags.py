@@ -4,19 +4,60 @@ argparse reads the flags. With pydantic-settings (2.16) a switch of TGI either s
 while TGI takes both (`--sharded`, `--sharded false`). Its errors name the field (`max_total_tokens`); ours
 repeat the name that the person wrote (`--max-model-len`). Its `Settings()` reads the environment by itself,
 which a test must not.
+
+FlagParser: an argparse parser whose errors are SettingErrors that name the flag at fault.
 """
 
 import argparse
 import ast
+import difflib
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from common.settings.fields import SettingFields
-from common.settings.flag_parser import FlagParser, refuse_unknown
 from common.settings.option import ANY, IMPLIED, OTHERS, GivenValue
 from common.settings.types import SettingError
+
+
+class FlagParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse says, as `argument -p/--port: expected one argument`."""
+        what, _, rest = message.partition(": ")
+        if what == "unrecognized arguments":
+            refuse_unknown(rest.split(), self)
+        if what == "the following arguments are required":
+            raise SettingError(rest, f"is missing; `{self.prog} --help` says what it is")
+        raise SettingError(what.removeprefix("argument ").split("/")[-1], rest)
+
+
+def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser, hint: str = "") -> None:
+    """Raise SettingError for the first of the words that a parser does not know, if there are any."""
+    if words and not words[0].startswith("-"):
+        raise SettingError("arguments", f"{words[0]!r} is not expected{hint}")
+    if words:
+        flag = words[0].split("=")[0]
+        raise SettingError(flag, f"unknown flag{nearest(flag, parser)}")
+
+
+def nearest(flag: str, parser: argparse.ArgumentParser) -> str:
+    flags = [name for name in parser._option_string_actions if name.startswith("--")]
+    matches = [
+        name
+        for name in difflib.get_close_matches(flag, flags, n=5, cutoff=0.8)
+        if has_words(name, flag) or has_words(flag, name)
+    ]
+    return f"; the nearest is {matches[0]}" if matches else "; --help lists them"
+
+
+def has_words(flag: str, other: str) -> bool:
+    """Whether a flag has all words of another one, or such as look like them."""
+    words = flag.removeprefix("--").split("-")
+    return all(
+        difflib.get_close_matches(word, words, cutoff=0.65) for word in other.removeprefix("--").split("-")
+    )
+
 
 SECTIONS = {
     "model_id": "Model",

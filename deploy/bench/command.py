@@ -15,11 +15,11 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.settings.flag_parser import FlagParser
+from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
-from deploy.bench import load, report, servers, svg
-from deploy.bench.figures import figures
-from deploy.commands.client import ServerError, add_url, api_key, base_url, new_client, print_error
+from deploy.bench import load, measure, report
+from deploy.bench.measure import figures
+from deploy.cli.client import ServerError, add_url, api_key, base_url, new_client, print_error
 
 ANSWER_S = 60.0
 MAX_USERS = 1024
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     console.print(report.view(result, console.width))
     if flags.svg:
-        write("--svg", flags.svg, svg.draw(result).encode())
+        write("--svg", flags.svg, report.draw(result).encode())
     if flags.json:
         write("--json", flags.json, orjson.dumps(as_json(result), option=orjson.OPT_INDENT_2))
     return 0 if all(it.tokens_per_s for it in result.figures.values()) else 1
@@ -83,7 +83,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
                 f"--{name.replace('_', '-')}", f"{getattr(flags, name)} is less than {least}, or endless"
             )
     if flags.svg is not None:
-        svg.check_matplotlib()
+        report.check_matplotlib()
     for name, path in (("--svg", flags.svg), ("--json", flags.json)):
         if path is not None:
             write(name, path, b"", "ab")  # fails now, and not after a minute
@@ -107,8 +107,8 @@ async def compare(urls: Sequence[str], plan: load.LoadPlan) -> report.Comparison
             await stack.enter_async_context(new_client(httpx.AsyncClient, url, ANSWER_S, key))
             for url, key in zip(urls, keys, strict=False)
         ]
-        found = [await servers.identify(client) for client in clients]
-        path = servers.route(found)
+        found = [await measure.identify(client) for client in clients]
+        path = measure.route(found)
         targets = [load.Target(server, client, path) for server, client in zip(found, clients, strict=True)]
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
         with progress() as show:

@@ -1,5 +1,7 @@
 """The agent: plans in, tokens out. It knows Redis and text; the engine, in its own
 processes, knows neither.
+
+A worker's heartbeat: that it is alive, what it can hold, and what it holds.
 """
 
 import asyncio
@@ -8,25 +10,55 @@ import logging
 import secrets
 from dataclasses import replace
 
-from common.beats import until_beat
 from common.broker import worker_scripts
-from common.broker.failures import FailureLog
+from common.broker.client import FailureLog
+from common.broker.heartbeat import HeartbeatFields, process_fields
 from common.broker.pool_client import PoolClient
-from common.broker.sequences import REPEAT_S, SILENT_S
+from common.messages.codec import encode
+from common.messages.events import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
-from common.plural import plural
-from common.process.first_end import run_until_one_ends
-from common.process.incarnations import next_incarnation
+from common.process.event_loop import run_until_one_ends, until_beat
+from common.process.logs import next_incarnation, plural
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
-from gpu_worker.agent.heartbeat import write_heartbeat
-from gpu_worker.agent.plan_stream import PlanStream
-from gpu_worker.agent.plans import PlanHandler
-from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone
+from gpu_worker.agent.plans import PlanHandler, PlanStream
+from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 from gpu_worker.agent.watchdog import Watchdog
+
+
+async def write_heartbeat(
+    pool: PoolClient, settings: Settings, worker: WorkerCapacity, state: AgentState
+) -> bool:
+    """Write the heartbeat of an incarnation to Redis → whether the worker was asked to drain. Raises Sealed
+    or StreamsGone when the incarnation is over.
+    """
+    table = state.table
+    load: HeartbeatFields = process_fields() | {
+        "rows": len(table.live),
+        "max_rows": settings.max_batch_size,
+        "blocks": table.num_blocks(worker.block_size),
+        "tokens": state.num_tokens,
+        "known": table.num_known,
+        "cached": table.num_cached,
+    }
+    call = worker_scripts.worker_heartbeat(
+        pool.keys,
+        worker.incarnation,
+        capacity=encode(worker),
+        ttl_ms=int(settings.worker_ttl_s * 1000),
+        state="draining" if state.draining.is_set() else "ready",
+        step=state.step,
+        fields=load,
+    )
+    reply = await pool.run(call)
+    if reply == "DRAIN":
+        return True
+    raise_refusal(reply)
+    return False
+
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import IO
 
-from common.plural import plural
-from common.process.gpu import list_gpus
+from common.process.logs import plural
+from common.process.machine import list_gpus
 from common.settings.settings import SettingError, Settings
 
 

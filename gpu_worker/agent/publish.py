@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.broker import worker_scripts
+from common.broker.fast_client import SerialClient
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
-from common.broker.sequences import ChannelSequences
-from common.broker.serial_client import SerialClient
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.finish_reasons import terminal_for
+from common.messages.events import ChannelSequences, Events, Terminal, Tokens, terminal_for
 from common.messages.plan import Report
 from common.messages.records import RECORD
 from common.metrics import catalogue
-from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.row_text import RowText
+from gpu_worker.agent.state import Outbox
 
 SPILL_EVERY = 64
 """After so many flushes every live row's tokens are copied to the request's own string, and the log is

@@ -10,9 +10,16 @@ from tokenizers import Tokenizer
 from common.block_hashes import extend_hashes
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import Tokens
-from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import HeldRow, NewRow
-from common.messages.records import RECORD, pack_pairs, pack_records, unpack_columns, unpack_records
+from common.messages.records import (
+    RECORD,
+    pack_ids,
+    pack_pairs,
+    pack_records,
+    unpack_columns,
+    unpack_ids,
+    unpack_records,
+)
 from common.messages.request import Generate
 
 

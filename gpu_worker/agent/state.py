@@ -1,14 +1,96 @@
-"""The state that one incarnation's plans, steps and flushes share."""
+"""The state that one incarnation's plans, steps and flushes share.
+
+Outbox: the tokens, ends and releases that the next flush publishes.
+
+ReportClock: when the batcher must hear how far the rows are, and how long its next grant takes.
+"""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.messages.plan import Plan
-from gpu_worker.agent.outbox import Outbox
-from gpu_worker.agent.report_clock import ReportClock
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import Grant, StartRow, StepResult
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the next flush publishes.
+
+    Attributes:
+        rows: those that have new tokens.
+        num_steps: steps that these tokens come from.
+        prompts: rows whose prompt's log-probabilities are published, all of them; this flush has the rows'
+            first token.
+        terminals: (row, why) of rows whose request ends here.
+        interrupted: rows that go on elsewhere; their tokens must be spilled.
+        prefilled, ended, released, hashes, takeover: fields of the next report.
+    """
+
+    rows: list[RowText] = field(default_factory=list)
+    num_steps: int = 0
+    prompts: list[RowText] = field(default_factory=list)
+    terminals: list[tuple[RowText, str]] = field(default_factory=list)
+    interrupted: list[RowText] = field(default_factory=list)
+    prefilled: list[tuple[int, int, int]] = field(default_factory=list)
+    ended: list[tuple[int, str, int]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)
+    hashes: list[tuple[int, bytes]] = field(default_factory=list)
+    takeover: bool = False
+
+    @property
+    def needs_report(self) -> bool:
+        """Whether the batcher must learn of it."""
+        return bool(self.prefilled or self.ended or self.released or self.takeover)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.terminals or self.needs_report)
+
+
+@dataclass(slots=True)
+class ReportClock:
+    """Tells when a report is due, and measures how long the grant takes that answers it.
+
+    Attributes:
+        due_step: once this step is completed a report is due, so that the next grant comes in time.
+        reported_step: the last step that a report had.
+        due_s: monotonic time at which the report was due whose grant has not come; 0 where none is.
+        round_trips: how long grants took from there, in ms, since the last report.
+    """
+
+    due_step: int = 0
+    reported_step: int = 0
+    due_s: float = 0.0
+    round_trips: list[float] = field(default_factory=list)
+
+    def is_due(self, step: int) -> bool:
+        return step >= self.due_step > self.reported_step
+
+    def complete(self, step: int) -> None:
+        """The engine has completed a step."""
+        if self.is_due(step) and not self.due_s:
+            self.due_s = time.monotonic()
+
+    def report(self, step: int) -> list[float]:
+        """A report says that so many steps are completed → its round trips."""
+        self.reported_step = step
+        trips, self.round_trips = self.round_trips, []
+        return trips
+
+    def grant(self, due_step: int) -> None:
+        """The engine has a grant; the next report is due at `due_step`."""
+        if self.due_s and due_step > self.due_step:
+            self.round_trips.append((time.monotonic() - self.due_s) * 1e3)
+            self.due_s = 0.0
+        self.due_step = due_step
+
+    def stop_waiting(self) -> None:
+        """No grant is waited for: no row is held, or a new batcher asks first what is."""
+        self.due_s = 0.0
+
 
 NO_PLAN = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 

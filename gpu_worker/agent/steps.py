@@ -5,8 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from common.messages.finish_reasons import INTERRUPTED
-from common.process.first_end import run_until_one_ends
+from common.messages.events import INTERRUPTED
+from common.process.event_loop import run_until_one_ends
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState

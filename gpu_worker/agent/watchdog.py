@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from common.beats import until_beat
+from common.process.event_loop import until_beat
 
 CHECK_INTERVAL_S = 1.0
 MAX_COUNTED_S = 2.0

@@ -12,24 +12,29 @@ from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.proposer import make_proposer
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
+from gpu_worker.engine.batch.split_step import forward_in_parts, forward_without_failing
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
-from gpu_worker.engine.cuda.deterministic import FIXED_TOKENS, FixedShapeGraph
-from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, graph_sizes, make_capture
-from gpu_worker.engine.failing_rows import forward_without_failing
-from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, sample_requests
-from gpu_worker.engine.launch_pace import LaunchPace
+from gpu_worker.engine.cuda.graphs import (
+    FIXED_TOKENS,
+    Capture,
+    CaptureError,
+    CudaGraphs,
+    FixedShapeGraph,
+    graph_sizes,
+    make_capture,
+)
+from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, sample_requests
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from gpu_worker.engine.sampling.matcher import Matchers
+from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.sampler import sample
-from gpu_worker.engine.split_step import forward_in_parts
 from gpu_worker.protocol import Grant, Ready, StepResult
 
 log = logging.getLogger(__name__)

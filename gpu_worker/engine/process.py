@@ -24,9 +24,8 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.process.preload import FLAG, LOAD_FLAG
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.engine.errors import PeerClosed
-from gpu_worker.protocol import EngineFailure, LoadProgress
+from gpu_worker.engine.loop import AgentLink
+from gpu_worker.protocol import EngineFailure, LoadProgress, PeerClosed
 from gpu_worker.rank import RankInfo
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import unpack_floats, unpack_ids
+from common.messages.records import unpack_floats, unpack_ids
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.leftovers import idle
 from tests.support.load import Load

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.command_line import run
+from deploy.cli.command_line import run
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.dashboard import panel_queries
 from tests.support.fleet.fleet import Fleet

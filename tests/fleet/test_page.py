@@ -12,7 +12,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_server import start
 from tests.support.fleet.fleet import Fleet
 from tests.support.machine.ports import free_port

@@ -10,13 +10,12 @@ from functools import partial
 import pytest
 from redis.asyncio.client import PubSub
 
-from common.broker.cancel import cancel_request
 from common.broker.client import connect
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import PoolClient, cancel_request
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.broker_state import admit
 from tests.support.chaos.chaos_fleet import ChaosFleet

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from common.settings.settings import Settings
-from deploy.serve import checks
+from deploy.launcher import checks
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended, title
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import PATIENCE_S, wait_until_sync

@@ -20,7 +20,7 @@ from common import model_files
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerCapacity
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.fleet import Fleet, have_ended

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention.backend import attach
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
-from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
+from gpu_worker.engine.attention.kv_cache import (
+    AttentionSpec,
+    Geometry,
+    KVCache,
+    LayerSpec,
+    fill_kv,
+    write_kv,
+)
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row_slice import arrange
-from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.batch.inputs import build_inputs, to_device
+from gpu_worker.engine.batch.row import arrange
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
 

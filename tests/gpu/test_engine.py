@@ -9,8 +9,8 @@ import torch
 from common import model_files
 from common.settings.settings import SettingError
 from gpu_worker.engine.cuda.compile import layers_of
-from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes
+from gpu_worker.engine.cuda.linear import FusedLinearSlice
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_numbers import FLOATS8, raw
-from gpu_worker.engine.attention.kv_write import write_kv
-from gpu_worker.engine.blocks import Blocks
-from gpu_worker.engine.cuda.block_linear import BlockLinear
-from gpu_worker.engine.cuda.fp8_linear import Fp8Linear, round_rows
+from gpu_worker.engine.attention.kv_cache import FLOATS8, raw, write_kv
+from gpu_worker.engine.cuda.linear import BlockLinear, Fp8Linear, round_rows
+from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.cuda_sampler import sample_on_cuda
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.sampler import sample_in_groups

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from gpu_worker.engine.cuda.block_linear import BlockLinear
-from gpu_worker.engine.cuda.fp8_linear import Fp8Linear
-from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice
+from gpu_worker.engine.cuda.linear import BlockLinear, Fp8Linear, FusedLinearSlice
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import fp8, layer_blocks
+from gpu_worker.engine.model import quantized_linears
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
@@ -39,9 +37,9 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(tiny_models.FAMILIES, "Llama", WIDE)
     if request.node.callspec.params["device"] == "cpu":
         monkeypatch.setattr("gpu_worker.engine.engine.compile_layers", lambda *arguments: 0)
-        monkeypatch.setattr(layer_blocks, "multiplies_blocks", lambda device, dtype: True)
-        monkeypatch.setattr(layer_blocks, "converts_floats", lambda device: True)
-        monkeypatch.setattr(fp8, "multiplies_fp8", lambda device, dtype: True)
+        monkeypatch.setattr(quantized_linears, "multiplies_blocks", lambda device, dtype: True)
+        monkeypatch.setattr(quantized_linears, "converts_floats", lambda device: True)
+        monkeypatch.setattr(quantized_linears, "multiplies_fp8", lambda device, dtype: True)
 
 
 def kinds_of(model: nn.Module) -> set[type]:

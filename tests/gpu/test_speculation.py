@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.structured_output.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, source_of
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from api.inference.batcher_monitor import SILENT_S
+from api.requests.monitors import SILENT_S
 from common.metrics import catalogue
 from common.metrics.exposition import render_fleet
 

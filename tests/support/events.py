@@ -6,7 +6,7 @@ from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids
+from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 

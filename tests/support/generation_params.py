@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from api.inference.params import GenerationParams
+from api.requests.params import GenerationParams
 from common.messages.request import SamplingParams, StoppingParams
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from common.messages.packing import pack_floats, unpack_floats
+from common.messages.records import pack_floats, unpack_floats
 from tests.support.sse import data_of
 
 CHAT_PATH = "/v1/chat/completions"

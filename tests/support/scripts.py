@@ -13,8 +13,8 @@ from common.broker.request_scripts import AdmitReply
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import Plan
+from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 
 KEYS = Keys("test")

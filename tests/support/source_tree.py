@@ -29,10 +29,9 @@ MODULES = {name_of(path): path for path in FILES if path.name != "__init__.py"}
 
 @cache
 def room_of(module: str) -> str:
-    """The innermost folder of a module; a module that lies beside folders is a room of its own."""
-    folder = MODULES[module].parent
-    has_folders = any(path.parent.parent == folder for path in FILES)
-    return module if has_folders else folder.relative_to(ROOT).as_posix().replace("/", ".")
+    """The innermost folder of a module; a module that lies in no folder of its package is a room itself."""
+    package, *folders, _ = module.split(".")
+    return ".".join((package, *folders)) if folders else module
 
 
 def imported_modules(path: Path) -> Iterator[str]:

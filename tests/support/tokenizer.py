@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from api.tokenizer import ModelTokenizer
+from api.prompts.tokenizer import ModelTokenizer
 from common import model_files
 
 

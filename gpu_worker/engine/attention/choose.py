@@ -1,17 +1,187 @@
-"""The choice of the attention backend for a model and a device."""
+"""The choice of the attention backend for a model and a device.
 
+Probe: one short forward that shows what a model's attention needs, before the model is served.
+
+Each attention module of the model is replaced by a recorder, and each mask by a description of it. The first
+token is NaN: what sees it becomes NaN, too, so tokens that see each other by other ways than attention show.
+"""
+
+import inspect
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from transformers import AttentionInterface, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from gpu_worker.engine.attention import cpu_paged
-from gpu_worker.engine.attention.backend import AttentionBackend
+from gpu_worker.engine.attention.backend import NAME, AttentionBackend, register
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.flashinfer_support import unsupported_because
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
+from gpu_worker.engine.attention.latents import keeps_latents, over_latents
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native
+from gpu_worker.protocol import UnservableModel
+
+PROBE_TOKENS = 8
+DEFAULT_WINDOW = 4096
+"""A mask whose model names no window is compared with a causal one up to twice this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedMask:
+    """Describes the mask that transformers would build.
+
+    Attributes:
+        window: as in AttentionSpec.
+        unsupported: the mask is neither causal nor a sliding window.
+    """
+
+    window: int | None = None
+    unsupported: bool = False
+
+
+def describe_mask(
+    mask_function: Callable[..., Any], local_size: int | None = None, **rest: Any
+) -> ProbedMask:
+    """Compare a mask of transformers with a causal one and with a sliding window. It does not raise: models
+    make some masks that they do not use.
+    """
+    size = local_size or DEFAULT_WINDOW
+    queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1])[:, None]
+    keys = torch.arange(2 * size + 3)[None]
+    zero = torch.tensor(0)
+    for window in (local_size, None):
+        expected = (keys <= queries) & (keys > queries - (window or len(keys[0])))
+        mask = torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected)
+        if torch.equal(mask, expected):
+            return ProbedMask(window)
+    return ProbedMask(unsupported=True)
+
+
+class AttentionRecorder:
+    """Stands in for the attention of all modules, and records what each keeps of a token.
+
+    Attributes:
+        layers: by attention module, in the order of their calls.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[Any, LayerSpec] = {}
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        position_bias: torch.Tensor | None = None,
+        alibi_slopes: tuple[float, ...] | None = None,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Take the place of `backend.attend`: query [1, heads, tokens, key_dim], key [1, kv_heads, tokens,
+        key_dim], value [1, kv_heads, tokens, value_dim], all of one dtype. Raises UnservableModel.
+        """
+        if module in self.layers:
+            raise UnservableModel("one of its attention modules is used twice")
+        if (
+            not isinstance(attention_mask, ProbedMask)
+            or position_bias is not None
+            or not getattr(module, "is_causal", True)
+        ):
+            raise UnservableModel("its attention needs more than a causal mask")
+        if attention_mask.unsupported:
+            raise UnservableModel("its attention mask is neither causal nor a sliding window")
+        window = attention_mask.window
+        if sliding_window not in (None, window):
+            raise UnservableModel(f"its attention has a window of {sliding_window} and a mask of {window}")
+        kv_heads = key.shape[1]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        group, latent = query.shape[1] // kv_heads, keeps_latents(module)
+        spec = AttentionSpec(kv_heads, group, window, scaling, softcap, alibi_slopes, latent)
+        self.layers[module] = LayerSpec(spec, key.shape[-1], value.shape[-1])
+        return attend_to_nothing(query, key, value), None
+
+
+def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, LayerSpec]:
+    """Run `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype;
+    return the model's attention modules in the order of their calls, and what each keeps of a token.
+
+    Raises:
+        UnservableModel: the model attends as the paged cache does not allow, or its tokens see each
+            other by other ways, too.
+    """
+    recorder = AttentionRecorder()
+    AttentionInterface.register(NAME, over_latents(recorder.attend))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe_mask)
+    poison = model.get_input_embeddings().register_forward_hook(poison_first_token)
+    try:
+        logits = forward()
+    except (TypeError, AttributeError) as error:  # model code that computes with the mask itself
+        raise UnservableModel(
+            f"the attention of {type(model).__name__} cannot be replaced: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise UnservableModel(f"the code of {type(model).__name__} fails: {error}") from error
+    finally:
+        poison.remove()
+        register()
+    check_probe(model, recorder.layers, logits)
+    return recorder.layers
+
+
+def check_probe(model: Any, layers: Mapping[Any, LayerSpec], logits: torch.Tensor) -> None:
+    """Judge a probe. `logits` [1, PROBE_TOKENS, vocabulary], any dtype, of a forward whose first token was
+    poisoned. Raises UnservableModel.
+    """
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(layers) != num_layers:
+        raise UnservableModel(f"{len(layers)} of its {num_layers} layers have attention that can be paged")
+    if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in layers):
+        raise UnservableModel("its attention counts tokens by a cache of its own")
+    for layer, window in zip(layers.values(), cached_windows(model.config), strict=False):
+        if window not in (None, layer.spec.window):
+            raise UnservableModel(
+                f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
+            )
+    if logits[0].isnan().any(-1).tolist() != [True] + [False] * (PROBE_TOKENS - 1):
+        raise UnservableModel("its tokens see each other by other ways than attention")
+
+
+def cached_windows(config: Any) -> list[int | None]:
+    """How many tokens transformers keeps while it generates, for each layer with K and V of its own; None
+    where it keeps all.
+    """
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
+def poison_first_token(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:
+    """output [1, tokens, hidden] of any dtype → a copy whose first token is NaN, and so is everything that
+    sees it, however little.
+    """
+    output = output.clone()
+    output[:, 0] = torch.nan
+    return output
+
+
+def attend_to_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention through which no token sees another: zeros, but NaN where a token's own inputs are.
+
+    query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value [1, kv_heads, tokens,
+    value_dim], all of one dtype → [1, tokens, heads, value_dim]
+    """
+    poisoned = query.isnan().any(3).any(1) | key.isnan().any(3).any(1) | value.isnan().any(3).any(1)
+    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    return output.masked_fill_(poisoned[..., None, None], torch.nan)
+
 
 log = logging.getLogger(__name__)
 

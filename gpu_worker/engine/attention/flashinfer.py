@@ -15,7 +15,10 @@ from torch.nn.functional import pad
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
     FlashInferStep,
+    scratch_bytes,
+    splits_rows,
     table_of,
+    told_processors,
 )
 from gpu_worker.engine.attention.flashinfer_plans import (
     DecodePlans,
@@ -28,12 +31,9 @@ from gpu_worker.engine.attention.flashinfer_support import (
     plans_needed_because,
     with_padded_heads,
 )
-from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.attention.kv_write import write_kv
-from gpu_worker.engine.attention.row_splits import scratch_bytes, splits_rows, told_processors
-from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.attention.kv_cache import Geometry, write_kv
+from gpu_worker.engine.batch.inputs import Inputs, to_device
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.batch.to_device import to_device
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,13 @@
 """The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`.
 Block 0 is scratch.
+
+KV numbers: K and V as the cache holds them, in the model's dtype or in 8-bit floats.
+
+8-bit floats hold a number divided by its layer's scale, and no further from zero than the largest of their
+dtype.
+
+Writes into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number into
+whole blocks.
 """
 
 import math
@@ -11,8 +19,65 @@ import numpy as np
 import torch
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.attention.kv_write import fill_kv
-from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.batch.inputs import to_device
+
+FLOATS8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""By KV_CACHE_DTYPE."""
+
+
+def to_kv(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """numbers [...] of a model's dtype → the same shape in the cache's dtype"""
+    if dtype not in FLOATS8.values():
+        return numbers
+    largest = torch.finfo(dtype).max
+    return (numbers.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def from_kv(pages: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """pages [...] of the cache's dtype → the same shape in the model's dtype"""
+    return pages if pages.dtype == dtype else pages.to(dtype) * scale
+
+
+def raw(pages: torch.Tensor) -> torch.Tensor:
+    """pages [...] of the cache's dtype → a view that torch can index: 8-bit floats as uint8"""
+    return pages.view(torch.uint8) if pages.dtype in FLOATS8.values() else pages
+
+
+def write_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """Write in place. keys, values [blocks, kv_heads, block_size, dim] of the cache's dtype, contiguous; key,
+    value [kv_heads, tokens, dim] of the model's dtype, with any strides of heads and tokens; slots int
+    [tokens]: block * block_size + offset. `scales`: what 8-bit floats of K and of V are multiplied with.
+    """
+    if key.is_cuda:
+        from gpu_worker.engine.cuda.kernels.kv_write import (
+            write_keys_and_values,
+        )  # Triton comes with torch's builds for CUDA only
+
+        write_keys_and_values(keys, values, key, value, slots, scales)
+    else:
+        blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
+        for pages, new, scale in zip((keys, values), (key, value), scales, strict=True):
+            raw(pages)[blocks, :, offsets] = raw(to_kv(new.transpose(0, 1), pages.dtype, scale))
+
+
+def fill_kv(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
+    """Fill in place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On
+    CUDA torch would need one launch for every 2 GiB of a store, however few blocks are filled.
+    """
+    number = raw(torch.tensor(value).to(store.dtype)).item()
+    if store.is_cuda:
+        from gpu_worker.engine.cuda.kernels.kv_write import fill_blocks
+
+        fill_blocks(raw(store), blocks, number)
+    else:
+        raw(store).index_fill_(1, blocks, number)
 
 
 @dataclass(frozen=True, slots=True)

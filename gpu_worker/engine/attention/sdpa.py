@@ -7,10 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
-from gpu_worker.engine.attention.kv_numbers import from_kv, raw, to_kv
-from gpu_worker.engine.batch.inputs import Inputs, Span
-from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, from_kv, raw, to_kv
+from gpu_worker.engine.batch.inputs import Inputs, Span, to_device
 
 TILE = 128  # queries of a prompt that are attended at once: their scores stay within the processor's caches
 Int64 = npt.NDArray[np.int64]

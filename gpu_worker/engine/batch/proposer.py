@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gpu_worker.engine.batch.grammar import GrammarMask
+from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
 
 MIN_MATCH, MAX_MATCH = 2, 8

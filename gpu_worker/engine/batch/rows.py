@@ -3,19 +3,29 @@
 A step has two ends. `launch` decides who takes part and advances lengths, `collect` takes the sampled ids.
 One more step may be launched between the two: `launch` only needs arithmetic, and what depends on sampled ids
 waits for `collect`.
+
+Prefill: the chunks of prompts that a step computes, and in which order.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
-from common.messages.packing import pack_floats, pack_ids
-from gpu_worker.engine.batch import prefill
-from gpu_worker.engine.batch.row import GrammarFactory, ProposerFactory, Row, no_grammars
-from gpu_worker.engine.batch.row_slice import RowSlice, arrange, confirmed, decode_slice, place_samples
+from common.messages.records import pack_floats, pack_ids
+from gpu_worker.engine.batch.row import (
+    GrammarFactory,
+    ProposerFactory,
+    Row,
+    RowSlice,
+    arrange,
+    confirmed,
+    decode_slice,
+    no_grammars,
+    place_samples,
+)
 from gpu_worker.engine.batch.step_result import (
     NO_PROMPT_LOGPROBS,
     NO_TOP_LOGPROBS,
@@ -25,6 +35,42 @@ from gpu_worker.engine.batch.step_result import (
     TopLogprobs,
 )
 from gpu_worker.protocol import Grant
+
+PATIENCE = 16
+"""One of so many steps begins with the prompt that has waited longest, if all since the last such one began
+with others.
+"""
+
+
+def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
+    """Return prompts in the order in which a step computes them: the more urgent first, of one class the one
+    of which less is left, of these the one that started first. So many short ones do not starve a long one,
+    and those that have waited take one step of PATIENCE, however many they are.
+    """
+    line = sorted(prompts, key=lambda row: (row.class_index, len(row.ids) - row.kv_len))
+    last = max(line, key=lambda row: row.num_passed, default=None)
+    if last and step % PATIENCE == 0 and last.num_passed >= PATIENCE - 1:
+        line.remove(last)
+        line.insert(0, last)
+    for place, row in enumerate(line):
+        row.num_passed = row.num_passed + 1 if place else 0
+    return line
+
+
+def chunks(line: Sequence[Row], block_size: int, tokens_left: int, scores_left: int) -> Iterator[RowSlice]:
+    """Yield chunks of at most `tokens_left` tokens, of at most `scores_left` that are scored."""
+    for row in line:
+        begin, scored = row.kv_len, row.prompt_logprobs is not None
+        room, prefill = len(row.blocks) * block_size - begin, len(row.ids) - begin
+        budget = min(tokens_left, scores_left) if scored else tokens_left
+        count = min(room, prefill, budget)
+        if count > 0:
+            samples = count == prefill
+            num_scored = count - samples if scored else 0
+            yield RowSlice(row, begin, count, samples, num_scored=num_scored)
+            tokens_left -= count
+            scores_left -= count if scored else 0
+
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
@@ -135,8 +181,8 @@ class Rows:
                 slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
                 spare -= len(slices[-1].proposed)
         budget = (self.grant.mixed_prefill_tokens if slices else 0) or self.grant.prefill_tokens
-        line = prefill.line_up(prompts, self.step + 1)
-        slices += prefill.chunks(line, self.block_size, budget, self.max_scored_tokens)
+        line = line_up(prompts, self.step + 1)
+        slices += chunks(line, self.block_size, budget, self.max_scored_tokens)
         return slices
 
     def collect(

@@ -1,17 +1,167 @@
-"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next. No tensors."""
+"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next. No tensors.
 
+Grammar masks: what a grammar allows as a row's next token.
+
+Philox: the random numbers of a row's tokens, a pure function of seed, choice and index.
+
+Token counts of a row: its distinct ids, and how often each occurs. Penalties need them.
+
+Top-p decay: factual-nucleus sampling (arXiv:2206.04624), where top-p shrinks with each token until it is
+reset.
+"""
+
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.grammar import Bits, GrammarMask
-from gpu_worker.engine.batch.philox import PhiloxStream
-from gpu_worker.engine.batch.token_counts import TokenCounts
-from gpu_worker.engine.batch.top_p_decay import TopPDecay
 from gpu_worker.protocol import StartRow
+
+Bits = npt.NDArray[np.int32]
+
+
+class GrammarMask(Protocol):
+    """Implemented by grammars. A mask is read after the forward is launched and may be computed while it
+    runs: only the sampler waits.
+    """
+
+    def is_ready(self) -> bool:
+        """Tell whether the next token can be sampled: a grammar takes time to compile."""
+
+    def must_end(self) -> bool:
+        """Tell whether only an end-of-sequence token may come next."""
+
+    def accept(self, token: int) -> str:
+        """Take the row's newest token. Returns why the row fails: `grammar`, which does not allow it, or
+        `grammar_limit`; "" if it goes on.
+        """
+
+    def after(self, token: int) -> "GrammarMask":
+        """A copy that has taken one more token."""
+
+    def forced(self, most: int) -> Sequence[int]:
+        """The next tokens, at most so many, as far as no others may come."""
+
+    def mask(self) -> Bits | None:
+        """Return the tokens that may come next, at least one: bit t % 32 of word t //
+        32. None allows all.
+        """
+
+
+BUFFERED = 64  # a whole number of Philox blocks
+PER_BLOCK = 4  # numbers that Philox gives for one value of its counter
+MASK = 2**64 - 1
+
+
+def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
+    """Return numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
+
+    Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice,
+    modulo 2**64, as its key and the index as its counter: a pure function of the three.
+    """
+    source = np.random.Philox(
+        key=np.array([seed & MASK, choice & MASK], np.uint64), counter=begin // PER_BLOCK
+    )
+    return np.asarray((source.random_raw(count) >> np.uint64(11)) * 2.0**-53, np.float64)
+
+
+@dataclass(slots=True, eq=False)
+class PhiloxStream:
+    """The random numbers of one row, computed 64 tokens at a time."""
+
+    seed: int
+    choice: int
+    begin: int = -BUFFERED
+    values: list[float] = field(default_factory=list)
+
+    def at(self, index: int) -> float:
+        """Return the number of the token of this index."""
+        if not 0 <= index - self.begin < BUFFERED or not self.values:
+            self.begin = index // BUFFERED * BUFFERED
+            self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED).tolist()
+        return self.values[index - self.begin]
+
+
+SPARE_COLUMNS = 64
+
+
+class TokenCounts:
+    """Distinct ids of one row with their counts, in an array that grows by one token at a time.
+
+    Attributes:
+        num_tokens: tokens of prompt and generation.
+        num_distinct: distinct ids among them.
+        table: int64 [3, columns]: ids, their counts, their counts in the generation; a column for each id.
+        column_of: the column of an id.
+    """
+
+    def __init__(self, prompt: npt.NDArray[np.int32], generated: Iterable[int]) -> None:
+        ids, counts = np.unique(prompt, return_counts=True)
+        self.num_tokens = len(prompt)
+        self.num_distinct = len(ids)
+        self.table = np.zeros((3, self.num_distinct + SPARE_COLUMNS), np.int64)
+        self.table[0, : self.num_distinct], self.table[1, : self.num_distinct] = ids, counts
+        self.column_of = {token: place for place, token in enumerate(ids.tolist())}
+        for token in generated:
+            self.accept(token)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return self.table[0, : self.num_distinct]
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Counts of `ids` in prompt and generation."""
+        return self.table[1, : self.num_distinct]
+
+    @property
+    def generated(self) -> npt.NDArray[np.int64]:
+        """Counts of `ids` in the generation."""
+        return self.table[2, : self.num_distinct]
+
+    def accept(self, token: int) -> None:
+        """Count a generated token."""
+        place = self.column_of.setdefault(token, self.num_distinct)
+        if place == self.num_distinct:
+            self.add_column(token)
+        self.table[1:, place] += 1
+        self.num_tokens += 1
+
+    def copy(self) -> "TokenCounts":
+        """Counts that go on by themselves."""
+        other = copy(self)
+        other.table, other.column_of = self.table.copy(), self.column_of.copy()
+        return other
+
+    def add_column(self, token: int) -> None:
+        if self.num_distinct == self.table.shape[1]:
+            self.table = np.concatenate((self.table, np.zeros_like(self.table)), axis=1)
+        self.table[0, self.num_distinct] = token
+        self.num_distinct += 1
+
+
+class TopPDecay:
+    """`top_p` of a row's next token: multiplied by `top_p_decay` after each token, not below `top_p_min`; the
+    request's own again after one of `top_p_reset_ids`. A resumed row recomputes it from its ids.
+    """
+
+    def __init__(self, sampling: SamplingParams, generated: Iterable[int]) -> None:
+        self.sampling = sampling
+        self.top_p = sampling.top_p
+        self.reset_ids = frozenset(sampling.top_p_reset_ids)
+        for token in generated:
+            self.accept(token)
+
+    def accept(self, token: int) -> None:
+        smaller = max(
+            self.top_p * self.sampling.top_p_decay, min(self.sampling.top_p_min, self.sampling.top_p)
+        )
+        self.top_p = self.sampling.top_p if token in self.reset_ids else smaller
+
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]

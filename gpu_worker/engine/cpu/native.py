@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from common.cache_folders import cache_folder, make_cache_folder
-from common.process import cpu
+from common.model_files import cache_folder, make_cache_folder
+from common.process import machine
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def build_library() -> Path:
     command = compile_command()
     version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
-    parts = [*sources, *command, version, cpu.features()]  # -march=native means the latter
+    parts = [*sources, *command, version, machine.features()]  # -march=native means the latter
     path = make_cache_folder(COMPILED) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         with compile_lock():
@@ -197,7 +197,7 @@ def compile_command() -> list[str]:
         "-march=native",
         "-fPIC",
         "-shared",
-        *(["-DSPLIT_PAIRS"] if cpu.prefers_widened_bfloat16() else []),
+        *(["-DSPLIT_PAIRS"] if machine.prefers_widened_bfloat16() else []),
     ]
     return [found, *flags, *openmp_flags(), str(SOURCES / "kernels.cpp"), *openmp_runtime()]
 

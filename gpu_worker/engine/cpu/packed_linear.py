@@ -1,21 +1,103 @@
-"""Linear layers whose weights lie as the processor's matrix product wants them, packed once at load."""
+"""Linear layers whose weights lie as the processor's matrix product wants them, packed once at load.
 
+Memory that every step reads through, in pages as large as the system has them.
+
+The processor looks up fewer of them, and reads ahead within one. Measured on two cores with 270 MB and with
+1.1 GB of bfloat16 weights: the products of a step take a sixth to a quarter less time at one row, a sixth at
+8 rows, a twentieth at 32.
+
+Blocks of integers in the layout of the native kernels (kernels/blocks.h).
+"""
+
+import contextlib
 import ctypes
 import functools
 import logging
 import math
+import mmap
 from collections.abc import Callable, Mapping
 from ctypes import byref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from common.process import memory
-from gpu_worker.engine.blocks import Blocks
+from common.process import machine
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.large_pages import LargePages
-from gpu_worker.engine.cpu.packed_blocks import pack_blocks
+from gpu_worker.engine.quantization.blocks import Blocks
+
+REGION_BYTES = 2**26
+ALIGNED_BYTES = 64
+
+
+class LargePages:
+    """Allocates tensors next to each other. They keep the memory alive."""
+
+    def __init__(self) -> None:
+        self.free = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros [count] of `dtype`."""
+        num_bytes = count * dtype.itemsize
+        size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        if size > len(self.free):
+            self.free = region(max(size, REGION_BYTES))
+        begin, self.free = self.free[:num_bytes], self.free[size:]
+        return begin.view(dtype)
+
+
+def region(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] of private memory, which the system provides as it is written."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel that has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@dataclass
+class PackedBlocks:
+    """Blocks as the kernels read them (kernels/blocks.h); `struct` points into the tensors."""
+
+    tensors: list[torch.Tensor]
+    struct: native.BlocksStruct
+
+
+def pack_blocks(blocks: Blocks, panel: int, pages: LargePages) -> PackedBlocks:
+    """Pack blocks in panels of so many outputs."""
+    factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
+    tensors = [
+        move(pack_quants(in_panels(blocks.quants, panel), blocks.bits), pages),
+        *(move(in_panels(factor, panel).transpose(1, 2), pages) for factor in factors),
+    ]
+    quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
+    half = blocks.scales.dtype == torch.float16
+    struct = native.BlocksStruct(quants, scales, offsets, blocks.bits, blocks.size, half)
+    return PackedBlocks(tensors, struct)
+
+
+def pack_quants(quants: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 or int8 [panels, panel, inputs] → words, int32 [panels, inputs / (2 * pairs), panel, 2]"""
+    pairs = 32 // bits
+    places = quants.view(*quants.shape[:2], -1, pairs, 2).permute(0, 2, 1, 4, 3)  # [..., pairs]
+    shifted = (places.int() & 2**bits - 1) << torch.arange(0, 32, bits, dtype=torch.int32)
+    words: torch.Tensor = shifted.sum(-1, dtype=torch.int32)
+    return words
+
+
+def in_panels(tensor: torch.Tensor, panel: int) -> torch.Tensor:
+    """[outputs, n], any dtype → [panels, panel, n], the last one filled up with zeros"""
+    missing = -len(tensor) % panel
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing)).view(-1, panel, tensor.shape[1])
+
+
+def move(tensor: torch.Tensor, pages: LargePages) -> torch.Tensor:
+    """Copy numbers in their order into large pages: [numbers], of the same dtype."""
+    to = pages.allocate(tensor.numel(), tensor.dtype)
+    to.view(tensor.shape).copy_(tensor)
+    return to
+
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +225,7 @@ def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
     """
     head, pages = model.get_output_embeddings(), LargePages()
     num_bytes = sum(child.weight.nbytes for child in model.modules() if type(child) is nn.Linear)
-    plain = memory.available_bytes() >= num_bytes
+    plain = machine.available_bytes() >= num_bytes
     for path, module in list(model.named_modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:

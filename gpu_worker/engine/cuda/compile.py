@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.cache_folders import make_cache_folder
+from common.model_files import make_cache_folder
 
 log = logging.getLogger(__name__)
 UNCOMPILABLE = (

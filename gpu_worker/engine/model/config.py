@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.errors import first_cause
+from gpu_worker.protocol import first_cause
 
 ON_THE_FLY = "fp8"
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -1,13 +1,76 @@
-"""How many KV blocks a rank has room for."""
+"""How many KV blocks a rank has room for.
 
-from collections.abc import Callable
+KV scales: what a checkpoint says that K and V of each layer are divided by, in a cache of 8-bit floats.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from common.process import memory
+from common.process import machine
 from common.settings.settings import Settings
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
+from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.quantization.checkpoint import file_slices
+from gpu_worker.protocol import UnservableModel
+
+KEY_SCALES = (
+    "k_scale",
+    "k_proj.k_scale",
+    "qkv_proj.k_scale",
+    "attn.k_scale",
+    "k_proj.output_scale",
+    "kv_scale",
+)
+VALUE_SCALES = tuple(name.replace("k_", "v_") for name in KEY_SCALES)
+"""Names behind that of an attention module: of compressed-tensors, ModelOpt, vLLM, and of older versions."""
+
+
+def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dict[Any, LayerSpec]:
+    """What each attention module keeps of a token, with the checkpoint's scales; 1 where it has none. Latents
+    and their rotary parts have one together. Raises UnservableModel.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    scales = {text_name(name): tensor for name, tensor in file_slices(path) if name.endswith("_scale")}
+    scaled = {
+        module: replace(
+            layer,
+            key_scale=find_scale(scales, names[module], KEY_SCALES),
+            value_scale=find_scale(scales, names[module], KEY_SCALES if layer.spec.latent else VALUE_SCALES),
+        )
+        for module, layer in layers.items()
+    }
+    for module, layer in layers.items():
+        if hasattr(module, "kv_lora_rank") and not layer.spec.latent and scaled[module] != layer:
+            raise UnservableModel("its KV scales are those of latents, and its cache keeps K and V")
+    return scaled
+
+
+def text_name(name: str) -> str:
+    """The name that the model for text has for a tensor of the checkpoint."""
+    for pattern, replacement in TEXT_KEY_MAPPING.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -> float:
+    """Raises UnservableModel for several scales in one layer, and for one that is no positive number."""
+    name = next((name for last in names if (name := f"{module}.{last}") in scales), None)
+    if name is None:
+        return 1.0
+    scale = scales[name][...].float().flatten()
+    if len(scale) != 1:
+        raise UnservableModel(f"{name} has {len(scale)} numbers; a cache of 8-bit floats has one for a layer")
+    if not (0 < scale.item() < math.inf):
+        raise UnservableModel(f"{name} is {scale.item()}, and must be more than 0")
+    return float(scale.item())
+
 
 MARGIN = 0.02
 """Share of a GPU that is left alone: what libraries allocate by themselves, and holes between allocations."""
@@ -30,7 +93,7 @@ def count_blocks(
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)
         available_bytes = max(0, left_bytes - peak_bytes() - int(MARGIN * torch.cuda.mem_get_info(device)[1]))
     else:
-        available_bytes = memory.available_bytes()
+        available_bytes = machine.available_bytes()
     if device.type == "cuda" and settings.kv_cache_bytes is None:
         return communicator.all_reduce_min(geometry.num_blocks(available_bytes, available_bytes))
     share_bytes = (

@@ -9,37 +9,38 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from common import model_config, model_files
-from common.plural import plural
-from common.process import cpu
+from common.process import machine
+from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.choose import choose_backend
+from gpu_worker.engine.attention.choose import PROBE_TOKENS, choose_backend, probe_attention
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
-from gpu_worker.engine.attention.kv_numbers import FLOATS8
+from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry, LayerSpec
 from gpu_worker.engine.attention.latents import keep_latents
-from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row_slice import RowSlice
-from gpu_worker.engine.blocks import Blocks
-from gpu_worker.engine.cpu.fused_layer import fuse_layers
-from gpu_worker.engine.cpu.layer_trial import num_trial_blocks
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.cuda.fused_linear import fuse_linears
-from gpu_worker.engine.errors import UnservableModel, first_cause
+from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
 from gpu_worker.engine.model.families.register import page_attention, register_family
-from gpu_worker.engine.model.fp8 import check_fp8, use_fp8
-from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
-from gpu_worker.engine.model.kv_scales import scale_layers
-from gpu_worker.engine.model.layer_blocks import find_blocks, replace_linears, shard_blocks
+from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak, scale_layers
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.model.quantized_linears import (
+    check_fp8,
+    find_blocks,
+    replace_linears,
+    shard_blocks,
+    use_fp8,
+)
 from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.parallel.tp_plan import TpPlan
+from gpu_worker.engine.quantization.blocks import Blocks
+from gpu_worker.protocol import UnservableModel, first_cause
 from gpu_worker.rank import RankInfo
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ def probe_forward(model: Any, device: torch.device) -> torch.Tensor:
 
 def threads_of(settings: Settings, communicator: Communicator) -> int:
     """This rank's part of the machine's cores."""
-    return max(1, cpu.num_cores() // max(1, settings.num_workers * communicator.info.local_world_size))
+    return max(1, machine.num_cores() // max(1, settings.num_workers * communicator.info.local_world_size))
 
 
 def choose_device(name: str, info: RankInfo) -> torch.device:
@@ -228,7 +229,7 @@ def choose_device(name: str, info: RankInfo) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the processor is fast at it, else float32."""
     if name == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu.has_bfloat16()
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else machine.has_bfloat16()
         return torch.bfloat16 if fast else torch.float32
     return DTYPES[name]
 

@@ -17,13 +17,12 @@ from transformers.core_model_loading import (
 )
 
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model.config import quantization_of
-from gpu_worker.engine.model.dummy import make_dummy_model
 from gpu_worker.engine.model.weights import (
     TEXT_KEY_MAPPING,
     check_files,
     load_pretrained,
+    make_dummy_model,
     meta_model,
     quantization_method,
     without_quantization,
@@ -31,8 +30,8 @@ from gpu_worker.engine.model.weights import (
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import sharded_class
 from gpu_worker.engine.parallel.tp_plan import Interval, TensorShards, TpPlan, make_tp_plan
-from gpu_worker.engine.quantization.checkpoint import read_tensors
-from gpu_worker.engine.quantization.methods import METHODS
+from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors
+from gpu_worker.protocol import UnservableModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from common.messages.request import SamplingParams, StoppingParams
-from common.process.run_delay import run_delay_s
+from common.process.machine import run_delay_s
 from gpu_worker.engine.batch.proposer import MAX_FORCED
-from gpu_worker.engine.batch.row import Row
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.sampling.sampler import sample
-from gpu_worker.engine.split_step import Forward
 from gpu_worker.protocol import StartRow
 
 TARGET_STEP_MS = 150.0

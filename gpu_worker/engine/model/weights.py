@@ -1,9 +1,13 @@
 """Weights: reads a checkpoint as transformers does. Quantised ones are computed to plain numbers, or read by
 transformers' own quantizer. Weights that the config does not explain are refused.
+
+LOAD_FORMAT=dummy: random weights of the shapes in a config, to measure how fast a model is of which no
+weights are at hand.
 """
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,14 +16,47 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+from transformers.utils import logging as transformers_logging
 
 from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
-from gpu_worker.engine.model import dummy
 from gpu_worker.engine.model.config import quantization_of
-from gpu_worker.engine.quantization.checkpoint import file_slices, find_packed, read_tensors
-from gpu_worker.engine.quantization.methods import METHODS, method_of
+from gpu_worker.engine.quantization.checkpoint import (
+    METHODS,
+    file_slices,
+    find_packed,
+    method_of,
+    read_tensors,
+)
+
+log = logging.getLogger(__name__)
+
+
+def make_dummy_model(
+    kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, seed: int = 0
+) -> Any:
+    """A model of the class `kind` as it is before its training, made on its device; the same for the same
+    seed on devices of one kind.
+
+    Raises:
+        SettingError: the checkpoint is quantised.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise SettingError("load_format", f"dummy makes plain weights, but {settings.model_id} is quantised")
+    log.warning(
+        "LOAD_FORMAT=dummy: the weights of %s are random, and its answers mean nothing", settings.model_id
+    )
+    torch.manual_seed(seed)
+    verbosity = transformers_logging.get_verbosity()
+    # it would list each weight that no file has
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": backend.NAME}
+        return kind.from_pretrained(None, config=config, state_dict={}, **options)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
 
 MAX_NAMED = 3
 TEXT_KEY_MAPPING = {
@@ -40,7 +77,7 @@ def read_weights(
     """
     method = quantization_method(config, settings.model_id)
     if settings.makes_weights:
-        return dummy.make_dummy_model(type(meta_model(config, settings)), config, dtype, device, settings)
+        return make_dummy_model(type(meta_model(config, settings)), config, dtype, device, settings)
     check_files(path, settings.model_id, is_plain=method is None)
     whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     if method is None:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_worker.engine.errors import PeerClosed
-from gpu_worker.protocol import FrameDecoder, Grant, encode
+from gpu_worker.protocol import FrameDecoder, Grant, PeerClosed, encode
 from gpu_worker.rank import LOOPBACK, RankInfo
 
 FOREVER = timedelta(days=365)

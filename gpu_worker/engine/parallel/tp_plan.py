@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.protocol import UnservableModel
 
 UNITS = (64, 32, 16, 8, 1)
 """Features are cut at multiples of the first of which each rank can have one: matrix products like, and some

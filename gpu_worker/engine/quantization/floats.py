@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_worker.engine.blocks import SMALLEST_BLOCK, Blocks
+from gpu_worker.engine.quantization.blocks import SMALLEST_BLOCK, Blocks
 from gpu_worker.engine.quantization.weight import (
     Config,
     Fields,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_worker.engine.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
+from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
 
 SHORT = (torch.float16, torch.bfloat16)
 """Types of scales whose products with quants and zeros are exact in float32."""

@@ -14,7 +14,7 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling.grammar import mask_of
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, empty_output
-from gpu_worker.engine.sampling.watermark import biases
+from gpu_worker.engine.sampling.penalties import biases
 
 Array = npt.NDArray[np.generic]
 CPU = torch.device("cpu")

@@ -1,5 +1,7 @@
 """Sampling on CUDA by one Triton kernel: all rows of a step in one launch, whatever their parameters. It
 samples the same tokens as sampler.py does by torch.
+
+Greedy sampling without penalties: the likeliest token of each row, without a copy of the logits.
 """
 
 import math
@@ -10,21 +12,39 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.grammar import Bits
-from gpu_worker.engine.batch.sampling_state import Float32, Int64, SampleRequest
-from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.batch.inputs import to_device
+from gpu_worker.engine.batch.sampling_state import Bits, Float32, Int64, SampleRequest
 from gpu_worker.engine.sampling.grammar import WORD_BITS, mask_of, num_words
-from gpu_worker.engine.sampling.greedy import greedy
 from gpu_worker.engine.sampling.multinomial import (
     EXCLUDED,
     SamplerOutput,
     empty_output,
     log_of_weights,
+    top_k,
     write_raw_logprobs,
 )
-from gpu_worker.engine.sampling.penalties import NO_IDS
-from gpu_worker.engine.sampling.top_k import top_k
-from gpu_worker.engine.sampling.watermark import watermark
+from gpu_worker.engine.sampling.penalties import NO_IDS, watermark
+
+
+def greedy_output(logits: torch.Tensor) -> SamplerOutput:
+    """logits float [rows, vocabulary] → the likeliest tokens: ids int64 [rows], logprobs float32 [rows]."""
+    ids, logprobs = greedy(logits)
+    return SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits float [rows, vocabulary] → ids int64 [rows] of the likeliest tokens, natural logarithms of their
+    probabilities float32 [rows].
+    """
+    if logits.is_cuda:
+        from gpu_worker.engine.cuda.kernels.greedy import greedy_rows  # Triton: in CUDA builds only
+
+        return greedy_rows(logits)
+    best, ids = logits.max(-1)
+    # in place: a second buffer of this size costs page faults
+    below = logits.to(torch.float32, copy=True).sub_(best.float()[:, None])
+    return ids, below.exp_().sum(-1).log_().neg_()
+
 
 MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16

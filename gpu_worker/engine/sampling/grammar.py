@@ -1,13 +1,23 @@
-"""Masks of grammars and of allowed ids, applied to the scores on the device."""
+"""Masks of grammars and of allowed ids, applied to the scores on the device.
 
-from collections.abc import Collection, Sequence
+Matchers: which tokens a row's grammar allows next, as bit masks that llguidance computes.
+"""
 
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import llguidance
 import numpy as np
 import torch
 
-from gpu_worker.engine.batch.grammar import Bits
-from gpu_worker.engine.batch.sampling_state import SamplingState
-from gpu_worker.engine.batch.to_device import to_device
+from common.process import machine
+from gpu_worker.engine.batch.inputs import to_device
+from gpu_worker.engine.batch.sampling_state import Bits, SampleRequest, SamplingState
 
 WORD_BITS = 32
 
@@ -55,3 +65,174 @@ def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
     """bits int32 [rows, words] → bool [rows, 32 * words]: the lowest bit of a word first."""
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits[..., None] >> shifts) & 1).bool().flatten(1)
+
+
+log = logging.getLogger(__name__)
+
+LIMIT = re.compile("too (many|big)|; max is")
+"""In llguidance's error where a grammar takes more work or memory than it allows."""
+MAX_PLAIN = 64
+"""Bytes of a forced text that are looked at for its first token."""
+
+
+@dataclass(slots=True, eq=False)
+class Matcher:
+    """One row's place in its grammar: a GrammarMask.
+
+    Attributes:
+        compiled: becomes llguidance's matcher. In one with an error every token fails the row.
+        bits: the mask of the next token, once `Matchers` has computed it.
+        following: a token, and the copy of this step that has taken that token, too.
+    """
+
+    compiled: "Future[llguidance.LLMatcher]"
+    num_words: int
+    bits: Bits | None = None
+    following: "tuple[int, Matcher] | None" = None
+
+    def is_ready(self) -> bool:
+        return self.compiled.done()
+
+    def must_end(self) -> bool:
+        return self.compiled.result().is_stopped()
+
+    def accept(self, token: int) -> str:
+        self.bits = self.following = None
+        matcher = self.compiled.result()
+        # one with an error takes an end-of-sequence token, the only one that its mask had
+        if not matcher.is_error() and matcher.consume_token(token):
+            return ""
+        error = matcher.get_error().split("<state>")[0].strip()
+        log.warning("a row fails: %s", error)
+        return "grammar_limit" if LIMIT.search(error) else "grammar"
+
+    def after(self, token: int) -> "Matcher":
+        if self.following is None or self.following[0] != token:
+            copied: Future[llguidance.LLMatcher] = Future()
+            copied.set_result(self.compiled.result().deep_copy())
+            copied.result().consume_token(token)
+            self.following = token, Matcher(copied, self.num_words)
+        return self.following[1]
+
+    def forced(self, most: int) -> list[int]:
+        """The next tokens, `most` of them, as far as no others may come; none for a matcher with an error.
+
+        llguidance has the tokenizer write the text that a grammar forces. Where that changes the text, as the
+        name of a special token becomes the token, the grammar does not accept what is written.
+        """
+        state = self.compiled.result()
+        tokens = state.compute_ff_tokens()[:most]
+        return tokens[: state.validate_tokens(tokens)] if tokens else []
+
+    def mask(self) -> Bits | None:
+        return self.bits
+
+
+class Matchers:
+    """Makes matchers for one model's vocabulary, and computes the masks of a step together.
+
+    Grammars are compiled and masks are computed in threads, without the interpreter's lock.
+
+    Attributes:
+        waits: a row's grammar is compiled before the row starts, so that all ranks start it in the same step.
+        pending: the masks that are being computed while a forward runs.
+        on_compiled: is called, in any thread, after a grammar was compiled.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool) -> None:
+        self.directory = directory
+        self.vocab_size = vocab_size
+        self.eos_ids = list(eos_ids)
+        self.waits = waits
+        self.pending: Future[None] | None = None
+        self.on_compiled: Callable[[], None] = nobody_waits
+
+    @cached_property
+    def vocabulary(self) -> llguidance.LLTokenizer:
+        """The model's vocabulary as a trie, which takes half a second of the interpreter's lock to build."""
+        return llguidance.LLTokenizer(
+            str(self.directory / "tokenizer.json"), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
+        )
+
+    @cached_property
+    def compiler(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="compile-grammars")
+
+    @cached_property
+    def masker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="mask-tokens")
+
+    @cached_property
+    def executor(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor(max(1, machine.num_cores() // 4))
+
+    def prepare(self) -> None:
+        """Have done what the first grammar needs, while nobody waits: a row that starts meanwhile does not
+        wait for it, nor for the grammar of a row that has ended, unless it has a grammar itself.
+        """
+        self.compiler.submit(lambda: self.vocabulary)
+
+    def start(self, source: str, tokens: Sequence[int]) -> Matcher:
+        """The matcher of a row that has sampled these tokens so far."""
+        compiled = self.compiler.submit(self.compile, source, list(tokens))
+        compiled.add_done_callback(lambda _: self.on_compiled())
+        if self.waits:
+            compiled.result()
+        return Matcher(compiled, num_words(self.vocab_size))
+
+    def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
+        matcher.consume_tokens(tokens)
+        return matcher
+
+    def start_masks(self, requests: Iterable[SampleRequest | None]) -> None:
+        """Begin to compute the masks of a step whose forward runs now."""
+        if matchers := missing(requests):
+            self.pending = self.masker.submit(self.compute, matchers)
+
+    def finish_masks(self, requests: Iterable[SampleRequest | None]) -> None:
+        """Compute the masks of a step that are not computed yet."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+        if matchers := missing(requests):
+            self.compute(matchers)
+
+    def compute(self, matchers: Sequence[Matcher]) -> None:
+        bits = np.empty((len(matchers), matchers[0].num_words), np.int32)
+        states = [matcher.compiled.result() for matcher in matchers]
+        plain = [plain_token(self.vocabulary, state) for state in states]
+        self.executor.unsafe_compute_mask_ptr(
+            [(state, i) for i, state in enumerate(states)], bits.ctypes.data, bits.strides[0], len(matchers)
+        )
+        for matcher, row, token in zip(matchers, bits, plain, strict=True):
+            matcher.bits = row if token is None else pack_ids([token], self.vocab_size)
+
+
+def plain_token(vocabulary: llguidance.LLTokenizer, state: llguidance.LLMatcher) -> int | None:
+    """The first token of the text that a grammar forces, where the one in llguidance's mask is not accepted;
+    None for the mask as it is. `Matcher.forced` says how that comes.
+    """
+    written = state.compute_ff_tokens()[:1]
+    if not written or state.validate_tokens(written):
+        return None
+    text = state.compute_ff_bytes()[:MAX_PLAIN]
+    tokens = vocabulary.greedy_tokenize(text.decode(errors="ignore"))[:1] + vocabulary.tokenize_bytes(
+        text[:1]
+    )
+    return next((token for token in tokens if state.validate_tokens([token])), None)
+
+
+def nobody_waits() -> None:
+    """Nobody waits for grammars without looking at them."""
+
+
+def missing(requests: Iterable[SampleRequest | None]) -> list[Matcher]:
+    """Matchers of the rows that sample next whose masks are not computed."""
+    grammars = [request.state.grammar for request in requests if request and request.state.grammar]
+    return [
+        grammar
+        for grammar in grammars
+        if isinstance(grammar, Matcher) and grammar.bits is None
+        if not grammar.compiled.result().is_error()
+    ]

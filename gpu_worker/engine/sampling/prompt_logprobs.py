@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu_worker.engine.batch.inputs import offsets_of
-from gpu_worker.engine.batch.row_slice import RowSlice
-from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.batch.inputs import offsets_of, to_device
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
 

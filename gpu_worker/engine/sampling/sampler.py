@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.sampling import cpu_sampler
-from gpu_worker.engine.sampling.cuda_sampler import sample_on_cuda
-from gpu_worker.engine.sampling.greedy import greedy_output
+from gpu_worker.engine.sampling.cuda_sampler import greedy_output, sample_on_cuda
 from gpu_worker.engine.sampling.multinomial import (
     SamplerOutput,
     empty_output,

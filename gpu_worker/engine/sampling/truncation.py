@@ -8,12 +8,14 @@ from gpu_worker.engine.sampling.multinomial import (
     EXCLUDED,
     UNIT,
     SamplerOutput,
+    kth_key,
     log_of_weights,
     multinomial_sample,
+    sort_keys,
     target_weight,
     to_weights,
+    top_k,
 )
-from gpu_worker.engine.sampling.top_k import kth_key, sort_keys, top_k
 
 ABOVE_ALL_KEYS = 2**31 - 1
 """Above every key."""

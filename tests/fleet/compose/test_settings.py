@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.process import cpu
+from common.process import machine
 from tests.support.compose.clients import SETTLED_S
 from tests.support.compose.stack import Stack
 from tests.support.waiting import wait_until
@@ -52,7 +52,7 @@ async def test_key_and_domain_come_from_the_shell(serving: Stack, tmp_path: Path
 
 async def test_workers_divide_the_cores_that_their_containers_may_use(serving: Stack) -> None:
     """`CPU_WORKERS=3` starts three that divide them; a container's own limit counts."""
-    cores = cpu.num_cores()
+    cores = machine.num_cores()
     one_each = serving.variables.pop("THREADS")
 
     async def expect(num_workers: int, num_threads: int) -> None:

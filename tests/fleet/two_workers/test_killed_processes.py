@@ -18,7 +18,7 @@ from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.process.incarnations import next_incarnation
+from common.process.logs import next_incarnation
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.crowd import Crowd, Tally

@@ -14,9 +14,9 @@ import pytest
 import redis
 
 from common.broker.keys import Keys
-from common.messages import finish_reasons
+from common.messages import events
 from common.messages.codec import encode
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
@@ -182,7 +182,7 @@ async def test_an_id_that_the_model_does_not_have_fails_its_request_alone(
     for i in range(4):
         key = KEYS.request(f"poison{i}")
         await wait_until(partial(broker.hexists, key, "terminal"))
-        error_type, error = finish_reasons.ERRORS["forward"]
+        error_type, error = events.ERRORS["forward"]
         assert broker.hmget(key, ["error_type", "error"]) == [error_type.encode(), error.encode()]
     assert [len(ids) for ids in await load.whole()] == [40] * 6
     await wait_until(lambda: broker.xlen(KEYS.requests) == 0)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.inference.admission import MAX_COMMANDS
+from api.requests.admission import MAX_COMMANDS
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.leftovers import KEPT, handles, idle, memory, settled_tasks, subscriptions, tasks
 from tests.support.fleet.random_clients import random_clients

@@ -7,7 +7,7 @@ from collections import Counter
 
 import httpx
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.tokenizer import TOKENIZER

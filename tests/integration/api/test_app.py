@@ -9,9 +9,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
-from api.event_loop.background import background_task
+from api.event_loop import background_task
 from common.process.logs import REQUEST_ID
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer

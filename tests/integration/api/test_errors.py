@@ -8,10 +8,9 @@ import pytest
 
 from api.errors import ApiError, conflict, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
-from api.openai.routes_models import STARTED
-from common.messages.events import Terminal
-from common.messages.finish_reasons import terminal_for
-from deploy.serve.embedded_broker import Broker
+from api.openai.routes import STARTED
+from common.messages.events import Terminal, terminal_for
+from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_batcher import batching

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import ids

@@ -8,15 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from api.admin.health import judge_processes
-from api.admin.processes import ProcessList
-from api.inference import batcher_monitor
-from api.inference.batcher_monitor import SILENT_S
+from api.admin.processes import ProcessList, judge_processes
+from api.requests import monitors
+from api.requests.monitors import SILENT_S
 from batcher.loop import Batcher
 from batcher.process import serve
 from common.broker.keys import Keys
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import answering
@@ -93,7 +92,7 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
         return await run_pending(batcher)
 
     monkeypatch.setattr(Batcher, "run_pending", hang)
-    monkeypatch.setattr(batcher_monitor, "SILENT_S", 1.0)
+    monkeypatch.setattr(monitors, "SILENT_S", 1.0)
     settings = Settings(redis_url=broker.url, heartbeat_s=0.1, worker_ttl_s=60.0)
     async with answering(broker.url, Answer([11])) as (_, _, client):
         turns.set()

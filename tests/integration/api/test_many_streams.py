@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
 

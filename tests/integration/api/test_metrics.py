@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from common.messages.request import Generate
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.gateways import answering, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
@@ -153,10 +153,10 @@ def shut(own: Broker) -> None:
 
 
 async def test_log_lines_have_the_request_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "api.inference.metrics")
+    caplog.set_level("INFO", "api.requests.metrics")
     async with answering(broker.url, scripted) as (_, _, client):
         response = await client.post("/generate", json=body(max_new_tokens=3))
-    [line] = [one for one in caplog.records if one.name == "api.inference.metrics"]
+    [line] = [one for one in caplog.records if one.name == "api.requests.metrics"]
     assert line.request_id == response.headers["x-request-id"]  # type: ignore[attr-defined]
     assert re.fullmatch(r"request \w+: length after 3 tokens and \d\.\d{3} s", line.getMessage())
 
@@ -164,9 +164,9 @@ async def test_log_lines_have_the_request_id(broker: Broker, caplog: pytest.LogC
 async def test_the_log_line_of_a_request_that_failed_says_why(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "api.inference.metrics")
+    caplog.set_level("INFO", "api.requests.metrics")
     async with answering(broker.url, scripted) as (_, _, client):
         refused = await client.post("/generate", json=body(max_new_tokens=13))
-    [line] = [one.getMessage() for one in caplog.records if one.name == "api.inference.metrics"]
+    [line] = [one.getMessage() for one in caplog.records if one.name == "api.requests.metrics"]
     found = re.fullmatch(r"request \w+: error after \d+ tokens? and \d\.\d{3} s: (.+)", line)
     assert found is not None and found[1] in refused.json()["error"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonschema_rs import Draft202012Validator
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.tgi.test_frames import frames
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer

@@ -11,11 +11,11 @@ import pytest
 from redis.asyncio import Redis
 
 from api.errors import ApiError
-from api.inference.pool_registry import IDLE_S
 from api.lifecycle import Gateway
+from api.requests.pool_registry import IDLE_S
 from common.broker.keys import POOLS, Keys
 from common.messages.request import Generate
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.tokenizer import TOKENIZER, ids

@@ -11,13 +11,13 @@ from urllib.parse import quote
 
 import pytest
 
+from common.broker.heartbeat import Heartbeat, process_fields
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.timeline import Timeline, TimelineEvent
-from common.process.heartbeat import Heartbeat, process_fields
+from common.messages.events import Timeline, TimelineEvent
 from common.settings.settings import SettingError, Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_batcher import batching
@@ -50,7 +50,7 @@ def bystander(title: str) -> Iterator[subprocess.Popen[bytes]]:
 def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this process the launcher of the gateway that it serves itself."""
     own = os.getpid()
-    monkeypatch.setattr("api.admin.kill.os.getppid", lambda: own)
+    monkeypatch.setattr("api.admin.routes_fleet.os.getppid", lambda: own)
 
 
 async def show(redis: Any, name: str, **figures: Any) -> None:
@@ -201,7 +201,7 @@ async def test_the_kill_button_kills_no_other_process(
             assert await refused(client) == (403, f"Not killed: process {other.pid} is not one of this fleet")
             await show(redis, "b0-1", pid=2**22 + 1)
             assert (await refused(client))[0] == 404
-            monkeypatch.setattr("api.admin.kill.os.getppid", lambda: 1)
+            monkeypatch.setattr("api.admin.routes_fleet.os.getppid", lambda: 1)
             await show(redis, "b0-1", pid=process.pid)
             assert await refused(client) == (
                 403,

@@ -12,7 +12,7 @@ from api.app import build
 from api.lifecycle import Gateway
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching

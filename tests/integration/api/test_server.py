@@ -14,11 +14,11 @@ import httpx
 import psutil
 import pytest
 
-from api.http.raw_send import KEEP_ALIVE_S
+from api.http.sse import KEEP_ALIVE_S
 from api.server import lossy, shared_listener
 from api.streams.token_stream import TokenStream
 from common.settings.settings import SettingError
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, stream
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api.service.terms import MAX_DEADLINE_MS
+from api.requests.service_terms import MAX_DEADLINE_MS
 from common.messages.request import Generate
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.tokenizer import TOKENIZER, ids

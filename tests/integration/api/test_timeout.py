@@ -7,7 +7,7 @@ import pytest
 
 from api.streams import relay as relay_module
 from common.messages.request import Generate
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import ids

@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from api import errors
-from api.inference import admission
-from deploy.serve.embedded_broker import Broker
+from api.requests import admission
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.gateways import answering, ready, serving, stream

@@ -5,12 +5,11 @@ import signal
 
 from redis.asyncio import Redis
 
-from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import PoolClient, cancel_request
 from common.messages.codec import encode
 from common.messages.request import Cancel
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.batchers import admit, batcher, ended, waiting
 from tests.support.waiting import wait_until
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS, queue, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, generate, modeless_worker

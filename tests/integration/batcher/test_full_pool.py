@@ -6,7 +6,7 @@ import signal
 import pytest
 from redis.asyncio import Redis
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS
 from tests.support.fleet.batchers import active_batcher, batcher
 from tests.support.fleet.full_pool import FullPool

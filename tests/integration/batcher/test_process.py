@@ -6,13 +6,12 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import PoolClient, cancel_request
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.broker.listening import listening
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting

@@ -14,9 +14,9 @@ import httpx
 import psutil
 from redis.asyncio import Redis
 
+from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
-from common.process.heartbeat import Heartbeat
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.batchers import KEYS, active_batcher, batcher
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.forks.client import ForkedProcess

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from common.broker.cancel import cancel_request
-from common.broker.pool_client import PoolClient
-from deploy.serve.embedded_broker import Broker
+from common.broker.pool_client import PoolClient, cancel_request
+from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, generate, modeless_worker

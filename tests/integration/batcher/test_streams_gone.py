@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.publish import Sealed
 from tests.support.broker_state import KEYS, queue, result_ids
 from tests.support.fleet.batchers import batcher

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.cancel import cancel_request
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import PoolClient, cancel_request
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import unpack_ids
-from deploy.serve.embedded_broker import Broker
+from common.messages.records import unpack_ids
+from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
 from tests.support.fleet.batchers import active_batcher, batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker

@@ -3,13 +3,12 @@
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.cancel import cancel_request
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import PoolClient, cancel_request
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.messages.records import unpack_records
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import broker_state
 from tests.support.broker_state import (
     KEYS,

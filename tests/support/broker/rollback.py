@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from redis.asyncio import Redis
 
-from deploy.serve.embedded_broker import Broker, embedded
+from deploy.launcher.embedded_broker import Broker, embedded
 from tests.support import brokers
 
 

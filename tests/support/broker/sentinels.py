@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import redis
 
-from deploy.serve.embedded_broker import Broker, embedded
+from deploy.launcher.embedded_broker import Broker, embedded
 from tests.support import brokers
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.waiting import wait_until_sync
 

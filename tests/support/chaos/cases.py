@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from benchmarks.client import EventReader, HttpStatusError, StreamBroken
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
-from common.messages.service_class import SERVICE_CLASSES
+from common.messages.request import SERVICE_CLASSES
 from tests.support.chaos.answers import Answer, RequestFailed
 
 KEYS = Keys("default")

@@ -14,11 +14,11 @@ import setproctitle
 
 from common.process import logs
 from common.process.parent_death import die_with_parent
-from common.process.refusal import exit_when_unservable
 from common.settings.settings import Settings
-from deploy.serve import launcher
-from deploy.serve.embedded_broker import Broker
-from deploy.serve.fleet import LocalFleet, command, new_fleet
+from common.startup import exit_when_unservable
+from deploy.launcher import launcher
+from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.fleet import LocalFleet, command, new_fleet
 from tests.support.chaos.broker import CUT_TO
 from tests.support.chaos.engine import STEP_MS
 
@@ -47,7 +47,7 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
 if __name__ == "__main__":
     die_with_parent()
     setproctitle.setproctitle("tokenfleet serve")
-    with exit_when_unservable(), patch("deploy.serve.launcher.new_fleet", chaos_fleet):
+    with exit_when_unservable(), patch("deploy.launcher.launcher.new_fleet", chaos_fleet):
         settings = Settings.read([])
         logs.set_up("serve", settings.log_level, settings.json_output)
         sys.exit(launcher.serve(settings))

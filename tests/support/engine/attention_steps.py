@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from gpu_worker.engine.batch.row import Row
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.messages.packing import unpack_floats
+from common.messages.records import unpack_floats
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow, StepResult
 from tests.support.engine.start_rows import start_row

@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpu_worker.engine.blocks import Blocks
-from gpu_worker.engine.cuda.block_linear import UNIT
+from gpu_worker.engine.cuda.linear import BLOCK_UNIT
+from gpu_worker.engine.quantization.blocks import Blocks
 
 KERNELS = "gpu_worker.engine.cuda.kernels.products"
 
@@ -36,5 +36,5 @@ def unpack(quants: torch.Tensor) -> torch.Tensor:
     """As BlockLinear's → [outputs, inputs]"""
     if quants.dtype != torch.uint8:
         return quants
-    parts = quants.view(len(quants), -1, UNIT)
+    parts = quants.view(len(quants), -1, BLOCK_UNIT)
     return torch.stack([parts & 15, parts >> 4], 2).flatten(1)

@@ -18,13 +18,13 @@ from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.row_slice import RowSlice
-from gpu_worker.engine.blocks import Blocks
-from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.cuda.graphs import CudaGraphs
+from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
-from gpu_worker.engine.model.layer_blocks import replace_linears
+from gpu_worker.engine.model.quantized_linears import replace_linears
+from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA

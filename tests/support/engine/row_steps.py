@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import StepResultBuilder
 from gpu_worker.protocol import Grant, StartRow

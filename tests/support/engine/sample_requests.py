@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.grammar import GrammarMask
-from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.in_flight import StepSamples, unpack_samples
 from gpu_worker.engine.sampling import sampler
 from tests.support.engine.sampling_reference import log_softmax, processed

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.messages.request import SamplingParams, StoppingParams
 from gpu_worker.protocol import StartRow
 

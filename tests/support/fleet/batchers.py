@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from common.broker.committed import Committed, read
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import broker_state
 from tests.support.forks.client import ForkedProcess

@@ -24,11 +24,11 @@ def launch(directory: Path, port: int) -> int:
 
     from common.process import logs
     from common.settings.settings import Settings
-    from deploy.serve import shutdown
-    from deploy.serve.embedded_broker import embedded
-    from deploy.serve.fleet import LocalFleet, supervised_broker
-    from deploy.serve.launcher import run
-    from deploy.serve.supervised_process import SupervisedProcess
+    from deploy.launcher import shutdown
+    from deploy.launcher.embedded_broker import embedded
+    from deploy.launcher.fleet import LocalFleet, supervised_broker
+    from deploy.launcher.launcher import run
+    from deploy.launcher.supervised_process import SupervisedProcess
 
     os.environ.setdefault("PARENT_PID", "0")
     die_with_parent()

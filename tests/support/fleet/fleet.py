@@ -16,7 +16,7 @@ import psutil
 import redis
 
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 

@@ -14,9 +14,8 @@ from redis.asyncio import Redis
 from common.broker import worker_scripts
 from common.broker.lua import run_script
 from common.messages.codec import VERSION, decode, encode
-from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import HeldRow, Plan, Report, WorkerDied
-from common.messages.records import RECORD
+from common.messages.records import RECORD, pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.broker_state import KEYS, make_capacity, send_heartbeat
 

@@ -9,7 +9,7 @@ import httpx
 import uvicorn
 
 from api.app import build
-from api.connection.protocol import HttpProtocol
+from api.http.protocol import HttpProtocol
 from api.lifecycle import Gateway
 from api.server import own_listener
 from common.messages.request import Generate

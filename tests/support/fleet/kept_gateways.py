@@ -12,15 +12,15 @@ import httpx
 import uvicorn
 
 from api.app import build, build_heir
-from api.connection.draining import Draining
-from api.connection.protocol import HttpProtocol
-from api.heir.keeper_channel import KeeperChannel
+from api.handover.draining import Draining
+from api.handover.keeper_channel import KeeperChannel
+from api.http.protocol import HttpProtocol
 from api.lifecycle import Gateway
 from api.server import GatewayServer, own_listener
 from common.settings.settings import Settings
-from deploy.serve.fleet import command
-from deploy.serve.socket_keeper import SocketKeeper
-from deploy.serve.supervised_process import SupervisedProcess
+from deploy.launcher.fleet import command
+from deploy.launcher.socket_keeper import SocketKeeper
+from deploy.launcher.supervised_process import SupervisedProcess
 from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.forks.client import create_subprocess_exec
 from tests.support.machine.ports import free_port

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 
 from common.broker.pool_client import PoolClient
-from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import WorkerCapacity
+from common.messages.records import pack_ids, unpack_ids
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler

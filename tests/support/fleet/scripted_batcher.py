@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from redis.asyncio import Redis
 
 from common.broker.client import connect
+from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S, Keys
 from common.broker.pool_client import PoolClient
-from common.process.heartbeat import Heartbeat
 
 HEARTBEAT_S = 0.1
 TTL_S = 5.0

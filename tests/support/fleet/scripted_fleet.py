@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator
 
 from benchmarks.client import HttpStatusError, Stream, stream
-from common.broker.sequences import REPEAT_S
 from common.messages.codec import decode
-from common.messages.packing import unpack_ids
+from common.messages.events import REPEAT_S
+from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, Live
 from tests.support.tokenizer import TOKENIZER

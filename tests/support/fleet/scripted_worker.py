@@ -16,14 +16,19 @@ from common.broker import batcher_scripts, worker_scripts
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall, run_script
-from common.broker.sequences import ChannelSequences
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.detokenize import Detokenizer
 from common.messages.codec import decode, encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.messages.events import ChannelSequences, Events, Terminal, Tokens
 from common.messages.plan import WorkerCapacity
-from common.messages.records import pack_records, pack_tokens
+from common.messages.records import (
+    pack_floats,
+    pack_ids,
+    pack_records,
+    pack_tokens,
+    unpack_floats,
+    unpack_ids,
+)
 from common.messages.request import Cancel, Generate
 
 SPILL_STEPS = 5

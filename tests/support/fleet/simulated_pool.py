@@ -7,9 +7,8 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.block_hashes import extend_hashes, root_hash
-from common.messages.packing import pack_ids
 from common.messages.plan import WorkerCapacity
-from common.messages.records import RECORD
+from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.simulated_worker import SimulatedWorker, generated_id
 

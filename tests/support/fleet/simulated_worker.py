@@ -9,11 +9,11 @@ from itertools import islice
 from zlib import crc32
 
 from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
-from common.messages.finish_reasons import INTERRUPTED
-from common.messages.packing import pack_ids, unpack_ids
+from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
-from common.messages.service_class import class_index
-from gpu_worker.engine.batch.prefill import PATIENCE
+from common.messages.records import pack_ids, unpack_ids
+from common.messages.request import class_index
+from gpu_worker.engine.batch.rows import PATIENCE
 
 
 def generated_id(index: int) -> int:

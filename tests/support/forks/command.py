@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from deploy.cli import main
+from deploy.cli.main import main
 from tests.support.forks.client import ForkedProcess
 
 MODULE = "tests.support.forks.command"

@@ -28,14 +28,20 @@ MAX_FILES = 64
 HIGH_FD = 200
 """Files that came are kept from here on while they are put in their places."""
 
-FLEET = ("deploy.command_line", "api.server", "batcher.process", "api.arq.process", "gpu_worker.process")
+FLEET = (
+    "deploy.cli.command_line",
+    "api.server",
+    "batcher.process",
+    "api.jobs.arq_worker",
+    "gpu_worker.process",
+)
 ENGINE = ("gpu_worker.engine.process", "gpu_worker.engine.loop", "transformers.models.llama.modeling_llama")
 CHAOS = ("tests.support.chaos.launcher", "tests.support.chaos.engine")
 IMPORTS = {
     "gpu_worker.engine": ENGINE,
     "deploy.cli": ENGINE,
     "tests.support.engine.multi_rank_engine": ENGINE,
-    "tests.support.forks.command": ("deploy.commands.chat",),
+    "tests.support.forks.command": ("deploy.cli.chat",),
     "tests.support.chaos.launcher": CHAOS,
 }
 """What is imported, beside FLEET, before a module's first copy is made: what it imports, and those that it

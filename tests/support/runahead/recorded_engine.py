@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 from common.process.parent_death import die_with_parent
 from gpu_worker.engine import process
-from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.errors import PeerClosed
-from gpu_worker.engine.launch_pace import LaunchPace
-from gpu_worker.protocol import Frame, Grant, Ready, StepResult
+from gpu_worker.engine.in_flight import LaunchPace
+from gpu_worker.engine.loop import AgentLink
+from gpu_worker.protocol import Frame, Grant, PeerClosed, Ready, StepResult
 from tests.support.chaos.engine_loop import run
 
 STEP_MS, RECORD = "TIMED_STEP_MS", "RECORD_FILE"

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from batcher.scheduling.class_queue import FIRST_OUTPUT, LOOK_PAST, MEMORY
-from batcher.scheduling.request_queue import MAX_PASSED, PATIENCE
+from batcher.scheduling.request_queue import FIRST_OUTPUT, LOOK_PAST, MAX_PASSED, MEMORY, PATIENCE
 from batcher.scheduling.sequence import Sequence
 
 Tenant = tuple[int, str]

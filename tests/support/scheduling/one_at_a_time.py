@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable
 from itertools import count
 
-from common.messages.packing import pack_ids
 from common.messages.plan import NewRow, Plan
+from common.messages.records import pack_ids
 from common.messages.request import Generate
 from tests.support.fleet.simulated_worker import SimulatedWorker
 

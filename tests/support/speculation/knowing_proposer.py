@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.proposer import Proposer
+from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
 
 

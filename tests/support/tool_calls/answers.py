@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from api.tool_calls.formats.table import CallFormat
-from api.tool_calls.parser import AnswerParser
-from api.tool_calls.reading.deltas import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta, Tool
-from api.tool_calls.reasoning import ReasoningFormat
+from api.answers.call_formats import CallFormat, ReasoningFormat
+from api.answers.chat_answer import AnswerParser
+from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta, Tool
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from api.tool_calls.reading.deltas import Tool
+from api.answers.scanner import Tool
 from tests.support.tool_calls.answers import Answer, Reading, cuts
 
 SCHEMA = {

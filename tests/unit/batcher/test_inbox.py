@@ -6,7 +6,7 @@ from functools import partial
 from redis.asyncio import Redis
 
 from batcher.inbox import Inbox, StreamEntry
-from common.broker.stream_ids import parse_stream_id
+from common.broker.keys import parse_stream_id
 from tests.support.waiting import wait_until
 
 

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from api.admin import timeline
+from api.admin import routes_timeline
 from batcher import failure_detector
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease, WritesLost
@@ -101,7 +101,7 @@ async def test_a_request_queued_before_this_epoch_is_recorded_as_queued_once(
     await batcher.timeline.write()
     assert [
         happening["what"]
-        for happening in (await timeline.read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]
+        for happening in (await routes_timeline.read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]
     ] == ["queued"]
 
 

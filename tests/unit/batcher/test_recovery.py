@@ -5,11 +5,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from batcher.actions import ActionQueue
-from batcher.backlog import Backlog
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.lease import LeaseLost
-from batcher.recovery import Recovery, count_crashes
+from batcher.recovery import Backlog, Recovery, count_crashes
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -19,7 +18,7 @@ from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
-from common.broker.sequences import ChannelSequences
+from common.messages.events import ChannelSequences
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker_state import (
     KEYS,

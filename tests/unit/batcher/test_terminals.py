@@ -11,9 +11,8 @@ from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from common.broker.pool_client import PoolClient
-from common.broker.sequences import ChannelSequences
 from common.messages.codec import decode
-from common.messages.events import Events
+from common.messages.events import ChannelSequences, Events
 from common.messages.records import RECORD
 from tests.support.broker.listening import listening
 from tests.support.broker_state import KEYS, admit, error_of, make_request

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.admin.timeline import read_timelines
+from api.admin.routes_timeline import read_timelines
 from batcher import timeline
 from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
@@ -14,11 +14,10 @@ from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.packing import pack_ids
+from common.messages.events import Timeline, TimelineEvent
 from common.messages.plan import Plan, Report, WorkerCapacity
-from common.messages.records import RECORD
+from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams
-from common.messages.timeline import Timeline, TimelineEvent
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import model_config, model_files
-from common.cache_folders import cache_folder
+from common.model_files import cache_folder
 from common.settings.settings import SettingError
 from tests.support.engine.reference import prompt_ids
 from tests.support.gguf import tiny_gguf

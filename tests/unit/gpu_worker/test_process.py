@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.settings.settings import SettingError, Settings
 from gpu_worker.process import capacity
 from gpu_worker.protocol import Ready

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker, working
 from tests.support.jobs import Service, answer
 from tests.support.tokenizer import TOKENIZER

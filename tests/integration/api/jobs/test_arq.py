@@ -16,14 +16,14 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
 from redis.asyncio import Redis
 
-from api.arq.worker import JobWorker, log_in_one_line
+from api.jobs.arq_worker import JobWorker, log_in_one_line
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.packing import unpack_ids
+from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, TEXT, running_gateway
 from tests.support.tokenizer import model_tokenizer

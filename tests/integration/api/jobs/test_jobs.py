@@ -2,7 +2,7 @@
 
 from api.lifecycle import Gateway
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import SETTINGS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, running_gateway

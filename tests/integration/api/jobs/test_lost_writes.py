@@ -3,12 +3,12 @@
 import asyncio
 import sys
 
-from api.arq.client import ArqClient
+from api.jobs.arq_client import ArqClient
+from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
-from api.jobs.lost_entries import submit_lost
 from common.broker.client import connect
 from common.broker.pool_client import PoolClient
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
 from tests.support.waiting import PATIENCE_S, wait_until

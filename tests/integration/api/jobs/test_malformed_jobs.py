@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.jobs import CHAT, KEYS, TEXT, Service, running_gateway
 from tests.support.waiting import wait_until

@@ -9,7 +9,7 @@ from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.lifecycle import Gateway
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import SETTINGS
 from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway

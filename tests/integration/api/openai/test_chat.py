@@ -8,10 +8,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from api.answer import FINGERPRINT
-from common.messages.packing import unpack_ids
+from api.streams.answer import FINGERPRINT
+from common.messages.records import unpack_ids
 from common.messages.request import StoppingParams
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed

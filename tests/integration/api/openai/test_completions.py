@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from api.answer import FINGERPRINT
-from api.openai.echo import prompt_offsets
+from api.openai.render import prompt_offsets
+from api.streams.answer import FINGERPRINT
 from api.streams.stream import Stream
-from common.messages.packing import pack_ids, unpack_ids
+from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import frames, logprobs, streamed

@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api.inference.pool import load_tokenizer
-from api.templates.chat_template import ChatTemplate
-from common.messages.packing import unpack_ids
+from api.prompts.chat_template import ChatTemplate
+from api.requests.pool import load_tokenizer
+from common.messages.records import unpack_ids
 from common.settings.settings import Settings
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT_PATH

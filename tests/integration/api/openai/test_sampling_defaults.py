@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.structured_output.grammar import Grammar, compile_cached
-from api.structured_output.shapes import ANY_OBJECT
+from api.grammar.grammar import Grammar, compile_cached
+from api.grammar.response_format import ANY_OBJECT
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.jobs import Service

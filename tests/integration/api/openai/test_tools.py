@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from common.messages.packing import unpack_ids
-from deploy.serve.embedded_broker import Broker
+from common.messages.records import unpack_ids
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed

@@ -8,12 +8,11 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from api.openai.chat_params import note_effort
-from api.openai.request_schemas import OPENAI_FIELDS, ChatRequest, CompletionRequest
-from api.openai.routes_models import STARTED
-from api.openai.shared_fields import TGI_FIELDS, UNSUPPORTED
+from api.openai.params import note_effort
+from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
+from api.openai.routes import STARTED
 from api.tgi.request_schemas import GenerateParameters
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import ids

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from common.messages.packing import unpack_ids
-from deploy.serve.embedded_broker import Broker
+from common.messages.records import unpack_ids
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import two_gateways
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer

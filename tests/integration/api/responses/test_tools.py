@@ -7,8 +7,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from common.messages.packing import unpack_ids
-from deploy.serve.embedded_broker import Broker
+from common.messages.records import unpack_ids
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.openai.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer

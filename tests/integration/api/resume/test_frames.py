@@ -11,14 +11,13 @@ import pytest
 from redis.asyncio import Redis
 
 from api.resume.attach import renderer_of
-from api.streams.fill import Filler
-from api.streams.sources import Sources
+from api.streams.fill import Filler, Sources
 from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.answer import HttpAnswer
 from common.messages.codec import decode
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import BODY, LONG, read_frames, two_gateways
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import numbered

@@ -9,10 +9,9 @@ import pytest
 from api.resume import attach
 from api.resume.attach import read_committed
 from api.streams.stream import Stream
-from common.broker import cancel
-from common.broker.cancel import cancel_request
-from common.broker.pool_client import PoolClient
-from deploy.serve.embedded_broker import Broker
+from common.broker import pool_client
+from common.broker.pool_client import PoolClient, cancel_request
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import LONG, two_gateways
 from tests.support.fleet.gateways import nothing_left
 from tests.support.fleet.scripted_worker import Answer
@@ -60,7 +59,7 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await wait_until(lambda: is_gone(pool, request_id))
         return is_cancelled
 
-    monkeypatch.setattr(cancel, "cancel_request", cancel_and_wait)
+    monkeypatch.setattr(pool_client, "cancel_request", cancel_and_wait)
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
         async with client.stream("POST", "/v1/completions", json=BODY | {"n": 1}, headers=OWN) as response:
             path = f"/requests/{response.headers['content-location'].split('/')[2]}"

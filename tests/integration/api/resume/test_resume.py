@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api.inference import admission
 from api.lifecycle import Gateway
+from api.requests import admission
 from api.resume import attach
 from api.streams.stream import Stream
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_frames import REQUESTS
 from tests.integration.api.test_server import healthy, start
 from tests.support.fleet.gateways import nothing_left, ready, serving

@@ -9,9 +9,9 @@ import pytest
 from api.streams.stream import Stream
 from api.tgi.render import StreamBodies
 from common.messages.events import Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids, unpack_floats
+from common.messages.records import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, stream
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import data_of

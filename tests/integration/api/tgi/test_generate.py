@@ -9,12 +9,11 @@ import httpx
 import pytest
 
 from api.streams.stream import Stream
-from api.tgi.best_of import rank_by_logprob
-from api.tgi.render import StreamBodies
+from api.tgi.render import StreamBodies, rank_by_logprob
 from common.messages.events import Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids, unpack_floats
+from common.messages.records import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.tgi.test_frames import frames as parsed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import EOS, Answer

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT, frames, streamed

@@ -10,7 +10,7 @@ wished.
 from collections.abc import Iterator
 from typing import Any
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed

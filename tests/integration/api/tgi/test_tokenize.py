@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.tokenizer import TOKENIZER

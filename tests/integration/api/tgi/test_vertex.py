@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from common.messages.packing import unpack_ids
+from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import CHAT

@@ -14,14 +14,25 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from common.settings.settings import SettingError
-from deploy.bench import load, report, svg
-from deploy.bench.ask import TimedAnswer, body, send
+from deploy.bench import load, report
 from deploy.bench.command import main
-from deploy.bench.figures import Figures, Round, figures, quantile
-from deploy.bench.prompts import prompt
-from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
-from deploy.commands.client import ServerError
-from deploy.serve.embedded_broker import Broker
+from deploy.bench.load import prompt
+from deploy.bench.measure import (
+    COMPLETIONS,
+    GENERATE,
+    Figures,
+    Round,
+    Server,
+    TimedAnswer,
+    body,
+    figures,
+    identify,
+    quantile,
+    route,
+    send,
+)
+from deploy.cli.client import ServerError
+from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import EOS
 from tests.support.fleet.scripted_worker import Answer as Answered
@@ -286,7 +297,7 @@ def test_notes_warn_of_what_distorts_the_figures() -> None:
 
 
 def test_the_picture_has_a_bar_for_every_figure() -> None:
-    root = ElementTree.fromstring(svg.draw(RESULT))
+    root = ElementTree.fromstring(report.draw(RESULT))
     space = "{http://www.w3.org/2000/svg}"
     bars = [group.get("id", "") for group in root.iter(f"{space}g") if " users: " in group.get("id", "")]
     assert bars[:3] == ["Tokenfleet, 1 users: 100", "Tokenfleet, 32 users: 900", "TGI, 1 users: 50.0"]

@@ -14,8 +14,7 @@ from common.broker.committed import Committed
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids
-from common.messages.records import RECORD, pack_records, pack_tokens
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.tokenizer import TOKENIZER, model_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.messages.events import Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids
+from common.messages.records import pack_floats, pack_ids
 from tests.support.events import IDS, end, new_stream, tokens
 from tests.support.tokenizer import TOKENIZER
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from tests.support.fleet.simulated_pool import Pool, sharing_request
-from tests.unit.batcher.scheduling.test_prefix_cache import check_blocks
+from tests.unit.batcher.scheduling.test_kv_blocks_prefix_cache import check_blocks
 
 LIMITS = WorkerLimits(max_batch_size=16)
 

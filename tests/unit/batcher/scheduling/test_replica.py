@@ -5,8 +5,8 @@ import pytest
 from batcher.scheduling.plans import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from common.messages.packing import pack_ids
 from common.messages.plan import WorkerCapacity
+from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 
 BLOCK_SIZE = 16

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.class_queue import LOOK_PAST
 from batcher.scheduling.replica import WorkerLimits
-from batcher.scheduling.request_queue import MAX_PASSED, PATIENCE, RequestQueue
+from batcher.scheduling.request_queue import LOOK_PAST, MAX_PASSED, PATIENCE, RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.messages.service_class import SERVICE_CLASSES
+from common.messages.request import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import Pool, request
 from tests.support.scheduling.obvious_queue import ObviousQueue
 

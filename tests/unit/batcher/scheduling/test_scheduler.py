@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from common.messages.packing import pack_ids
 from common.messages.plan import HeldRow, Report
+from common.messages.records import pack_ids
 from tests.support.fleet.simulated_pool import Pool, request
 from tests.support.scheduling.one_at_a_time import completions
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from batcher.scheduling.preemption import may_stand_by
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from batcher.scheduling.standby import may_stand_by
 from batcher.scheduling.turn import rows_in_the_way
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from common.broker import client as access
 from common.settings.settings import SettingError
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until

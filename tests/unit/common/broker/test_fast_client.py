@@ -11,10 +11,9 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import fast_client
 from common.broker.client import ERRORS, connect
-from common.broker.fast_client import FastConnection
+from common.broker.fast_client import FastConnection, SerialClient
 from common.broker.lua import SCRIPTS, ScriptCall
-from common.broker.serial_client import SerialClient
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.waiting import wait_until
 

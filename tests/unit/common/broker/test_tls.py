@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from common.broker import client as access
-from common.broker.serial_client import SerialClient
+from common.broker.fast_client import SerialClient
 from common.settings.settings import SettingError
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from tests.support.broker.tls import make_certificate, tls_door
 from tests.support.waiting import wait_until
 

@@ -7,13 +7,11 @@ import pytest
 
 from common.messages.answer import HttpAnswer, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
-from common.messages.events import Events, Terminal, Tokens
+from common.messages.events import Events, Terminal, Timeline, TimelineEvent, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
-from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import HeldRow, NewRow, Plan, Report, WorkerCapacity, WorkerDied
-from common.messages.records import RECORD
+from common.messages.records import RECORD, pack_floats, pack_ids, unpack_ids
 from common.messages.request import Cancel, Generate, Resume, SamplingParams, StoppingParams
-from common.messages.timeline import Timeline, TimelineEvent
 
 SAMPLING = SamplingParams(
     0.5,

@@ -5,8 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.events import Tokens
-from common.messages.packing import pack_floats, pack_ids
-from common.messages.records import RECORD, pack_records, pack_tokens, unpack_columns, unpack_records
+from common.messages.records import (
+    RECORD,
+    pack_floats,
+    pack_ids,
+    pack_records,
+    pack_tokens,
+    unpack_columns,
+    unpack_records,
+)
 
 
 def columns(num_tokens: int, num_top: int) -> tuple[bytes, bytes, bytes, bytes]:

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from common.broker import request_scripts
 from common.broker.lua import run_script
 from common.broker.request_scripts import AdmitReply
-from common.messages.packing import pack_ids
+from common.messages.records import pack_ids
 from common.messages.request import Generate
 from tests.support.scripts import KEYS, REQUEST, dequeue
 

@@ -15,8 +15,7 @@ from common.broker.request_scripts import AdmitReply
 from common.broker.worker_scripts import FlushedPrompt, FlushedTerminal
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids
-from common.messages.records import RECORD, pack_tokens, unpack_records
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_tokens, unpack_records
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
     KEYS,

@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 
 from common.broker.committed import Committed, read, read_saved, read_tails
 from common.broker.pool_client import PoolClient
-from common.messages.finish_reasons import terminal_for
+from common.messages.events import terminal_for
 from common.messages.records import RECORD
 from tests.support.scripts import KEYS, admit, create_logs, dequeue, flush, flushed_end, forget, publish_plan
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from common.settings.settings import SettingError
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
-from gpu_worker.agent.engine_link import EngineLink
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
 from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, Ready, StepResult, encode
 from tests.support.waiting import wait_until
 

@@ -10,8 +10,7 @@ from common.broker.committed import read
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import unpack_ids
-from common.messages.records import unpack_records
+from common.messages.records import unpack_ids, unpack_records
 from gpu_worker.agent import flush
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Flush, Sealed

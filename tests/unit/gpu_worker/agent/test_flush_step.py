@@ -13,7 +13,7 @@ from common.broker.committed import read
 from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_records
-from deploy.serve.embedded_broker import Broker
+from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Sealed
 from tests.support import brokers

@@ -9,9 +9,8 @@ from redis.asyncio import Redis
 from common.broker.committed import read
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.packing import pack_ids
 from common.messages.plan import HeldRow, Plan
-from common.messages.records import RECORD
+from common.messages.records import RECORD, pack_ids
 from common.metrics import catalogue
 from gpu_worker.agent import plans
 from gpu_worker.agent.agent import Agent

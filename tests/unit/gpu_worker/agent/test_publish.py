@@ -8,11 +8,11 @@ from redis.asyncio import Redis
 from common.broker.committed import logged_messages
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import unpack_ids
+from common.messages.records import unpack_ids
 from gpu_worker.agent import publish
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.publish import StreamsGone
+from gpu_worker.agent.state import Outbox
 from tests.support.agents import CHANNEL, KEYS, start, step
 
 

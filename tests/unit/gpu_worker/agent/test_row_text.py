@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import NewRow
-from common.messages.records import RECORD, pack_records, unpack_records
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, unpack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
 from gpu_worker.agent.publish import Spill
 from gpu_worker.agent.row_text import RowTable, RowText

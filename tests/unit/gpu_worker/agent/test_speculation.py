@@ -4,8 +4,7 @@ import math
 
 from redis.asyncio import Redis
 
-from common.messages.packing import pack_ids
-from common.messages.records import unpack_records
+from common.messages.records import pack_ids, unpack_records
 from gpu_worker.agent.agent import Agent
 from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.agents import KEYS, PROMPT, grants, plan, reports, start, step

@@ -9,8 +9,7 @@ from common.broker.committed import read
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from common.messages.records import RECORD, unpack_records
+from common.messages.records import RECORD, pack_floats, pack_ids, unpack_floats, unpack_ids, unpack_records
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import (
     CHANNEL,

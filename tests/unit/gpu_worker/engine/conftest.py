@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.process import cpu
+from common.process import machine
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
@@ -27,7 +27,7 @@ def share_of_the_cores() -> Iterator[None]:
     """Engines, and kernels without one, leave cores to the other processes of pytest-xdist: threads that wait
     for each other are slow where processes share a core.
     """
-    num_threads = max(1, cpu.num_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    num_threads = max(1, machine.num_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     torch.set_num_threads(num_threads)
     native.library()  # compiled once, before a test sets another cache
     with pytest.MonkeyPatch.context() as patch:

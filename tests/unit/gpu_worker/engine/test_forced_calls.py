@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import jsonschema
 import pytest
 
-from api.structured_output.grammar import Grammar, source_of
-from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
-from api.tool_calls.formats import harmony
-from api.tool_calls.formats.table import CALL_FORMATS
-from api.tool_calls.reading.deltas import Tool
+from api.answers import harmony
+from api.answers.call_formats import CALL_FORMATS
+from api.answers.scanner import Tool
+from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar
+from api.grammar.grammar import Grammar, source_of
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import Settings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.structured_output.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, source_of
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player

@@ -8,15 +8,14 @@ from random import Random
 
 import pytest
 
-from api.structured_output.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, source_of
 from common.messages.request import SamplingParams
 from gpu_worker.engine import loop
-from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.errors import PeerClosed
+from gpu_worker.engine.loop import AgentLink
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.protocol import Frame, FrameDecoder, Grant, StepResult, encode
+from gpu_worker.protocol import Frame, FrameDecoder, Grant, PeerClosed, StepResult, encode
 from tests.support.chaos.random_delays import RandomDelays
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import start_row

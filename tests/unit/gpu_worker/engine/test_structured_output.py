@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from api.structured_output.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, source_of
 from common import model_files
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine

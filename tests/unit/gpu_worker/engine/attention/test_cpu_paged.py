@@ -12,7 +12,7 @@ from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row_slice import arrange
+from gpu_worker.engine.batch.row import arrange
 from gpu_worker.engine.cpu import native
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 

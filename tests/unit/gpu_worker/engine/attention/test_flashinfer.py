@@ -15,7 +15,7 @@ from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row_slice import arrange
+from gpu_worker.engine.batch.row import arrange
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows

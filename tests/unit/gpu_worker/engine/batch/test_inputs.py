@@ -3,8 +3,7 @@
 import torch
 
 from gpu_worker.engine.batch.inputs import MAX_PADDING, Inputs, build_inputs
-from gpu_worker.engine.batch.row import Row
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.cpu.kernel_arguments import tiles_of
 from tests.support.engine.row_steps import BLOCK, EOS, TEXT, start
 

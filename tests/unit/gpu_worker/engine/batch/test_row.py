@@ -1,8 +1,7 @@
 """Rows: what ends them, which sample otherwise than greedily, and how their slices are arranged."""
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.row import Row
-from gpu_worker.engine.batch.row_slice import RowSlice, arrange
+from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from tests.support.engine.row_steps import (
     EOS,
     TEXT,

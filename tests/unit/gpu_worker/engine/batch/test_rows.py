@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.packing import pack_floats
+from common.messages.records import pack_floats
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.protocol import Grant

@@ -11,8 +11,7 @@ from torch import nn
 
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native, packed_linear
-from gpu_worker.engine.cpu.large_pages import LargePages
-from gpu_worker.engine.cpu.packed_linear import OneDnnLinear
+from gpu_worker.engine.cpu.packed_linear import LargePages, OneDnnLinear
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES

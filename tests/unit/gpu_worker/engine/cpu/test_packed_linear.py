@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.process import memory
-from gpu_worker.engine.blocks import Blocks
+from common.process import machine
 from gpu_worker.engine.cpu import native, packed_linear
-from gpu_worker.engine.cpu.large_pages import LargePages
-from gpu_worker.engine.cpu.packed_linear import NativeLinear
+from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
+from gpu_worker.engine.quantization.blocks import Blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -101,7 +100,7 @@ def test_plain_weights_are_dropped_where_memory_is_short(
 ) -> None:
     blocks = random_blocks(4, 32, True, torch.float16)
     for available_bytes, kept in ((0, False), (2**40, True)):
-        monkeypatch.setattr(memory, "available_bytes", lambda size=available_bytes: size)
+        monkeypatch.setattr(machine, "available_bytes", lambda size=available_bytes: size)
         model = Headless(nn.Linear(320, 100).bfloat16(), nn.Linear(320, 100).bfloat16())
         model.one.weight = nn.Parameter(blocks.widen(), requires_grad=False)
         packed_linear.pack_linears(model, {"one": blocks})

@@ -20,7 +20,7 @@ from tests.support.engine.on_cuda import noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.speculation.knowing_proposer import KnowingProposers
-from tests.unit.gpu_worker.engine.test_split_step import limit
+from tests.unit.gpu_worker.engine.batch.test_split_step import limit
 
 if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)

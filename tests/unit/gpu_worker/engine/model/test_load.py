@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.process import cpu
+from common.process import machine
 from common.settings.settings import Settings
 from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.parallel.communicator import Communicator
@@ -15,6 +15,6 @@ from gpu_worker.rank import RankInfo
 def test_workers_and_their_ranks_divide_the_cores(
     num_workers: int, ranks_of_each: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "num_cores", lambda: 16)
+    monkeypatch.setattr(machine, "num_cores", lambda: 16)
     communicator = Communicator(RankInfo(local_world_size=ranks_of_each))
     assert threads_of(Settings(num_workers=num_workers), communicator) == threads

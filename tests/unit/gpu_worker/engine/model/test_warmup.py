@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention.kv_cache import KVCache
-from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.model import warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import engine_of

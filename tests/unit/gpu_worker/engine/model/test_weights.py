@@ -16,7 +16,7 @@ from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.config import read_config
-from gpu_worker.engine.quantization.methods import METHODS
+from gpu_worker.engine.quantization.checkpoint import METHODS
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.errors import UnservableModel
-from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors
-from gpu_worker.engine.quantization.methods import refusal_of
+from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors, refusal_of
+from gpu_worker.protocol import UnservableModel
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.large_pages import LargePages
-from gpu_worker.engine.cpu.packed_linear import NativeLinear
+from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
+from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.quantization.integers import read_int8
 from gpu_worker.engine.quantization.weight import scale_floats, scale_integers, widen
 from tests.support.engine.quantized_models import mean, multiplies_blocks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.philox import BUFFERED
+from gpu_worker.engine.batch.sampling_state import BUFFERED
 from tests.support.engine.sample_requests import (
     CASES,
     GENERATED,

@@ -1,0 +1,274 @@
+"""Answer parser: the deltas of one answer's text, as it comes.
+
+The deltas are a pure function of the pieces of text, and joined they are the same for every cut of it.
+
+Answer of a chat: its text as content, reasoning and calls of tools, piece by piece.
+
+All of it is a function of the answer's `Reading` and of the pieces, so every gateway reads the same.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from api.answers.call_formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    CallFormat,
+    ReasoningFormat,
+    read_reasoning,
+)
+from api.answers.scanner import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    Scan,
+    Scanner,
+    Tool,
+    Waiting,
+)
+from common.messages.answer import Reading
+
+
+class AnswerParser:
+    """Reads one answer: reasoning first, where the model thinks, then content and calls.
+
+    Attributes:
+        tools: the functions that the request offers.
+        calls: how the model writes calls; None if all is content.
+        reasoning: how the model thinks; None if it does not.
+        prompt: the end of the prompt, in which thinking may have begun.
+        is_either: an answer that does not begin with a call has none.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        calls: CallFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        prompt: str = "",
+        is_either: bool = False,
+    ) -> None:
+        self.scanner = Scanner(tools, is_either)
+        self.reading = read_answer(self.scanner, calls, reasoning, prompt)
+        next(self.reading, None)
+
+    def feed(self, text: str) -> list[Delta]:
+        """What the next piece of text says. Marks of the formats are part of it, special tokens or not."""
+        self.scanner.text += text
+        next(self.reading, None)
+        deltas, self.scanner.deltas = self.scanner.deltas, []
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """What the rest of the text says, when none follows."""
+        self.scanner.ended = True
+        return self.feed("")
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that have begun."""
+        return self.scanner.num_calls
+
+
+def read_answer(
+    scanner: Scanner, calls: CallFormat | None, reasoning: ReasoningFormat | None, prompt: str
+) -> Scan:
+    yield
+    if reasoning is not None:
+        yield from read_reasoning(scanner, reasoning, reasoning.begins_inside(prompt))
+    if calls is not None and (not scanner.is_either or (yield from begins_call(scanner, calls))):
+        yield from calls.read(scanner)
+    else:
+        yield from scanner.content_until()
+    if scanner.space:  # white space at the end is content
+        scanner.emit(ContentDelta(scanner.space))
+
+
+def begins_call(scanner: Scanner, calls: CallFormat) -> Waiting:
+    """Whether a call may follow at once; nothing is read."""
+    start = scanner.position
+    yield from scanner.skip()
+    found = yield from scanner.next_is(*calls.marks, *calls.unmarked)
+    scanner.position = start
+    return found
+
+
+ID_CHARS = 24
+SHORT_ID_CHARS = 9
+
+
+class ChoiceParser:
+    """Parses the text of one choice.
+
+    Attributes:
+        name: of the choice among all that were ever requested; ids of calls follow from it.
+        num_tokens: tokens read.
+        num_reasoning_tokens: those of them that came before content and calls, if there is reasoning.
+        last_call: the arguments of the last call so far.
+        goes_on: text follows the last call.
+    """
+
+    def __init__(self, reading: Reading, name: str) -> None:
+        self.reading = reading
+        self.name = name
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.reasons = False
+        self.answers = False
+        self.last_call = ""
+        self.goes_on = False
+        tools = [Tool(tool, json.loads(schema)) for tool, schema in reading.tools]
+        self.parser = AnswerParser(
+            tools,
+            CALL_FORMATS.get(reading.calls),
+            REASONING_FORMATS.get(reading.reasoning),
+            reading.prompt_end,
+            reading.is_either,
+        )
+
+    def read(self, text: str, num_tokens: int, ended: bool) -> list[Delta]:
+        """What the next piece of text says; the last one ends the answer."""
+        deltas = self.parser.feed(text)
+        if ended:
+            deltas += self.parser.finish()
+        self.reasons |= any(isinstance(one, ReasoningDelta) for one in deltas)
+        self.answers |= any(not isinstance(one, ReasoningDelta) for one in deltas)
+        self.num_tokens += num_tokens
+        if self.reasons and not self.answers:
+            self.num_reasoning_tokens = self.num_tokens
+        shown = [one for one in deltas if self.is_shown(one)]
+        self.note_calls(shown)
+        return shown
+
+    def note_calls(self, deltas: Iterable[Delta]) -> None:
+        for one in deltas:
+            match one:
+                case CallStart():
+                    self.last_call, self.goes_on = "", False
+                case CallArguments(_, text):
+                    self.last_call += text
+                case ContentDelta(text):
+                    self.goes_on |= bool(text.strip())
+
+    def is_shown(self, delta: Delta) -> bool:
+        match delta:
+            case ReasoningDelta():
+                return self.reading.shows_reasoning
+            case CallStart() | CallArguments():
+                return self.reading.parallel or delta.index == 0
+            case _:
+                return True
+
+    @property
+    def has_calls(self) -> bool:
+        return self.parser.num_calls > 0
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the last call is not complete: a client must not do what it says."""
+        return self.has_calls and not is_json(self.last_call)
+
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether the answer's last call is complete, and nothing follows it: that `max_tokens` ends the
+        answer there takes nothing from it.
+        """
+        return self.has_calls and not self.goes_on and not self.is_within_call
+
+    def call_id(self, index: int) -> str:
+        """The id of a call: the same at whichever gateway it is read, and no other call's."""
+        digest = hashlib.sha256(f"{self.name}/{index}".encode()).hexdigest()
+        form = CALL_FORMATS.get(self.reading.calls)
+        return digest[:SHORT_ID_CHARS] if form and form.short_ids else f"call_{digest[:ID_CHARS]}"
+
+
+def marks_of(reading: Reading) -> tuple[str, ...]:
+    """Texts that divide an answer into its parts."""
+    calls, reasoning = CALL_FORMATS.get(reading.calls), REASONING_FORMATS.get(reading.reasoning)
+    return (*(calls.marks if calls else ()), *(reasoning.marks if reasoning else ()))
+
+
+# --- OpenAI's objects ---------------------------------------------------------------------------------------
+
+
+def render_message(parser: ChoiceParser, deltas: Iterable[Delta], prefix: str = "") -> dict[str, Any]:
+    """The fields of the message that all deltas make, but for its role; its content begins with `prefix`."""
+    content, reasoning = prefix, ""
+    calls: list[dict[str, Any]] = []
+    for one in deltas:
+        match one:
+            case ContentDelta(text):
+                content += text
+            case ReasoningDelta(text):
+                reasoning += text
+            case CallStart(index, name):
+                calls.append(new_call(parser, index, name))
+            case CallArguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    message: dict[str, Any] = {"content": content if content or not calls else None}
+    if reasoning:
+        message |= render_reasoning(reasoning)
+    if calls and parser.reading.is_older:
+        message["function_call"] = calls[0]["function"]
+    elif calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def new_call(parser: ChoiceParser, index: int, name: str) -> dict[str, Any]:
+    return {"id": parser.call_id(index), "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def render_reasoning(text: str) -> dict[str, str]:
+    """The fields of reasoning: older clients look for the one name, newer ones for the other."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def render_deltas(parser: ChoiceParser, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+    """The fields `delta` of the chunks of one piece: a call's name comes in a chunk before its arguments."""
+    chunks: list[dict[str, Any]] = []
+    for one in deltas:
+        match one:
+            case ContentDelta(text):
+                chunks.append({"content": text})
+            case ReasoningDelta(text):
+                chunks.append(render_reasoning(text))
+            case CallStart(index, name):
+                chunks.append(render_call_delta(parser, index, new_call(parser, index, name)))
+            case CallArguments(index, text):
+                chunks.append(render_call_delta(parser, index, {"function": {"arguments": text}}))
+    return chunks
+
+
+def render_call_delta(parser: ChoiceParser, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    if parser.reading.is_older:
+        return {"function_call": call["function"]}
+    return {"tool_calls": [{"index": index, **call}]}
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def is_whole_json(text: str) -> bool:
+    """Whether a text is JSON that nothing but white space may follow, as digits may a number."""
+    return text.rstrip().endswith(("}", "]", '"')) and is_json(text)
+
+
+def finish_reason(parser: ChoiceParser, reason: str) -> str:
+    """OpenAI's reason for the end of an answer; `reason` is that of a text, which may end within a call. A
+    call of the function that the client chose is an answer like any other.
+    """
+    if reason == "length" and parser.ends_in_call:
+        reason = "stop"
+    if reason != "stop" or not parser.has_calls or parser.is_within_call or parser.reading.is_named:
+        return reason
+    return "function_call" if parser.reading.is_older else "tool_calls"

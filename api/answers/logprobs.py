@@ -1,0 +1,175 @@
+"""Log-probabilities in response bodies, described for /docs.
+
+The bytes of one token. Text decoding cannot tell them if a character consists of several tokens.
+
+Log-probabilities in the shapes of chats and responses, of completions, and of vLLM's prompts.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from api.http.openapi import ApiObject
+from api.streams.stream import Stream
+from common.messages.records import TopTokens
+
+
+class TopLogprob(ApiObject):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+    """The UTF-8 bytes of the token; a character may consist of several tokens."""
+
+
+class TokenLogprob(TopLogprob):
+    """A generated token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ApiObject):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(ApiObject):
+    """Four parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt."""
+    top_logprobs: list[dict[str, float | None] | None]
+    """The most likely tokens at each position; null for the first token of a prompt."""
+    text_offset: list[int]
+    """Number of characters before each token."""
+
+
+class PromptLogprob(ApiObject):
+    """A token in one place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    """1 for the likeliest token; null where it is not among the likeliest that are returned."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; null for the prompt's first token."""
+
+
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes of a token; empty for an unknown id."""
+    piece: str = tokenizer.id_to_token(token_id) or ""
+    if "ByteLevel(" in repr(tokenizer.decoder) and byte_of_character().keys() >= set(piece):
+        return bytes(byte_of_character()[character] for character in piece)
+    if match := BYTE.fullmatch(piece):
+        return bytes.fromhex(match[1])
+    return piece.replace("▁", " ").encode()
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable character → byte."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for an impossible token, because JSON has no minus infinity."""
+LogprobLists = dict[str, list[Any]]
+
+
+def chat_logprobs(stream: Stream, tokens: Iterable[int], by_id: bool = False) -> list[dict[str, Any]]:
+    """An object for each of the tokens with these indices; `by_id` as in `token_name`."""
+    return [
+        token_logprob(stream, stream.ids[i], stream.logprobs[i], by_id)
+        | {
+            "top_logprobs": [
+                token_logprob(stream, token_id, logprob, by_id)
+                for token_id, logprob in (stream.tops[i] if stream.tops else [])
+            ]
+        }
+        for i in tokens
+    ]
+
+
+def token_logprob(stream: Stream, token_id: int, logprob: float, by_id: bool) -> dict[str, Any]:
+    name = token_name(stream, token_id, by_id)
+    return {"token": name, "logprob": finite(logprob), "bytes": [*bytes_of(stream, token_id)]}
+
+
+def completion_logprobs(
+    stream: Stream,
+    tokens: Sequence[tuple[int, float | None, TopTokens]],
+    offsets: list[int],
+    by_id: bool = False,
+) -> LogprobLists:
+    """The four lists for tokens, each with its id, log-probability and most likely alternatives. The token
+    itself is always among the latter; the first token of a prompt has neither. `by_id` as in `token_name`.
+    """
+    return {
+        "tokens": [token_name(stream, token_id, by_id) for token_id, _, _ in tokens],
+        "token_logprobs": [None if logprob is None else finite(logprob) for _, logprob, _ in tokens],
+        "top_logprobs": [
+            None
+            if logprob is None
+            else {
+                token_name(stream, other, by_id): finite(value)
+                for other, value in (*top, (token_id, logprob))
+            }
+            for token_id, logprob, top in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def join_logprobs(first: LogprobLists | None, second: LogprobLists) -> LogprobLists:
+    return second if first is None else {name: first[name] + second[name] for name in second}
+
+
+def prompt_logprobs(stream: Stream, num_tops: int) -> list[dict[str, dict[str, Any]] | None]:
+    """The log-probabilities of each token of the prompt and of the `num_tops` likeliest tokens in its place;
+    null for the first one. A token's rank is known where it is among these.
+    """
+    found: list[dict[str, dict[str, Any]] | None] = []
+    for token_id, logprob, top in stream.prompt.tokens():
+        if logprob is None:
+            found.append(None)
+            continue
+        ranked = [(other, value, rank) for rank, (other, value) in enumerate(top[:num_tops], 1)]
+        rank = next((rank for other, _, rank in ranked if other == token_id), None)
+        found.append(
+            {
+                str(other): {
+                    "logprob": finite(value),
+                    "rank": place,
+                    "decoded_token": token_name(stream, other),
+                }
+                for other, value, place in [(token_id, logprob, rank), *ranked]
+            }
+        )
+    return found
+
+
+def bytes_of(stream: Stream, token_id: int) -> bytes:
+    """The bytes of a token."""
+    return token_bytes(stream.tokenizer.backend, token_id)
+
+
+def token_name(stream: Stream, token_id: int, by_id: bool = False) -> str:
+    """A token's text; with `by_id` its id, as vLLM writes it for tokens whose bytes are no text."""
+    return f"token_id:{token_id}" if by_id else bytes_of(stream, token_id).decode(errors="replace")
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

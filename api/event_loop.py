@@ -1,0 +1,231 @@
+"""Retry: repeat a step until it succeeds; a policy decides after each failure whether to give up or to
+wait.
+
+Background tasks: loops that run for as long as the gateway, or one of its pools, is open.
+
+Loop watch: measures for how long a gateway's event loop is held.
+
+While one task works, all streams wait. So long work goes in slices (`api/event_loop.py`) or in a thread
+(`api/event_loop.py`), and this metric shows where neither was done.
+
+Offload: runs long work in a thread, because on the event loop it would delay every stream of the
+gateway.
+
+Pace: long work gives way to the other tasks of the event loop.
+
+A loop does it after each slice of its work; many tasks that begin at once take turns.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextvars import Context
+from typing import Any, TypeVar
+
+from api.errors import ApiError
+from common.broker.client import ERRORS, FailureLog, describe_error
+from common.metrics.catalogue import LOOP_HOLD
+from common.process.event_loop import until_beat
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Policy = Callable[[Exception], Awaitable[None]]
+"""Called after a failure: raises to give up, or returns when it is time for the next attempt."""
+
+PAUSE_S = 0.2
+
+
+async def attempt(step: Callable[[], Awaitable[Result]], policy: Policy) -> Result:
+    """The result of `step`, or what the policy raises. Failures are ApiError and the broker's errors."""
+    while True:
+        try:
+            return await step()
+        except (ApiError, *ERRORS) as error:
+            await policy(error)
+
+
+async def fail_fast(error: Exception) -> None:
+    """Policy of a client that waits for an answer: the first failure is the result."""
+    raise error
+
+
+async def retry_forever(error: Exception) -> None:
+    """Policy of a step that must be done, however long the broker is away."""
+    log.debug("retrying after: %s", describe_error(error))
+    await asyncio.sleep(PAUSE_S)
+
+
+async def repeat_forever(step: Callable[[], Awaitable[None]], name: str) -> None:
+    """Run `step` again and again, whatever the broker does; its failures are logged as those of `name`."""
+    failures = FailureLog(log, name)
+    while True:
+        with failures.caught():
+            await step()
+            continue
+        await asyncio.sleep(PAUSE_S)
+
+
+@contextlib.asynccontextmanager
+async def background_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a loop while the context is open. If the loop ends by itself, so does the process: it could serve
+    nobody any more.
+    """
+    # A context of its own: the loop serves no single request, although one may have started it.
+    task = asyncio.create_task(loop, context=Context())
+    task.add_done_callback(exit_unless_cancelled)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def exit_unless_cancelled(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        log.critical("a background task of the gateway ended", exc_info=task.exception())
+        os._exit(1)  # no stream can go on; the next gateway process serves new ones
+
+
+INTERVAL_S = 0.1
+"""A timer wakes the process, which costs some 100 µs where caches are cold, also without requests. A shorter
+hold is seen if a timer was due in it: as often as anything else that came would have had to wait.
+"""
+
+
+async def watch_loop() -> None:
+    """Observe how late a timer is, and how much of that is work of this thread. Never returns."""
+    while True:
+        began_s, began_cpu_s, pause_s = time.perf_counter(), time.thread_time(), until_beat(INTERVAL_S)
+        await asyncio.sleep(pause_s)
+        held_s = max(0.0, time.perf_counter() - began_s - pause_s)
+        LOOP_HOLD.observe(held_s, "wall")
+        LOOP_HOLD.observe(min(held_s, time.thread_time() - began_cpu_s), "cpu")
+
+
+LONG = 4000
+"""Size of work that takes about a millisecond: characters to tokenise, bytes of JSON, or tokens to render."""
+
+
+async def offload(size: int, work: Callable[[], Result]) -> Result:
+    """The result of `work`, or its exception; it runs in a thread if `size`, in the units of LONG, is
+    large.
+    """
+    return work() if size < LONG else await asyncio.to_thread(work)
+
+
+MAX_UNITS = 32
+MAX_S = 0.001
+
+
+class Pace:
+    """Pace of one loop: a slice ends after MAX_UNITS units of work or MAX_S seconds.
+
+    A unit is a stream that got something: its frame is written in the same call, or by a task that has about
+    as much to do. So both the slice and what it causes are short.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a slice."""
+        self.num_units = 0
+        self.began_s = time.perf_counter()
+
+    def count(self, num_units: int = 1) -> bool:
+        """Count a piece of work. Returns whether the slice ends with it."""
+        self.num_units += num_units
+        return self.num_units >= MAX_UNITS or time.perf_counter() - self.began_s > MAX_S
+
+    async def step(self, num_units: int = 1) -> None:
+        """Call after each piece of work: returns at once, or when the other tasks have had their turn."""
+        if self.count(num_units):
+            await asyncio.sleep(0)
+            self.begin()
+
+
+class PacedQueue:
+    """Work that comes in parts, each done in order and in slices: at once as far as a slice goes, the rest in
+    later turns of the event loop.
+
+    A part is an iterator that does a piece of work with each step, and yields its units; it costs one itself.
+
+    Attributes:
+        parts: those that are not done, in order.
+        turn_s: the loop's time when the slice began; uvloop's stands still within a turn.
+    """
+
+    def __init__(self) -> None:
+        self.parts: deque[Iterator[int]] = deque()
+        self.pace = Pace()
+        self.turn_s = 0.0
+        self.left_over = asyncio.Event()
+
+    def add(self, part: Iterator[int]) -> None:
+        """Begin a part, unless others come before it."""
+        self.parts.append(part)
+        if len(self.parts) > 1:
+            return
+        turn_s = asyncio.get_running_loop().time()
+        if turn_s != self.turn_s:
+            self.turn_s = turn_s
+            self.pace.begin()
+        self.do_slice()
+
+    def do_slice(self) -> None:
+        while self.parts:
+            for num_units in self.parts[0]:
+                if self.pace.count(num_units):
+                    self.left_over.set()
+                    return
+            self.parts.popleft()
+            if self.pace.count() and self.parts:
+                self.left_over.set()
+                return
+
+    async def run(self) -> None:
+        """Do what is left over, in slices. Never returns."""
+        while True:
+            if self.left_over.is_set():
+                await asyncio.sleep(0)
+            else:
+                await self.left_over.wait()
+            self.left_over.clear()
+            self.pace.begin()
+            self.do_slice()
+
+
+class Turns:
+    """Lets `num_tasks` tasks begin in one turn of the event loop; the others queue up."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self.num_tasks = num_tasks
+        self.num_left = num_tasks
+        self.waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait_turn(self) -> None:
+        """Return when the task may begin."""
+        loop = asyncio.get_running_loop()
+        if self.num_left == self.num_tasks:
+            loop.call_soon(self.renew)
+        if self.num_left:
+            self.num_left -= 1
+        else:
+            self.waiting.append(loop.create_future())
+            await self.waiting[-1]
+
+    def renew(self) -> None:
+        """Begin the next turn."""
+        self.num_left = self.num_tasks
+        while self.waiting and self.num_left:
+            future = self.waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+                self.num_left -= 1
+        if self.num_left < self.num_tasks:
+            asyncio.get_running_loop().call_soon(self.renew)

@@ -1,0 +1,271 @@
+"""Checks of grammars in llguidance's form: whether one can be served, and what its texts can begin with.
+
+Vocabulary: the tokens that a grammar may name. Grammars are checked with a vocabulary of single bytes.
+
+Dead ends: places in a grammar after which nothing may follow, although no text of the grammar ends there.
+
+A regex has no dead ends. Rules may have them: after a comma, those of a JSON object may offer a name that no
+text can have.
+"""
+
+import functools
+import heapq
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+import llguidance
+import numpy as np
+
+from api.grammar.lark import TEXT, regex
+from api.prompts.tokenizer import ModelTokenizer
+
+NUM_BYTES = 256
+
+
+class Bytes:
+    """A vocabulary of single bytes, tokens without a text up to its size, and an end.
+
+    Attributes:
+        size: all ids that a grammar may name are below it.
+        special_tokens: ids of control tokens by their texts.
+    """
+
+    bos_token_id = None
+    special_tokens: Mapping[str, int] = {}
+
+    def __init__(self, size: int = NUM_BYTES) -> None:
+        self.size = max(size, NUM_BYTES)
+        self.eos_token_id = self.size
+        self.special_token_ids = (self.size,)
+        self.tokens = (
+            *(bytes([i]) for i in range(NUM_BYTES)),
+            *(b"" for _ in range(NUM_BYTES, self.size)),
+            b"<eos>",
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+Vocabulary = ModelTokenizer | Bytes
+"""A model's tokens, or the stand-in for them. Both are hashed by identity."""
+BYTES = Bytes()
+
+
+@functools.lru_cache(maxsize=8)
+def byte_vocabulary(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
+    """The vocabulary of single bytes, in which ids below `size` may be named."""
+    tokenizer = Bytes(size)
+    wrapper = llguidance.TokenizerWrapper(tokenizer)
+    return llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.size + 1, eos_token=[tokenizer.size])
+
+
+MAX_PLACES = 256
+"""How many places are looked at, which takes some 30 ms."""
+MAX_FORCED = 8192
+"""How many bytes may be forced at once: the engine tokenizes all of them at each step."""
+MAX_ALIKE = 16
+"""How many places in a row are looked at where the same may follow, as within a string."""
+FREE = 64
+"""Where more bytes than this may follow, text is free: a quote ends it, and a letter stands for the rest."""
+FREE_TEXT = b'"a'
+CLOSING = b'"}]'
+SHAPE = b"{}[],"
+"""Two places differ if the texts before them have different numbers of these bytes."""
+CLASSES = (
+    b"0123456789",
+    b"abcdefghijklmnopqrstuvwxyz",
+    b"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    bytes(range(128, 256)),
+)
+MANY = 8
+"""Where more bytes of a class than this may follow, the first one stands for the rest."""
+SPACE = b" \n\t\r"
+
+
+@dataclass(order=True, slots=True)
+class Way:
+    """A way into a grammar.
+
+    Attributes:
+        num_turns: how many of its bytes were not the ones that close soonest.
+        number: the order of ways; the newest has the lowest.
+        matcher: the grammar's state after the text.
+        text: as tokens of single bytes.
+        mask: what was allowed in the place of its last byte.
+        num_alike: for how many bytes in a row the mask has been the same.
+    """
+
+    num_turns: int
+    number: int
+    matcher: llguidance.LLMatcher = field(compare=False)
+    text: tuple[int, ...] = field(compare=False, default=())
+    mask: bytes = field(compare=False, default=b"")
+    num_alike: int = field(compare=False, default=0)
+
+    @property
+    def place(self) -> object:
+        return self.mask, self.text[-1:], self.num_alike, *(self.text.count(byte) for byte in SHAPE)
+
+    def follow_forced(self) -> bool:
+        """Follow what is forced. False if that is too much."""
+        forced = self.matcher.compute_ff_tokens()
+        if 0 < len(forced) <= MAX_FORCED:
+            self.matcher.consume_tokens(forced)
+            self.text += tuple(forced)
+        return len(forced) <= MAX_FORCED
+
+    def look(self) -> None:
+        """See what may follow. At a dead end the matcher has an error afterwards."""
+        mask = self.matcher.compute_bitmask()
+        self.num_alike = self.num_alike + 1 if mask == self.mask else 0
+        self.mask = mask
+
+
+def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
+    """The way into a dead end of a grammar, or to a forced text that is too long (its matcher has no error);
+    None if there is none.
+
+    Args:
+        start: a matcher of the grammar; it is consumed.
+        end: the token that ends a text.
+    """
+    numbers, seen = count(-1, -1), set[object]()
+    ways = [Way(0, 0, start)]
+    while ways and len(seen) < MAX_PLACES:
+        way = heapq.heappop(ways)
+        if not way.follow_forced():
+            return way
+        if way.matcher.is_stopped() and not way.matcher.is_error():
+            continue
+        way.look()
+        if way.matcher.is_error():
+            return way
+        if way.place not in seen and way.num_alike < MAX_ALIKE:
+            seen.add(way.place)
+            for turns, byte in enumerate(following(way.mask, end)):
+                matcher = way.matcher.deep_copy()
+                matcher.consume_token(byte)
+                later = way.num_turns + bool(turns), next(numbers), matcher, (*way.text, byte)
+                heapq.heappush(ways, Way(*later, way.mask, way.num_alike))
+    return None
+
+
+def following(mask: bytes, end: int) -> list[int]:
+    """The bytes and tokens of a mask that are tried; those that close soonest come first."""
+    flags = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:end]
+    allowed: list[int] = np.flatnonzero(flags).tolist()
+    if len(allowed) > FREE:
+        return [byte for byte in FREE_TEXT if flags[byte]] or allowed[:1]
+    for members in CLASSES:
+        if len(alike := [token for token in allowed if token in members]) > MANY:
+            allowed = [token for token in allowed if token not in alike[1:]]
+    allowed.sort(key=lambda token: (token not in CLOSING, token))
+    return [token for token in allowed if token not in SPACE] or allowed
+
+
+EMPTY = "NoExtensionBias"
+"""llguidance's error for a grammar that no text satisfies."""
+OWN_WORDS = (
+    (re.compile("Regex is empty:.*"), "no text has all that is said of a string"),
+    (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
+    (re.compile(r"json-schema:///(#\S*)"), r"`\1`"),
+    (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
+    (re.compile(r"^panic: (.|\n)*"), "its rules cannot be told apart"),
+)
+"""What llguidance says of a schema → what the error says."""
+MAX_QUOTED = 100
+NUM_TRIED = 32
+"""How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
+ALLOWED = 200
+"""The bias that llguidance gives a token that may come next."""
+
+
+def error_of(source: str, size: int = NUM_BYTES) -> str:
+    """Why a grammar cannot be served; "" if it can, as far as the beginning of one of its texts shows.
+
+    What is too complex for single bytes is too complex for a model's vocabulary.
+
+    Args:
+        size: ids that the grammar names are below it.
+    """
+    vocabulary = byte_vocabulary(size)
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    if matcher.is_error():
+        return cause_of(matcher)
+    if way := find_dead_end(matcher.deep_copy(), vocabulary.eos_token):
+        return cause_of_end(way)
+    next_token = last_allowed(matcher, vocabulary)
+    for _ in range(NUM_TRIED):
+        if next_token < 0 or not matcher.consume_token(next_token):
+            break
+        next_token = last_allowed(matcher, vocabulary)
+    cause = cause_of(matcher)
+    return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
+
+
+def cause_of_end(way: Way) -> str:
+    """What is wrong with a grammar that has this way into a dead end."""
+    cause = cause_of(way.matcher)
+    if not cause:
+        return f"it forces a text of more than {MAX_FORCED} bytes"
+    if not cause.startswith(EMPTY):
+        return f"it is too complex: {cause}"
+    return f"nothing can follow {quoted(way.text)}" if way.text else "no text satisfies it"
+
+
+def quoted(tokens: Iterable[int]) -> str:
+    """The end of a text of single bytes, between quotes."""
+    text = bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
+    return json.dumps(text.rstrip()[-MAX_QUOTED:], ensure_ascii=False)
+
+
+def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
+    """Whether a text of the grammar can begin with this one."""
+    matcher = llguidance.LLMatcher(byte_vocabulary(size), source, log_level=0)
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def can_go_on(pattern: str, first: str) -> bool:
+    """Whether a text that matches can go on with this character and still match: the longest match would then
+    take a part of what follows. Both are regexes of a Lark grammar. Raises ValueError.
+    """
+    return not is_empty(f"ONE & (ONE /{first}/ {TEXT})\nONE: {pattern}")
+
+
+@functools.lru_cache(maxsize=256)
+def is_space(pattern: str) -> bool:
+    """Whether a regex matches nothing but white space. Raises ValueError."""
+    return is_empty(f"{regex(pattern)} & ~/\\s*/")
+
+
+def is_empty(lexeme: str) -> bool:
+    """Whether no text matches a lexeme of Lark. Raises ValueError."""
+    source = f"start: LEXEME\nLEXEME: {lexeme}"
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    cause = cause_of(matcher)
+    if cause and not cause.startswith(EMPTY):
+        raise ValueError(cause)
+    return bool(cause)
+
+
+def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:
+    """The highest token that may come next, without the end; -1 if none may."""
+    if matcher.is_stopped():
+        return -1
+    return matcher.compute_logit_bias().rfind(ALLOWED, 0, vocabulary.eos_token)
+
+
+def cause_of(matcher: llguidance.LLMatcher) -> str:
+    """The error of a matcher; "" if it has none."""
+    cause = matcher.get_error().split("<state>")[0].strip()
+    for pattern, words in OWN_WORDS:
+        cause = pattern.sub(words, cause)
+    return cause

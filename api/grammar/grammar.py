@@ -1,0 +1,210 @@
+"""Grammar: what an answer must look like, compiled to llguidance's form.
+
+A gateway compiles each grammar once, for a vocabulary of single bytes, so that what cannot be served is
+refused before it is queued. Workers compile it again for their model's vocabulary.
+"""
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+from api.errors import ApiError, cut, invalid
+from api.event_loop import LONG, offload
+from api.grammar.check import BYTES, Vocabulary, error_of, is_space
+from api.grammar.json_schema import WHITESPACE, all_schemas, close_objects, list_names, map_schemas
+from api.grammar.lark import Lark, literal
+from api.grammar.structural_tag import TagRules
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_SCHEMA_DEPTH = 64
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats that are enforced; others are annotations, as in JSON Schema."""
+ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
+UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
+"""Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
+UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^]]*)"\]')
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar as a client wrote it.
+
+    Attributes:
+        kind: `json` (a JSON schema), `regex`, `choice` (a JSON list of strings), `grammar` (Lark or GBNF),
+            `structural_tag` (as JSON).
+        text: the grammar.
+        field: the request's field that has it.
+        whitespace: a regex for white space in JSON.
+        closed: objects of a JSON schema have only the properties that they list, where that is safe.
+    """
+
+    kind: str
+    text: str
+    field: str
+    whitespace: str = WHITESPACE
+    closed: bool = False
+
+
+def is_json(grammar: Grammar | None) -> bool:
+    """Whether all that a grammar describes is JSON."""
+    return grammar is not None and grammar.kind == "json"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar in llguidance's own form. A part of it came from the client.
+
+    Attributes:
+        source: the grammar.
+        field: the request's field that needs it.
+    """
+
+    source: str
+    field: str
+
+
+async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
+    """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place.
+
+    `vocabulary` is the model's: tags may be its special tokens.
+    """
+    size = len(grammar.text)
+    if size > MAX_GRAMMAR_BYTES:
+        raise invalid(
+            f"`{grammar.field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}",
+            grammar.field,
+        )
+    named = vocabulary if grammar.kind == "structural_tag" else BYTES
+    return await offload(LONG, lambda: compile_cached(grammar, named))
+
+
+@functools.lru_cache(maxsize=256)
+def compile_cached(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+    try:
+        if not is_space(grammar.whitespace):
+            raise ValueError("its `whitespace_pattern` must match nothing but white space")
+        source = source_of(grammar, vocabulary)
+    except ValueError as error:
+        raise refusal(grammar, str(error)) from error
+    if cause := error_of(source, vocabulary.size):
+        raise refusal(grammar, cause)
+    return source
+
+
+def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+    """The grammar in llguidance's form, not yet checked. Raises ValueError."""
+    match grammar.kind:
+        case "json":
+            schema = as_compiled(checked_schema(grammar), grammar.closed)
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": grammar.whitespace}
+            )
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            words = " | ".join(map(literal, json.loads(grammar.text)))
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
+        case "structural_tag":
+            schema = functools.partial(embedded_schema, grammar.whitespace)
+            rules = TagRules(Lark(vocabulary.special_tokens), schema, embedded_grammar)
+            return rules.source(grammar.text, grammar.field)
+        case _:
+            return llguidance.LLMatcher.grammar_from_lark(lark_of(grammar.text))
+
+
+def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> dict[str, Any]:
+    """A JSON schema as a part of a Lark grammar. Raises ApiError.
+
+    Args:
+        own: the white space of a schema that does not say its own.
+    """
+    if not isinstance(schema, dict | bool):
+        raise invalid(f"`{field}` must be a JSON schema", field)
+    grammar = Grammar("json", json.dumps(schema), field, whitespace or own)
+    compile_cached(grammar)
+    schema = as_compiled(checked_schema(grammar), closed=False)
+    return {**schema, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
+
+
+def embedded_grammar(text: str, field: str) -> str:
+    """A grammar in GBNF or Lark, as a part of another, in Lark. Raises ApiError."""
+    compile_cached(Grammar("grammar", text, field))
+    return lark_of(text)
+
+
+def lark_of(text: str) -> str:
+    """A grammar in Lark, given as Lark or as GBNF. xgrammar's GBNF may escape a dash. Raises ValueError."""
+    try:
+        return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except Exception as error:  # the converter has no type of its own for rules that are missing
+        raise ValueError(str(error)) from error
+
+
+def checked_schema(grammar: Grammar) -> Any:
+    """The schema as an object. Raises ApiError."""
+    try:
+        schema = json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise refusal(grammar, f"it is not JSON: {error}") from error
+    if schema is True:
+        return {}
+    if schema is False:
+        raise refusal(grammar, "no value satisfies the schema `false`")
+    if not isinstance(schema, dict):
+        raise refusal(grammar, "a JSON schema is an object")
+    if (depth := depth_of(schema)) > MAX_SCHEMA_DEPTH:
+        raise refusal(grammar, f"its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}")
+    return schema
+
+
+def depth_of(value: Any) -> int:
+    """How deep objects and lists are nested in each other."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def as_compiled(schema: Any, closed: bool) -> Any:
+    """A schema as it is compiled: without what is not enforced, and with closed objects if `closed`."""
+    enforced = map_schemas(schema, without_annotations)
+    return map_schemas(close_objects(enforced) if closed else enforced, list_names)
+
+
+def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without a format that is not enforced, and without llguidance's own options."""
+    return {
+        name: value
+        for name, value in schema.items()
+        if name != "x-guidance" and not (name == "format" and value not in FORMATS)
+    }
+
+
+def refusal(grammar: Grammar, cause: str) -> ApiError:
+    """The error for a grammar that cannot be compiled."""
+    if (found := UNIMPLEMENTED.match(cause)) is not None:
+        keyword = found[1].split('", "')[0]
+        place = place_of(keyword, json.loads(grammar.text))
+        cause = f"the keyword `{keyword}`{f' (at `{cut(place)}`)' if place else ''} is not supported"
+    elif cause.startswith("oneOf constraints"):
+        place = place_of("oneOf", json.loads(grammar.text))
+        cause = (
+            f"the keyword `oneOf` (first at `{cut(place)}`) is supported only where no value can match two "
+            "of its schemas"
+        )
+    else:
+        cause = cut(cause)
+    return invalid(f"`{grammar.field}` cannot be compiled: {cause}", grammar.field)
+
+
+def place_of(keyword: str, schema: Any) -> str:
+    """The JSON pointer of the first place of a keyword in a schema; "" for none."""
+    return next((f"{path}/{keyword}" for path, one in all_schemas(schema) if keyword in one), "")

@@ -1,0 +1,152 @@
+"""JSON schemas as trees: every schema in a schema, changed one by one; objects that are closed.
+
+`patternProperties` that match only names which the object lists.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import llguidance
+
+from api.grammar.check import can_begin
+
+WHITESPACE = r"(\x20|\n\x20{0,32})?"
+"""White space between the tokens of JSON: none, a space, or a line that is indented. More than that, a model
+could write for ever.
+"""
+NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose keys are names, not keywords."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, not schemas."""
+COMBINING = frozenset(
+    "allOf oneOf not if dependentSchemas dependentRequired unevaluatedProperties $dynamicRef".split()
+)
+"""Keywords by which an object may have to satisfy several schemas, or exactly one of several."""
+OF_OBJECTS = frozenset("properties required minProperties maxProperties propertyNames".split()) | {
+    "patternProperties",
+    "additionalProperties",
+}
+ELSEWHERE = frozenset({"$ref", "anyOf"})
+"""Keywords by which a schema refers to others."""
+
+
+def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The schema with `change` made to every schema in it, inner ones first."""
+    if isinstance(schema, list):
+        return [map_schemas(item, change) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return change(
+        {
+            name: value
+            if name in VALUES
+            else {key: map_schemas(item, change) for key, item in value.items()}
+            if name in NAMES_OF_SCHEMAS and isinstance(value, dict)
+            else map_schemas(value, change)
+            for name, value in schema.items()
+        }
+    )
+
+
+def all_schemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in the schema, itself first, each with its JSON pointer (RFC 6901)."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from all_schemas(item, f"{path}/{i}")
+    elif isinstance(schema, dict):
+        yield path, schema
+        for name, value in schema.items():
+            if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
+                for key, item in value.items():
+                    yield from all_schemas(item, f"{path}/{name}/{escape(key)}")
+            elif name not in VALUES:
+                yield from all_schemas(value, f"{path}/{escape(name)}")
+
+
+def escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` in each object that lists its properties and says nothing
+    of others: OpenAI's strict mode and TGI's grammars mean that. A small model takes the freedom that JSON
+    Schema leaves there for an invitation, and writes properties until `max_tokens`.
+
+    What satisfies the closed schema satisfies the open one. A schema that combines its parts is left as it
+    is: what one part closes, another may require.
+    """
+    return schema if any(combines(one) for _, one in all_schemas(schema)) else map_schemas(schema, close)
+
+
+def combines(schema: dict[str, Any]) -> bool:
+    """Whether an object may have to satisfy this schema and another one."""
+    elsewhere = ELSEWHERE & schema.keys()
+    return (
+        bool(COMBINING & schema.keys())
+        or len(elsewhere) > 1
+        or bool(elsewhere and OF_OBJECTS & schema.keys())
+    )
+
+
+def close(schema: dict[str, Any]) -> dict[str, Any]:
+    names, required = schema.get("properties"), schema.get("required", [])
+    says_more = OF_OBJECTS & schema.keys() - {"properties", "required", "maxProperties"}
+    if not names or not isinstance(names, dict) or says_more or not isinstance(required, list):
+        return schema
+    known = all(isinstance(name, str) and name in names for name in required)
+    return schema | {"additionalProperties": False} if known else schema
+
+
+MAX_MATCHES = 1024
+"""Patterns of an object times its names; with more than this, no pattern is tried."""
+
+
+def list_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without the patterns that match only listed names. What a pattern says is said of each
+    property that it matches.
+
+    With a pattern, llguidance asks for a name that matches it and is not listed, even if there is none.
+    """
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(patterns, dict) or not isinstance(properties, dict) or not isinstance(required, list):
+        return schema
+    names = tuple(dict.fromkeys([*properties, *(name for name in required if isinstance(name, str))]))
+    tried = patterns if len(patterns) * len(names) <= MAX_MATCHES else ()
+    complete = [pattern for pattern in tried if matches_none_but(pattern, names)]
+    for pattern in complete:
+        for name in names:
+            if matches(pattern, name):
+                properties = properties | {name: both(properties.get(name), patterns[pattern])}
+    if not complete:
+        return schema
+    others = {pattern: one for pattern, one in patterns.items() if pattern not in complete}
+    return schema | {"properties": properties, "patternProperties": others}
+
+
+def both(one: Any, other: Any) -> Any:
+    return other if one is None else {"allOf": [one, other]}
+
+
+@functools.lru_cache(maxsize=1024)
+def matches_none_but(pattern: str, names: tuple[str, ...]) -> bool:
+    """Whether a pattern matches no other names. False for one that cannot be compiled."""
+    listed = {name: {"const": 0} for name in names}
+    schema = {"properties": listed, "required": names, "patternProperties": {pattern: {"const": 0}}}
+    begin = "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
+    return bool(names) and begins(schema, f"{{{begin}") and not begins(schema, f'{{{begin}"')
+
+
+@functools.lru_cache(maxsize=1024)
+def matches(pattern: str, name: str) -> bool:
+    schema = {"patternProperties": {pattern: {"const": 0}}}
+    return begins(schema, f"{{{json.dumps(name, ensure_ascii=False)}:")
+
+
+def begins(schema: Mapping[str, Any], text: str) -> bool:
+    """Whether an object of a closed schema can begin with a text."""
+    closed = json.dumps({"type": "object", **schema, "additionalProperties": False})
+    source = llguidance.LLMatcher.grammar_from_json_schema(closed, overrides={"whitespace_pattern": ""})
+    return can_begin(source, text)

@@ -1,0 +1,254 @@
+"""Answer socket: the connection under one answer, which the socket keeper holds from the beginning of the
+answer until its last byte is with the kernel.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.handover.keeper_channel import KeeperChannel
+from api.handover.rest_of_answer import RestOfAnswer, WrittenHead
+from api.http.sse import CYCLE
+from api.http.unread import bytes_written
+from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
+
+log = logging.getLogger(__name__)
+
+STATE_KEY = "answer_socket"
+FORMAT = "6"
+"""Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway
+of another format cannot go on in the middle of an answer.
+"""
+HEADERS = (b"origin", b"x-request-id")
+"""Headers of a request that the head of its response depends on."""
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What may be written before the head of a response; clients of HTTP/1.1 skip it."""
+TELL_S = 5.0
+"""How long an answer's head waits for a keeper that does not read, as on a machine with too much to do."""
+
+
+class AnswerSocket:
+    """The socket of one answer, as its gateway sees it.
+
+    Attributes:
+        cycle: the server's object for this request; it has the transport and its flow control.
+        answer: what the keeper is told; None where the socket is not kept.
+        is_told: whether the keeper may know of it.
+        is_handed_over: whether another gateway goes on with it.
+        is_closed: set when this gateway writes nothing more to a socket that it has handed over.
+    """
+
+    def __init__(self, channel: KeeperChannel, cycle: Any, answer: KeptAnswer | None = None) -> None:
+        self.channel = channel
+        self.cycle = cycle
+        self.answer = answer
+        self.is_told = False
+        if answer is not None:  # inherited
+            self.is_told = True
+            channel.handovers.add(self.hand_over)
+        self.is_handed_over = False
+        self.is_closed = asyncio.Event()
+
+    # --- beginning ------------------------------------------------------------------------------------------
+
+    async def keep(
+        self,
+        request_id: str,
+        connection: int,
+        num_seen: int,
+        comment: bytes,
+        extra: Mapping[str, str] | None,
+        requests: KeptRequests | None,
+    ) -> None:
+        """Have the socket kept; its `requests` are admitted. A stream's socket is kept when its head is
+        known, a whole answer's at once, with those headers of the response that another gateway does not know
+        (`extra`).
+        """
+        if self.answer is not None or not self.channel.is_open:
+            return
+        await flush(self.cycle)
+        if self.cycle.disconnected:
+            return
+        scope = self.cycle.scope
+        try:
+            base = bytes_written(self.cycle.transport.get_extra_info("socket"))
+        except OSError as error:
+            warn_once(f"streams end with this gateway: {error}")
+            return
+        headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
+        self.answer = KeptAnswer(
+            request_id=request_id,
+            base=base,
+            format=FORMAT,
+            connection=connection,
+            num_seen=num_seen,
+            comment=comment,
+            headers=headers,
+            requests=requests,
+            http_version=scope["http_version"],
+        )
+        if extra is not None:
+            await self.tell(replace(self.answer, extra=list(extra.items())))
+
+    async def start(self, message: Message, send: Send) -> None:
+        """Write the head of the response, after the keeper was told its bytes."""
+        if self.answer is None:
+            await send(message)
+            return
+        await self.cycle.flow.drain()
+        transport, written = self.cycle.transport, WrittenHead()
+        self.cycle.transport = written
+        try:
+            await send(message)
+        finally:
+            self.cycle.transport = transport
+        if not self.answer.head:
+            await self.tell(replace(self.answer, head=written.head))
+        if not self.cycle.disconnected:
+            transport.write(self.answer.head if self.answer else written.head)
+
+    async def tell(self, answer: KeptAnswer) -> None:
+        """Tell the keeper of an answer. Where that fails, its socket is not kept."""
+        beside = None if self.is_told else self.cycle.transport.get_extra_info("socket")
+        self.is_told, self.answer = True, answer
+        self.channel.handovers.add(self.hand_over)
+        try:
+            async with asyncio.timeout(TELL_S):
+                await self.channel.post(KeeperMessage(keep=answer), beside)
+        except (OSError, TimeoutError) as error:
+            if self.channel.is_open:  # else the launcher has closed it, since the whole fleet ends
+                warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
+            self.answer = None
+            self.channel.handovers.discard(self.hand_over)
+            self.channel.post(KeeperMessage(drop=answer.name))
+
+    # --- middle ---------------------------------------------------------------------------------------------
+
+    def may_comment(self) -> bool:
+        """Whether a keep-alive comment may be written now, without waiting: the keeper knows its place."""
+        if self.cycle.flow.write_paused:
+            return False  # there is more to write than the client reads
+        if self.answer is None:
+            return True
+        if (offset := position(self.cycle.transport, self.answer)) is None:
+            return False
+        answer = replace(self.answer, comments=[*self.answer.comments, offset])
+        if not self.channel.send_now(KeeperMessage(keep=answer)):
+            return False
+        self.answer = answer
+        return True
+
+    def probe(self) -> None:
+        """Write an interim response in front of the answer: a client that sends no more skips it if it reads,
+        and its kernel refuses it if it has gone.
+        """
+        transport = self.cycle.transport
+        if isinstance(transport, RestOfAnswer):
+            transport = transport.untouched
+        if transport is None or self.cycle.response_started or self.cycle.scope["http_version"] < "1.1":
+            return
+        if self.answer is not None:
+            answer = replace(self.answer, base=self.answer.base + len(INTERIM))
+            if not self.channel.send_now(KeeperMessage(keep=answer)):
+                return
+            self.answer = answer
+        transport.write(INTERIM)
+
+    # --- end ------------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Let another gateway go on, if the keeper has the socket."""
+        if self.answer is not None and not self.is_handed_over:
+            self.is_handed_over = True
+            self.cycle.transport.abort()  # closes our handle only: the connection lives on in the keeper's
+            asyncio.get_running_loop().call_soon(self.is_closed.set)  # comes after the end of the transport
+
+    async def finish(self) -> None:
+        """Called when the application has written everything, or the client has gone."""
+        if self.answer is None or not self.is_told:
+            return
+        if not self.is_handed_over:
+            await flush(self.cycle)
+        self.channel.handovers.discard(self.hand_over)
+        if not self.is_handed_over:
+            name, requests = self.answer.name, self.answer.requests
+            goes_on = self.cycle.disconnected and requests is not None and requests.outlives_client
+            self.channel.post(KeeperMessage(left=name) if goes_on else KeeperMessage(drop=name))
+            return
+        await self.is_closed.wait()
+        self.channel.post(KeeperMessage(release=self.answer.name))
+
+
+async def flush(cycle: Any) -> None:
+    """Wait until the kernel has every byte that was written, or the connection is lost."""
+    transport = cycle.transport
+    if not cycle.disconnected and transport.get_write_buffer_size():
+        low, high = transport.get_write_buffer_limits()
+        transport.set_write_buffer_limits(high=0)
+        await cycle.flow.drain()
+        if not transport.is_closing():
+            transport.set_write_buffer_limits(high=high, low=low)
+
+
+def position(transport: Any, answer: KeptAnswer) -> int | None:
+    """The offset in the answer up to which it was written, to the kernel or to the transport's buffer; None
+    where it is not known.
+    """
+    if isinstance(transport, RestOfAnswer):
+        transport.insert_comments()
+        return None if transport.is_behind else transport.position
+    try:
+        written = bytes_written(transport.get_extra_info("socket"))
+    except OSError:
+        return None
+    buffered: int = transport.get_write_buffer_size()
+    return written + buffered - answer.base
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def socket_of(scope: Scope) -> AnswerSocket | None:
+    """The socket of a request's answer; None where no keeper listens, and in tests without a server."""
+    found: AnswerSocket | None = scope["state"].get(STATE_KEY)
+    return found
+
+
+def is_handed_over(scope: Scope) -> bool:
+    answer_socket = socket_of(scope)
+    return answer_socket is not None and answer_socket.is_handed_over
+
+
+async def flush_socket(scope: Scope) -> None:
+    """Wait until the kernel has every byte of a response, so that no death of the gateway takes one away."""
+    if (cycle := scope.get("extensions", {}).get(CYCLE)) is not None:
+        await flush(cycle)
+
+
+async def give_answer_socket(
+    channel: KeeperChannel, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """The middleware that gives each HTTP request the socket of its answer, which a route may have kept."""
+    cycle = scope.get("extensions", {}).get(CYCLE)
+    if cycle is None:
+        await app(scope, receive, send)
+        return
+    answer_socket: AnswerSocket = scope["state"].setdefault(STATE_KEY, AnswerSocket(channel, cycle))
+
+    async def send_start(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await answer_socket.start(message, send)
+        else:
+            await send(message)
+
+    try:
+        await app(scope, receive, send_start)
+    finally:
+        await answer_socket.finish()

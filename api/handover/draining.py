@@ -1,0 +1,160 @@
+"""Draining: what a gateway does from its first SIGTERM until it ends.
+
+It takes no new connections, so that a proxy tries another gateway, and finishes every request on those that
+it has. Where a socket keeper listens, it hands its answers over to other gateways, or to its own successor.
+The gateways of a launcher that ends its whole fleet go on listening and refuse new requests, since nobody
+else would answer. What is not finished in time gets an error.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from api.errors import unavailable
+from api.handover.keeper_channel import KeeperChannel
+from api.http.acceptor import Acceptor
+from common.process.event_loop import until_beat
+
+SERVING_TICK_S = 1.0
+DRAINING_TICK_S = 0.1
+"""Each tick wakes the process, which costs a token some microseconds beside a busy engine."""
+FIRST_REQUEST_LOOKS = 20
+"""Ticks that a connection which is open already has for its first request, and more on a busy machine: the
+sockets are read before each look.
+"""
+KEEPER_GOES_S = 1.0
+"""How long the launcher's keeper may outlive a gateway's SIGTERM if all processes got it at once. A gateway
+hands nothing over before.
+"""
+
+
+class Draining:
+    """Whether the gateway drains, and until when at most (monotonic clock).
+
+    Attributes:
+        is_last: whether nobody else listens on its port when its keeper has gone.
+        refuses: whether it refuses new requests.
+        on_start: called once, when it begins.
+        on_timeout: called once, when its time is over; it ends the requests that are left.
+    """
+
+    def __init__(
+        self,
+        on_start: Callable[[], None] = lambda: None,
+        on_timeout: Callable[[], None] = lambda: None,
+        is_last: bool = False,
+    ) -> None:
+        self.since_s: float | None = None
+        self.is_last = is_last
+        self.refuses = False
+        self.on_start = on_start
+        self.on_timeout = on_timeout
+
+    async def check(self) -> None:
+        """Raises ApiError (503) while the gateway refuses new requests."""
+        if self.refuses:
+            raise unavailable("this gateway is shutting down")
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that ends when the requests are finished on all connections that the kernel has accepted for
+    it; uvicorn's own cuts those that it had not taken yet.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, draining: Draining, timeout_s: float, channel: KeeperChannel
+    ) -> None:
+        super().__init__(config)
+        self.draining = draining
+        self.timeout_s = timeout_s
+        self.channel = channel
+        self.looks_since_left = -1
+        self.acceptor = Acceptor((), self.serve_connection)
+        self.told = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self.acceptor = Acceptor(sockets or (), self.serve_connection)
+        self.acceptor.open()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.acceptor.close()
+        await super().shutdown([])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM drains, however often it comes: from the machine and from the launcher. A second Ctrl-C
+        ends the drain.
+        """
+        if self.draining.since_s is None:
+            self.draining.since_s = time.monotonic()
+            self.draining.on_start()
+        elif sig == signal.SIGINT:
+            super().handle_exit(sig, frame)
+        self.told.set()
+
+    async def main_loop(self) -> None:
+        """Call `on_tick` at intervals until it says that the server stops; at once when it is told to end."""
+        while not await self.on_tick(0):
+            if self.draining.since_s is not None:
+                await asyncio.sleep(DRAINING_TICK_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.told.wait(), until_beat(SERVING_TICK_S))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether the server stops."""
+        stops = await super().on_tick(counter)
+        if self.draining.since_s is None:
+            return stops
+        drained_s = time.monotonic() - self.draining.since_s
+        if self.channel.is_kept():
+            if drained_s < KEEPER_GOES_S:
+                return stops
+            self.channel.hand_over()
+            self.stop_accepting()
+        elif self.draining.is_last:
+            self.draining.refuses = True
+        else:
+            self.stop_accepting()
+        is_idle = not self.server_state.tasks and not self.newly_connected()
+        is_late = drained_s > self.timeout_s
+        if is_late:
+            self.draining.on_timeout()
+        return stops or is_idle or is_late
+
+    def stop_accepting(self) -> None:
+        """Take no new connections, and no further request on those that are open."""
+        self.looks_since_left += 1
+        if self.looks_since_left == 0:
+            self.acceptor.close()
+            self.server_state.tasks |= self.acceptor.beginning
+            for task in self.acceptor.beginning:
+                task.add_done_callback(self.server_state.tasks.discard)
+        for connection in {*self.server_state.connections} - self.newly_connected():
+            connection.shutdown()
+
+    async def serve_connection(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self.new_protocol, connection)
+        except OSError:  # it has gone meanwhile
+            connection.close()
+
+    def new_protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(self.config, self.server_state, self.lifespan.state)
+        return made
+
+    def newly_connected(self) -> set[Any]:
+        """Connections whose first request may be on its way."""
+        if not 0 <= self.looks_since_left <= FIRST_REQUEST_LOOKS:
+            return set()
+        open_now: set[Any] = {*self.server_state.connections}
+        return {connection for connection in open_now if connection.cycle is None}

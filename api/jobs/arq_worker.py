@@ -1,0 +1,265 @@
+"""Serializer of arq's jobs and results: msgpack, never pickle, because anybody may have written the keys.
+
+Job worker: an arq worker that runs its functions as jobs of the fleet, within the fleet's limits.
+
+Job worker process: runs an arq worker, and its heartbeat, until SIGTERM.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import uvloop
+from arq.connections import ArqRedis
+from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
+from arq.worker import Function, Worker, func
+
+from api.event_loop import repeat_forever
+from api.jobs.arq_client import ArqClient, JobFailed
+from common.broker.client import ERRORS, describe_error
+from common.broker.fast_client import SerialClient
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import RESULT_TTL_MS
+from common.broker.pool_client import PoolClient
+from common.process.event_loop import until_beat
+from common.settings.settings import Settings
+from common.startup import READY, configure_process, exit_when_unservable, start_process
+
+Packed = dict[str, Any]
+LAST_MS = 32_503_680_000_000
+"""The year 3000: arq makes a date of a time in ms."""
+
+
+def pack(data: Packed) -> bytes:
+    """Serialise a job or its result; an exception becomes its text."""
+    packed: bytes = msgpack.packb(data, default=exception_text)
+    return packed
+
+
+def exception_text(value: object) -> str:
+    if isinstance(value, BaseException):
+        return str(value) or type(value).__name__
+    raise TypeError(f"msgpack cannot serialise {type(value).__name__}")
+
+
+def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
+    """A function that reads jobs. It raises ValueError, or an error of msgpack, for anything that arq would
+    not write.
+    """
+
+    def unpack(data: bytes) -> Packed:
+        if len(data) > max_bytes:
+            raise ValueError(f"the job is larger than {max_bytes} bytes")
+        job = msgpack.unpackb(data)
+        if not isinstance(job, dict) or not is_job(job):
+            raise ValueError("not a job")
+        return job
+
+    return unpack
+
+
+def is_job(job: Packed) -> bool:
+    """Whether arq can run it: name, arguments, keyword arguments, number of tries, time of queueing."""
+    name, args, kwargs, tries, queued_ms = (job.get(key) for key in ("f", "a", "k", "t", "et"))
+    named = isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)
+    counted = tries is None or (type(tries) is int and 0 <= tries < 2**31)
+    return (
+        isinstance(name, str)
+        and isinstance(args, list)
+        and named
+        and counted
+        and type(queued_ms) is int
+        and 0 <= queued_ms < LAST_MS
+    )
+
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+IDLE_POLL_S = 0.25
+"""How often a worker that runs no job looks for one, and one that does."""
+HEALTH_S = 10
+MARGIN_S = 10.0
+"""arq ends a job this much later than the fleet ends its request."""
+MAX_TRIES = 1000
+"""A retry costs nothing, because the fleet keeps the job. Only a job that kills its worker again and again is
+given up.
+"""
+
+TERMS = ("tenant", "deadline_ms")
+"""Arguments of `chat` that are fields of the job, not of its chat."""
+
+
+class JobWorker(Worker):
+    """An arq worker that survives an absent broker and malformed keys, and whose jobs other workers soon take
+    over when it dies.
+    """
+
+    def __init__(self, client: PoolClient, settings: Settings) -> None:
+        unpack = make_unpack(settings.payload_limit)
+        super().__init__(
+            job_functions(self.run_in_fleet),
+            queue_name=client.keys.arq_queue,
+            redis_pool=ArqRedis(client.redis.connection_pool, pack, unpack, client.keys.arq_queue),
+            max_jobs=settings.max_jobs,
+            job_timeout=settings.request_timeout_s + MARGIN_S,
+            max_tries=MAX_TRIES,
+            keep_result=RESULT_TTL_MS / 1000,
+            poll_delay=POLL_S,
+            health_check_interval=HEALTH_S,
+            allow_abort_jobs=True,
+            log_results=False,
+            job_serializer=pack,
+            job_deserializer=unpack,
+        )
+        self.client = ArqClient(client)
+        self.looks = SerialClient(client.redis)
+        self.in_progress_timeout_s = settings.worker_ttl_s
+
+    async def run_in_fleet(self, job_id: str, content: dict[str, Any]) -> Any:
+        """The fleet's answer. An aborted job is cancelled; the job of a worker that stops goes on, and
+        another worker waits for it.
+        """
+        try:
+            return await self.client.run_job(job_id, content)
+        except asyncio.CancelledError:
+            if job_id in self.aborting_tasks:
+                await self.client.cancel(job_id)
+            raise
+
+    # --- overrides of arq's methods -------------------------------------------------------------------------
+
+    async def main(self) -> None:
+        """Never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.client.run())
+            tasks.create_task(repeat_forever(self.run_arq, "reading the queue of arq"))
+
+    async def run_arq(self) -> None:
+        """arq's own loop; a malformed name ends it, and is dropped."""
+        try:
+            await super().main()
+        except UnicodeDecodeError:
+            for key in (self.queue_name, abort_jobs_ss):
+                await self.drop_malformed(key)
+
+    async def _poll_iteration(self) -> None:
+        """Poll as arq does, where there is a job or an abort: its three commands ten times a second are most
+        of what a worker without jobs costs.
+        """
+        if self.tasks or await self.looks.execute("EXISTS", self.queue_name, abort_jobs_ss):
+            await super()._poll_iteration()
+        else:
+            await self.heart_beat()
+            await asyncio.sleep(until_beat(IDLE_POLL_S))
+
+    async def drop_malformed(self, key: str) -> None:
+        """Drop names that are not UTF-8: arq did not queue them."""
+        with contextlib.suppress(*ERRORS):
+            for name in await self.pool.zrange(key, 0, -1):
+                if name.decode(errors="ignore").encode() != name:
+                    log.error("%r is dropped from %s: it is not the name of a job", name, key)
+                    await self.pool.zrem(key, name)
+
+    async def heart_beat(self) -> None:
+        """Renew the claim on our jobs: when we die it expires, and other workers take them over."""
+        await super().heart_beat()
+        async with self.pool.pipeline(transaction=False) as pipe:
+            for job_id in self.job_tasks:
+                pipe.psetex(in_progress_key_prefix + job_id, round(self.in_progress_timeout_s * 1000), b"1")
+            await pipe.execute()
+
+    async def start_jobs(self, job_ids: list[bytes]) -> None:
+        """Start jobs one by one: arq does not release the slot of a job whose start fails. A job that runs
+        here is not started again, though its claim expired while this process was stopped.
+        """
+        for job_id in job_ids:
+            if job_id.decode(errors="replace") in self.tasks:
+                continue
+            try:
+                await super().start_jobs([job_id])
+            except (*ERRORS, UnicodeDecodeError):
+                self.job_counter -= 1
+                self.sem.release()
+                raise
+
+    async def run_job(self, job_id: str, score: int) -> None:
+        """Run a job; a job whose key has another type than arq's is dropped, and harms no other. One whose
+        keys are read or written when the worker is told to end does not keep that from ending in order.
+        """
+        try:
+            if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
+                await super().run_job(job_id, score)
+            else:
+                log.error("job %s is dropped: arq did not write its key", job_id)
+                await self.pool.zrem(self.queue_name, job_id)
+        except asyncio.CancelledError:
+            log.info("job %s is left to another worker", job_id)
+        except ERRORS as error:
+            log.warning("job %s is tried again: %s", job_id, describe_error(error))
+
+
+def log_in_one_line(record: logging.LogRecord) -> bool:
+    """Filter of arq's log: a job that was answered with an error is a warning without a traceback, which
+    would only show how this worker came by the answer.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], JobFailed):
+        record.exc_info = None
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+    return True
+
+
+def job_functions(run_in_fleet: Any) -> list[Function]:
+    """The functions that arq clients can enqueue; `run_in_fleet(job_id, content)` gives the fleet's
+    answer.
+    """
+
+    async def generate(
+        ctx: dict[str, Any],
+        inputs: str | None = None,
+        parameters: dict[str, Any] | None = None,
+        **terms: Any,
+    ) -> Any:
+        return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters, **terms})
+
+    async def chat(ctx: dict[str, Any], messages: list[Any] | None = None, **fields: Any) -> Any:
+        terms = {name: fields.pop(name) for name in TERMS if name in fields}
+        return await run_in_fleet(ctx["job_id"], {"messages": messages, "parameters": fields, **terms})
+
+    return [func(generate, name="generate"), func(chat, name="chat")]
+
+
+def main() -> None:
+    """Run the process; it exits with EX_CONFIG if a setting cannot be served."""
+    own = start_process("jobs", "j0")
+    with exit_when_unservable():
+        settings = Settings.read([])
+        configure_process(own, settings)
+        arq_log = logging.getLogger("arq.worker")
+        arq_log.setLevel(logging.WARNING)  # below that it logs prompts
+        arq_log.addFilter(log_in_one_line)
+    uvloop.run(serve(settings, own.incarnation))
+
+
+async def serve(settings: Settings, incarnation: str) -> None:
+    """Serve until SIGTERM; jobs that are not answered by then are left to other workers."""
+    client = PoolClient.connect(settings)
+    worker = JobWorker(client, settings)
+    heartbeat = Heartbeat(client, "jobworker", incarnation, settings.worker_ttl_s)
+    log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
+    try:
+        async with heartbeat.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
+            READY.set()
+            with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
+                await worker.async_run()
+    finally:
+        with contextlib.suppress(*ERRORS):
+            await worker.close()
+        await client.redis.aclose()
+
+
+if __name__ == "__main__":
+    main()

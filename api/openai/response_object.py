@@ -1,0 +1,243 @@
+"""Response: the object of the Responses API, and its events, as a function of the answer and its tokens.
+
+A response as it is sent: in frames, or whole. A frame is an `event:` line, its id, and the event with its
+sequence number.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from api.answers.chat_answer import ChoiceParser
+from api.answers.logprobs import chat_logprobs
+from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
+from api.errors import failed
+from api.http.sse import MAX_ITEMS, Feed
+from api.json import to_json
+from api.openai.choice import TextPiece, new_choices
+from api.openai.response_items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
+from api.requests.respond import AnswerRenderer, total_headers
+from api.streams.stream import Stream
+from api.streams.whole import Whole
+from common.messages.answer import HttpAnswer
+
+ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
+"""Last events by status; any other end is a failure."""
+SUPERSEDED = "superseded"
+CODES = {408: "timeout", 424: "server_error"}
+"""Codes of a response that failed, by the status of its error; others are faults of the request."""
+
+
+def response_id(request_id: str) -> str:
+    return f"resp_{request_id}"
+
+
+class ResponseObjectRenderer:
+    """Renders one response: what its stream has is taken piece by piece.
+
+    Attributes:
+        parser: finds reasoning and calls in the text; None where all of it is the answer's.
+        output: its items, the last of which may be open.
+        untold: log-probabilities of tokens that have not shown any text yet.
+        ended: whether everything was taken.
+    """
+
+    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
+        assert answer.response is not None
+        self.answer = answer
+        self.stream = stream
+        self.fields: dict[str, Any] = orjson.loads(answer.response.fields)
+        [self.choice] = new_choices(answer, [stream])
+        reading = answer.rendering.reading
+        self.parser = ChoiceParser(reading, f"{answer.request_id}.0") if reading else None
+        self.output: list[OutputItem] = []
+        self.untold: Logprobs = []
+        self.ended = False
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def first_events(self) -> list[Event]:
+        """The events before the first token."""
+        status = "queued" if self.fields["background"] else "in_progress"
+        kinds = ["created", "queued"] if self.fields["background"] else ["created"]
+        first = [{"type": f"response.{kind}", "response": self.render(status)} for kind in kinds]
+        return [*first, {"type": "response.in_progress", "response": self.render("in_progress")}]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a piece, or an end, to take."""
+        return not self.ended and (self.choice.has_piece or self.choice.failed)
+
+    def next_events(self) -> list[Event]:
+        """Take the next piece, or the end. Returns its events, which may be none."""
+        if not self.choice.has_piece:
+            self.ended = True
+            return [self.failure_event()]
+        piece = self.choice.take_piece()
+        self.untold += self.logprobs(piece.tokens)
+        events = [event for delta in self.read(piece) for event in self.add(delta)]
+        if self.choice.ended:
+            self.ended = True
+            events += self.end_items()
+            events.append({"type": ENDS[self.status], "response": self.render(self.status)})
+        return events
+
+    def read(self, piece: TextPiece) -> list[Delta]:
+        """What a piece says. A token that shows no text of its own says nothing."""
+        if self.parser is not None:
+            return self.parser.read(piece.text, len(piece.tokens), self.choice.ended)
+        return [ContentDelta(piece.text)] if piece.text else []
+
+    def add(self, delta: Delta) -> list[Event]:
+        """Add a delta to the item that it belongs to; one of another kind ends the item before it."""
+        logprobs, self.untold = self.untold, []
+        last = self.output[-1] if self.output else None
+        fresh: OutputItem | None
+        match delta:
+            case ContentDelta(text):
+                fresh = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
+            case ReasoningDelta(text):
+                shown = bool(self.fields["reasoning"]["summary"])
+                fresh = None if isinstance(last, ReasoningItem) else ReasoningItem(*self.next_place, shown)
+            case CallArguments(_, text):
+                fresh = None
+            case CallStart(index, name):
+                assert self.parser is not None
+                return self.begin_item(CallItem(*self.next_place, self.parser.call_id(index), name))
+        begun = self.begin_item(fresh) if fresh else []
+        return begun + self.output[-1].add(text, logprobs)
+
+    @property
+    def next_place(self) -> tuple[str, int]:
+        return self.answer.request_id, len(self.output)
+
+    def begin_item(self, item: OutputItem) -> list[Event]:
+        """Begin an item, and end the one before it."""
+        ended = self.output[-1].finish("completed") if self.output else []
+        self.output.append(item)
+        return ended + item.begin()
+
+    def end_items(self) -> list[Event]:
+        """End the last item; an answer that says nothing has an empty message."""
+        opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
+        return opened + self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
+
+    def failure_event(self) -> Event:
+        assert self.stream.terminal is not None
+        if self.stream.terminal.error_type == SUPERSEDED:
+            return {"type": "error", "code": SUPERSEDED, "message": self.stream.terminal.error, "param": None}
+        if self.output:
+            self.output[-1].status = "incomplete"
+        return {"type": "response.failed", "response": self.render(self.status)}
+
+    # --- the object -----------------------------------------------------------------------------------------
+
+    def render_so_far(self) -> dict[str, Any]:
+        """The response with what its stream has."""
+        while self.has_more:
+            self.next_events()
+        return self.render(self.status)
+
+    @property
+    def status(self) -> str:
+        terminal = self.stream.terminal
+        if terminal is None:
+            return "in_progress" if self.stream.ids or self.stream.worker else "queued"
+        if self.stream.finished:
+            is_cut = self.is_within_call or (terminal.reason == "length" and not self.is_whole)
+            return "incomplete" if is_cut else "completed"
+        return "cancelled" if terminal.reason == "cancelled" else "failed"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `max_output_tokens` took nothing from it: it ends with a call, or is a whole JSON."""
+        if not self.ended:
+            return False
+        return self.choice.is_whole_json or (self.parser is not None and self.parser.ends_in_call)
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether it ends before its last call is complete, as at a stop string."""
+        return self.ended and self.parser is not None and self.parser.is_within_call
+
+    def render(self, status: str) -> dict[str, Any]:
+        """The response as it is now."""
+        terminal = self.stream.terminal
+        is_cut = status == "incomplete" and terminal is not None and terminal.reason == "length"
+        incomplete = {"reason": "max_output_tokens"} if is_cut else None
+        error = None
+        if status == "failed" and self.stream.terminal is not None:
+            cause = failed(self.stream.terminal)
+            code = CODES.get(cause.status, "invalid_prompt")
+            error = {"code": code, "message": cause.text}
+        return {
+            "id": response_id(self.answer.request_id),
+            "object": "response",
+            "created_at": self.answer.created_s,
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "model": self.answer.model,
+            "output": [item.render() for item in self.output],
+            **self.fields,
+            "usage": self.usage() if status in ENDS else None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; of the generated tokens, those that were taken."""
+        num_input, num_output = self.answer.num_prompt_tokens, self.choice.text.num_tokens
+        num_cached = self.stream.prompt.num_cached if self.stream.ids else 0
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "total_tokens": num_input + num_output,
+        }
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        if self.parser is None or not self.parser.reading.reasoning:
+            return 0
+        return self.parser.num_reasoning_tokens
+
+    def logprobs(self, tokens: Iterable[int]) -> Logprobs:
+        if not self.answer.rendering.logprobs:
+            return []
+        return chat_logprobs(self.stream, tokens)
+
+
+class ResponseFrames(Feed[bytes]):
+    """All frames of a response; the first ones need no token."""
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        [stream] = streams
+        super().__init__(stream.changed)
+        self.renderer = ResponseObjectRenderer(answer, stream)
+        self.first = self.renderer.first_events()
+        self.num_frames = 0
+
+    def take(self) -> list[bytes]:
+        events, self.first = self.first, []
+        while self.renderer.has_more and len(events) < MAX_ITEMS:
+            events += self.renderer.next_events()
+        self.ended = self.renderer.ended
+        new = [frame(i, event) for i, event in enumerate(events, self.num_frames)]
+        self.num_frames += len(new)
+        return new
+
+
+def frame(sequence_number: int, event: Event) -> bytes:
+    """A frame; ids count from 1, sequence numbers from 0."""
+    body = to_json(event | {"sequence_number": sequence_number})
+    return b"event: %b\nid: %d\ndata: %b\n\n" % (event["type"].encode(), sequence_number + 1, body)
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+    [stream] = streams
+    body = to_json(ResponseObjectRenderer(answer, stream).render_so_far())
+    return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
+
+
+RENDERER = AnswerRenderer(ResponseFrames, render_whole)

@@ -1,0 +1,259 @@
+"""Chat template: renders messages as the text of a prompt, exactly as transformers' `apply_chat_template`
+does.
+
+A template is a program of the model's makers: it runs in Jinja's sandbox and sees plain data only.
+
+Environment: what chat templates may use of Jinja, in its sandbox.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, meta
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from api.errors import ApiError, cut
+from common.model_config import read_json
+from common.settings.settings import SettingError
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja with the filters and functions that templates expect."""
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+        "dict": Dict(),
+        "namespace": Variables,
+    }
+    return jinja
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON; unlike Jinja's own filter it escapes nothing for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(text: str) -> NoReturn:
+    raise TemplateError(text)
+
+
+def strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class Generation(Extension):
+    """`{% generation %}`: marks an assistant's text for training; here its content is rendered unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012  # the library's own type
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class Dict:
+    """`dict(…)` without the class: its attributes would lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class Variables(Namespace):
+    """`namespace(…)` that refuses names with a leading underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be among the names
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: str) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have {name!r}")
+
+
+Message = Mapping[str, Any]
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables that every template gets; a client's own variables have other names."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+ARGUMENTS = {"place": "Rome"}
+
+
+class ChatTemplate:
+    """A template and its variables `bos_token`, `eos_token`, …
+
+    Attributes:
+        for_tools: the template of requests with tools, where that is another one.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str = "") -> None:
+        self.source = source
+        self.special_tokens = special_tokens
+        self.for_tools = ChatTemplate(tool_source, special_tokens) if tool_source else self
+
+    @classmethod
+    def load(
+        cls, path: Path, config_path: str | None = None, own_path: str | None = None
+    ) -> "ChatTemplate | None":
+        """Load the template at `own_path`, else of the tokenizer config at `config_path`, else of the model
+        in the directory `path`, if it has one. Raises SettingError.
+        """
+        other = read_tokenizer_config(Path(config_path)) if config_path else {}
+        config = read_json(path / "tokenizer_config.json") | other
+        own = (
+            template_file(path)
+            or read_json(path / "chat_template.json").get("chat_template")
+            or config.get("chat_template")
+        )
+        source = read_template(Path(own_path)) if own_path else other.get("chat_template", own)
+        if isinstance(source, list):
+            source = {template["name"]: template["template"] for template in source}
+        tool_source = ""
+        if isinstance(source, dict):
+            tool_source = source.get("tool_use", "")
+            source = source.get("default")
+        return cls(source, special_tokens(config), tool_source) if source else None
+
+    @cached_property
+    def compiled(self) -> Template:
+        return environment().from_string(self.source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that it reads and does not set."""
+        return frozenset(meta.find_undeclared_variables(environment().parse(self.source)))
+
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in self.variables
+
+    @cached_property
+    def wants_text_arguments(self) -> bool:
+        """Whether the arguments of earlier calls must be JSON texts: objects it refuses, or writes as Python
+        does.
+        """
+        try:
+            return str(ARGUMENTS) in self.render(earlier_call(ARGUMENTS), False, {})
+        except ApiError:
+            pass
+        try:
+            self.render(earlier_call(json.dumps(ARGUMENTS)), False, {})
+        except ApiError:
+            return False
+        return True
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt up to the start of the next message, or with `add_generation_prompt` of its content.
+        Raises ApiError.
+        """
+        own = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self.compiled.render({**self.special_tokens, **variables, **own})
+        except Exception as error:  # any error is the template's
+            raise template_error(str(error) or type(error).__name__) from error
+
+    def render_open(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt up to the end of the last message's content, which the model is to continue. Raises
+        ApiError.
+        """
+        *before, last = messages
+        marked = [*before, {**last, "content": last["content"] + END_MARK}]
+        rendered = self.render(marked, False, variables, tools)
+        text, mark, rest = rendered.rpartition(END_MARK.strip())
+        if not mark or last["content"].strip() not in text:
+            raise template_error("the chat template changes the last message, so it cannot be continued")
+        # The mark ends with a space: a template that trims content has trimmed that space.
+        return text if rest.startswith(" ") else text.rstrip()
+
+
+def earlier_call(arguments: Any) -> list[Message]:
+    """A chat in which the assistant called a tool with these arguments."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "!", "tool_call_id": "call00001"},
+    ]
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """Read TOKENIZER_CONFIG_PATH. Raises SettingError if it has no chat template."""
+    config = read_json(path)
+    if not config.get("chat_template"):
+        cause = "has no chat_template" if path.is_file() else "does not exist"
+        raise SettingError("tokenizer_config_path", f"{path} {cause}")
+    return config
+
+
+def read_template(path: Path) -> str:
+    """Read CHAT_TEMPLATE. Raises SettingError if it is no template."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        environment().parse(source)
+    except (OSError, ValueError, TemplateError) as error:
+        raise SettingError("chat_template", f"{path} is no chat template: {error}") from error
+    return source
+
+
+def template_file(path: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens of a tokenizer config, where each is a text or an object around it."""
+    tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def template_error(cause: str) -> ApiError:
+    return ApiError(422, "template_error", cut(cause), "messages", "template_error")

@@ -1,0 +1,265 @@
+"""Admission: puts requests on the pool's queue, or refuses them; releases what they held when they end.
+
+Admit: the error of a request that the script `admit` refuses.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
+
+from api.errors import ApiError, broker_errors, conflict, overloaded, unavailable
+from api.event_loop import Policy, attempt, fail_fast, retry_forever
+from api.prompts.tokenizer import ModelTokenizer
+from api.requests import metrics
+from api.requests.monitors import BatcherMonitor, WorkerMonitor
+from api.streams.answer import address, keep_as_asked
+from api.streams.relay import Relay
+from api.streams.stream import Stream
+from common.broker import request_scripts
+from common.broker.client import CONNECT_TIMEOUT_S, describe_error
+from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.request_scripts import AdmitReply
+from common.messages.answer import HttpAnswer
+from common.messages.codec import encode
+from common.messages.request import Generate
+from common.settings.settings import Settings
+
+MAX_WAIT_S = 60
+
+
+def refusal(reply: AdmitReply, tenant: str) -> ApiError:
+    """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
+    there may be room.
+    """
+    if reply.outcome == "conflict":
+        return conflict("request")
+    wait_s = min(MAX_WAIT_S, max(1, math.ceil(reply.wait_ms / 1000)))
+    why = f": tenant {tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
+    return overloaded(why, wait_s)
+
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+NOT_EXECUTED = (ResponseError, BusyLoadingError, AuthenticationError)
+"""Errors of a broker that did not execute the command."""
+MAX_COMMANDS = 16
+CLEANUP_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 2.0
+
+
+class Admission:
+    """Admits the requests of one gateway to one pool.
+
+    Attributes:
+        admissions: limit those that are with the broker at once: clients wait for them.
+        num_answered: how many of them the broker has answered.
+        permits: limit the other commands, of which jobs and cleanups may have hundreds.
+        cleanups: tasks that cancel and delete requests whose streams were released.
+        waits: tasks that hold streams whose clients have left and may come back.
+    """
+
+    def __init__(
+        self,
+        client: PoolClient,
+        *,
+        gateway: str,
+        settings: Settings,
+        tokenizer: ModelTokenizer,
+        relay: Relay,
+        workers: WorkerMonitor,
+        batcher: BatcherMonitor,
+    ) -> None:
+        self.client = client
+        self.gateway = gateway
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.relay = relay
+        self.workers = workers
+        self.batcher = batcher
+        self.weights = settings.weights
+        self.admissions = asyncio.Semaphore(MAX_COMMANDS)
+        self.num_answered = 0
+        self.permits = asyncio.Semaphore(MAX_COMMANDS)
+        self.cleanups: set[asyncio.Task[None]] = set()
+        self.waits: set[asyncio.Task[None]] = set()
+
+    async def check(self) -> None:
+        """Raises ApiError (503) if a request would find nobody to serve it. Reads workers and batcher again
+        before it refuses a request because of them.
+        """
+        if self.relay.last_error:
+            raise unavailable(self.relay.last_error)
+        try:
+            self.workers.check()
+        except ApiError:
+            await self.workers.refresh_unless_fresh()
+            self.workers.check()
+        await self.batcher.check_grace()
+
+    async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
+        """Submit the requests of all choices or none, as `submit`; the answer is kept with the first one."""
+        kept = encode(answer)
+        streams: list[Stream] = []
+        try:
+            for request in answer.choices():
+                addressed = keep_as_asked(
+                    address(self.settings, self.gateway, request, request.request_id), answer
+                )
+                streams.append(await self.submit(addressed, b"" if streams else kept))
+        except BaseException:
+            for stream in streams:
+                self.release(stream)
+            raise
+        return streams
+
+    async def submit(self, request: Generate, answer: bytes) -> Stream:
+        """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503."""
+        await self.check()
+        stream = Stream(request, self.tokenizer, answer)
+        with broker_errors():
+            try:
+                await self.admit(stream, fail_fast)
+            except (ApiError, *NOT_EXECUTED):
+                self.relay.remove(stream)
+                raise
+            except BaseException:
+                self.release(stream)  # it may be on the queue all the same
+                raise
+        return stream
+
+    async def admit(self, stream: Stream, policy: Policy) -> bool:
+        """Put a stream's request on the queue; the policy decides what happens while that fails. Returns
+        whether it was there before.
+        """
+        self.relay.add(stream)
+        outcome = await attempt(lambda: self.admit_once(stream.request, stream.answer), policy)
+        self.relay.admitted(stream)
+        return outcome == "attached"
+
+    async def admit_once(self, request: Generate, answer: bytes) -> str:
+        """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if it is full."""
+        reply = await self.send_admit(request, answer)
+        if reply.outcome not in ("admitted", "attached"):
+            raise refusal(reply, request.tenant)
+        return reply.outcome
+
+    async def send_admit(self, request: Generate, answer: bytes) -> AdmitReply:
+        """The reply of the script `admit`, which is sent again if that was lost, then `attached`."""
+        call = request_scripts.admit(
+            self.client.keys,
+            request,
+            payload=encode(request),
+            answer=answer,
+            weight=self.weights.get(request.tenant, 1.0),
+            max_requests=self.settings.max_concurrent_requests,
+            max_tokens=self.settings.max_queued_tokens,
+            max_bytes=self.settings.max_queued_bytes,
+        )
+        async with self.turn(), asyncio.timeout(CONNECT_TIMEOUT_S):
+            try:
+                return await self.client.run(call)
+            except NOT_EXECUTED:
+                raise
+            except ConnectionError as error:
+                log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
+                await self.client.redis.connection_pool.disconnect(inuse_connections=False)
+                return await self.client.run(call)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for one of `admissions`, no longer than for an answer. When that is too short, too many wait
+        at this gateway, ApiError (429), unless the broker has answered none of them: TimeoutError.
+        """
+        num_answered = self.num_answered
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self.admissions.acquire()
+        except TimeoutError:
+            if self.num_answered > num_answered:
+                raise overloaded() from None
+            raise
+        try:
+            yield
+            self.num_answered += 1
+        finally:
+            self.admissions.release()
+
+    # --- release --------------------------------------------------------------------------------------------
+
+    def release(self, stream: Stream, reader: int = 0, keep_s: float = 0.0) -> None:
+        """Release a stream that its reader, by number, does not read any more. In the background, and unless
+        it has another reader, its request is cancelled and deleted; with `keep_s` after so many seconds.
+        """
+        if stream.terminal or not keep_s:
+            metrics.count_stream(stream, self.workers.limits)
+        waits = keep_s and not stream.ended_here
+        tasks = self.waits if waits else self.cleanups
+        work = self.wait_for_client(stream, reader, keep_s) if waits else self.cleanup(stream, reader)
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def wait_for_client(self, stream: Stream, reader: int, keep_s: float) -> None:
+        """Hold a stream until it ends, and with that offer it to a broker that has lost it. Cancel its
+        request when nobody has come back in time. Its keys expire.
+        """
+        stream.left = True
+        is_counted = stream.terminal or stream.request.gateway
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stream.ended.wait(), None if keep_s == math.inf else keep_s)
+            if stream.ended_here or not stream.terminal:
+                await self.cancel(stream.request.request_id, reader)
+            if not is_counted:
+                metrics.count_stream(stream, self.workers.limits)
+        finally:
+            self.relay.release(stream)
+
+    async def cleanup(self, stream: Stream, reader: int) -> None:
+        stream.released = True
+        request_id = stream.request.request_id
+        forget = request_scripts.forget(self.client.keys, request_id, reader=reader)
+        try:
+            async with asyncio.timeout(CLEANUP_TIMEOUT_S):
+                if (stream.ended_here or not stream.terminal) and await self.cancel(request_id, reader):
+                    self.relay.admitted(stream)
+                    await stream.ended.wait()
+                await self.retry_forever(lambda: self.client.run(forget))
+        except TimeoutError:
+            log.warning(
+                "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
+            )
+        finally:
+            self.relay.release(stream)
+
+    async def cancel(self, request_id: str, reader: int | None = None) -> bool:
+        """Cancel a request, if given only for this reader, however long the broker is away. Returns False if
+        the request has ended, is not known or has another reader.
+        """
+        return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader))
+
+    async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
+        """The command's answer, however long the broker is away."""
+
+        async def send() -> Result:
+            await self.relay.subscribed.wait()
+            async with self.permits:
+                return await command()
+
+        return await attempt(send, retry_forever)
+
+    async def close(self) -> None:
+        """Wait a moment for the cleanups that still run, and for no client."""
+        for waiting in self.waits:
+            waiting.cancel()
+        if self.cleanups:
+            _, unfinished = await asyncio.wait(self.cleanups, timeout=CLOSE_TIMEOUT_S)
+            for task in unfinished:
+                task.cancel()

@@ -1,0 +1,234 @@
+"""Fields of request bodies: kinds of fields, and the parameters that TGI's and OpenAI's routes share.
+
+The ranges of numbers are only described here, for /docs; `api/requests/validate.py` checks them together
+with the limits of the fleet.
+"""
+
+import inspect
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from api.errors import invalid
+from api.requests.service_terms import TIERS
+from common.messages.request import SERVICE_CLASSES, SamplingParams, StoppingParams
+from common.ranges import BIASES, RANGES
+
+Item = TypeVar("Item")
+
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list; its error names the first wrong item only, because collecting a million errors takes seconds."""
+
+
+def with_one_error(text: str) -> WrapValidator:
+    """A validator for a field of several types: it gives one error in place of one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            raise PydanticCustomError("shape", text) from error
+
+    return WrapValidator(check)
+
+
+class WholeNumber:
+    """A number without a fraction, as JSON Schema's `integer`: 2.0 is 2. No text or truth value is one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        number = core_schema.float_schema(strict=True, allow_inf_nan=False)
+        return core_schema.union_schema(
+            [
+                core_schema.int_schema(strict=True),
+                core_schema.no_info_after_validator_function(to_whole, number),
+            ],
+            mode="left_to_right",
+            custom_error_type="int_type",
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"type": "integer"}
+
+
+def to_whole(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+Whole = Annotated[int, WholeNumber()]
+
+
+class Strict(BaseModel):
+    """A part of a request body. Types are not converted: `"5"` is not a number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+BIAS_SCHEMA: Any = {
+    "propertyNames": {"pattern": "^[0-9]{1,6}$"},
+    "additionalProperties": {"type": "number", **BIASES.schema},
+}
+"""JSON schema of `logit_bias`: token id → number."""
+
+
+def ranged(name: str, description: str) -> Any:
+    """An optional number in the range that RANGES has for `name`."""
+    return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)
+
+
+def least(value: int, description: str) -> Any:
+    """An optional whole number that is at least `value`."""
+    return Field(default=None, description=description, json_schema_extra={"minimum": value})
+
+
+def token_ids(description: str) -> Any:
+    """An optional list of token ids."""
+    return Field(default=None, description=description, json_schema_extra={"items": {"minimum": 0}})
+
+
+RESUME_S: Any = Field(
+    default=None,
+    description="With a stream: after its connection is lost, the request goes on for so many seconds, and "
+    "`GET /requests/{id}/stream` continues it. Default: 0, and GATEWAY_GRACE_S if its gateway has died. The "
+    "header `x-resume-seconds` means the same.",
+    json_schema_extra={"minimum": 0, "maximum": 3600},
+)
+DETACHED: Any = Field(
+    default=None,
+    description="With a stream: the request goes on without a client, up to its deadline; "
+    "`GET /requests/{id}/stream` has its answer for an hour. Default: false.",
+)
+
+
+class SamplingFields(Strict, extra="allow"):
+    """Sampling parameters that TGI's and OpenAI's routes share. Null and absent mean the default."""
+
+    temperature: float | None = ranged(
+        "temperature", "Default: 1. With 0, the most likely token is taken (greedy decoding)."
+    )
+    top_k: Whole | None = ranged("top_k", "Sample from so many most likely tokens. 0 and -1 mean all tokens.")
+    top_p: float | None = ranged(
+        "top_p", "Sample from the most likely tokens whose probabilities add up to this."
+    )
+    top_p_decay: float | None = ranged(
+        "top_p_decay", "Factor by which `top_p` is multiplied after each token."
+    )
+    top_p_min: float | None = ranged(
+        "top_p_min", "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001."
+    )
+    top_p_reset_ids: Listed[Whole] | None = token_ids(
+        "Token ids after which a decayed `top_p` returns to its initial value."
+    )
+    min_p: float | None = ranged(
+        "min_p", "Sample from tokens that are at least this likely relative to the most likely one."
+    )
+    typical_p: float | None = ranged(
+        "typical_p", "Locally typical sampling: the probability mass of the tokens that are kept."
+    )
+    seed: Whole | None = ranged("seed", "Seed of the random numbers. Default: a random seed.")
+    repetition_penalty: float | None = ranged(
+        "repetition_penalty", "Penalty for tokens that the prompt or the text has already. 1 means none."
+    )
+    presence_penalty: float | None = ranged(
+        "presence_penalty", "Penalty for tokens that the generated text has already, as OpenAI defines it."
+    )
+    bad_words: Listed[str] | None = Field(
+        default=None,
+        description="Words that are never generated.",
+        json_schema_extra={"items": {"pattern": r"\S"}},
+    )
+    stop_token_ids: Listed[Whole] | None = token_ids("Token ids that end the text.")
+    allowed_token_ids: Listed[Whole] | None = Field(
+        default=None,
+        description="The only token ids that are generated (vLLM). Not beside a structured output.",
+        json_schema_extra={"minItems": 1, "items": {"minimum": 0}},
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="Continue after the end-of-sequence token. Default: false."
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        description="Only requests with the same salt share what is computed of their prompts (vLLM).",
+        json_schema_extra={"minLength": 1},
+    )
+
+    def salt(self) -> str:
+        """`cache_salt`; empty for none. Raises ApiError (422) for an empty one."""
+        if self.cache_salt == "":
+            raise invalid("`cache_salt` cannot be empty", "cache_salt")
+        return self.cache_salt or ""
+
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation. Raises
+        ApiError.
+        """
+        if self.allowed_token_ids == []:
+            raise invalid("`allowed_token_ids` cannot be empty", "allowed_token_ids")
+        names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+        values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
+        present = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{"temperature": 1.0} | present | others)
+
+    def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
+        """The stopping parameters without `max_new_tokens`, which validation completes."""
+        return StoppingParams(
+            min_new_tokens=min_new_tokens or 0,
+            stop=stop or [],
+            stop_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema_of_fields: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema for /docs: a body's own fields come before the fields that routes share."""
+        reference = handler(schema_of_fields)
+        schema = handler.resolve_ref_schema(reference)
+        names = dict.fromkeys(name for base in cls.__mro__ for name in inspect.get_annotations(base))
+        schema["properties"] = {
+            name: schema["properties"][name] for name in names if name in schema["properties"]
+        }
+        return reference
+
+
+class ServedFields(SamplingFields):
+    """Fields of all routes of OpenAI's API that generate: the model, and how it is served."""
+
+    model: str | None = Field(
+        default=None,
+        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
+        "mean the same.",
+    )
+    stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
+    resume_s: float | None = RESUME_S
+    priority: Whole | str | None = Field(
+        default=None,
+        description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, "
+        "above 0 `batch`; these names are taken, too. The header `x-priority` comes before it.",
+        json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
+    )
+    service_tier: str | None = Field(
+        default=None,
+        description="OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, "
+        "`default` and `auto` are `standard`. `priority` comes before it.",
+        json_schema_extra={"enum": [*TIERS, None]},
+    )
+
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields, and for fields that contradict each other."""

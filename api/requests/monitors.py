@@ -1,0 +1,229 @@
+"""Worker monitor: what a gateway knows of a pool's workers; sends the gateway's own heartbeat with every
+look.
+
+Batcher monitor: what a gateway knows of its pool's active batcher, and whether that one works.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from api.errors import ApiError, asking_broker, unavailable
+from api.requests.params import Limits
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import LEASE_S
+from common.broker.pool_client import PoolClient
+from common.messages.codec import WireError, decode
+from common.messages.plan import WorkerCapacity
+from common.process.event_loop import until_beat
+from common.settings.settings import Settings
+
+log = logging.getLogger(__name__)
+FRESH_S = 0.05
+TTL_SHARE = 0.8
+"""Share of WORKER_TTL_S after which a gateway's heartbeat expires: in the rest of it others claim its
+jobs.
+"""
+
+
+class WorkerMonitor:
+    """Reads the state of the workers at every heartbeat interval. The limits of workers that died are kept.
+
+    Attributes:
+        ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
+        max_total_tokens: of the smallest worker.
+        last_error: why the last read failed; empty if it succeeded.
+        checked_s: monotonic time of the last read.
+        state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
+        names: incarnations that were there at the last read.
+    """
+
+    def __init__(
+        self, client: PoolClient, gateway: str, settings: Settings, num_streams: Callable[[], int]
+    ) -> None:
+        self.client = client
+        self.settings = settings
+        self.heartbeat = Heartbeat(client, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
+        self.num_streams = num_streams
+        self.ready_s: float | None = None
+        self.max_total_tokens = 0
+        self.last_error = "not connected to the broker yet"
+        self.checked_s = 0.0
+        self.refresh_lock = asyncio.Lock()
+        self.state = "ready"
+        self.names: list[str] = []
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(until_beat(self.settings.heartbeat_s))
+
+    async def refresh(self) -> None:
+        """Send one heartbeat, and read the workers once."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await asyncio.gather(self.send_heartbeat(), self.read_workers())
+            self.last_error = ""
+        except ERRORS as error:
+            if self.last_error != describe_error(error):
+                self.last_error = describe_error(error)
+                log.warning("cannot read the workers: %s", self.last_error)
+        self.checked_s = time.monotonic()
+
+    async def refresh_unless_fresh(self) -> None:
+        """Refresh, unless that was done within FRESH_S."""
+        async with self.refresh_lock:
+            if time.monotonic() - self.checked_s > FRESH_S:
+                await self.refresh()
+
+    async def send_heartbeat(self) -> None:
+        """Send the gateway's heartbeat, with the number of its streams and tasks."""
+        await self.heartbeat.send(
+            state=self.state, streams=self.num_streams(), tasks=len(asyncio.all_tasks())
+        )
+
+    async def read_workers(self) -> None:
+        """Read the workers, in one round trip unless others have joined, and note what those say that are
+        ready.
+        """
+        found, seen, now_ms = await self.client.look_at_workers(self.names, ["state", "capacity"])
+        self.names = [*seen]
+        ages_s, max_tokens = [], []
+        for incarnation, seen_ms in seen.items():
+            state, capacity = found[incarnation]
+            if state != b"ready" or capacity is None:
+                continue
+            try:
+                max_tokens.append(decode(WorkerCapacity, capacity).max_total_tokens)
+                ages_s.append(max(0.0, now_ms - seen_ms) / 1000)  # the broker's clock may have gone back
+            except WireError as error:
+                log.error("worker %s: %s", incarnation, error)
+        if ages_s:
+            self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
+            self.max_total_tokens = min(max_tokens)
+
+    def check(self) -> None:
+        """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
+        if self.last_error:
+            raise unavailable(self.last_error)
+        if self.ready_s is None:
+            raise unavailable("no worker is ready yet")
+        gone_s = time.monotonic() - self.ready_s
+        if gone_s > self.settings.worker_grace_s:
+            raise unavailable(f"no worker for {gone_s:.0f} s")
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of a request; valid after `check` succeeded once."""
+        max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
+        max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
+        return Limits(max_input_tokens, max_total_tokens, self.settings)
+
+
+SILENT_S = 2 * LEASE_S
+"""A batcher without a heartbeat for so long does not work. A successor takes over within this time."""
+
+
+class BatcherMonitor:
+    """Reads the lease, and the heartbeat of its holder, at an interval.
+
+    The holder works as long as its heartbeats go on: its loop sends them, between one turn and the next. What
+    counts is that a heartbeat has changed, and how long ago by this gateway's own monotonic clock; the
+    broker's clock, which may jump, only says how old a heartbeat is when it is first seen.
+
+    Attributes:
+        holder: of the lease, as last read; empty without one.
+        heartbeat: the holder, and the time of its last heartbeat by the broker's clock.
+        worked_s: monotonic time of the last heartbeat of any holder; None before there was one.
+        opened_s: monotonic time at which this gateway began to look.
+        checked_s: monotonic time of the last read.
+    """
+
+    def __init__(self, client: PoolClient, settings: Settings) -> None:
+        self.client = client
+        self.settings = settings
+        self.holder = ""
+        self.heartbeat: tuple[str, float] | None = None
+        self.worked_s: float | None = None
+        self.opened_s = time.monotonic()
+        self.checked_s = 0.0
+        self.refresh_lock = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            with contextlib.suppress(ApiError):  # the worker monitor logs it
+                await self.refresh()
+            await asyncio.sleep(until_beat(min(self.settings.heartbeat_s, LEASE_S / 2)))
+
+    async def refresh(self) -> None:
+        """Read once. Raises ApiError (503) if the broker does not answer."""
+        async with asking_broker():
+            name = self.holder
+            while (found := await self.read(name))[0] != name:
+                name = found[0]
+        self.update(*found)
+
+    async def read(self, name: str) -> tuple[str, float | None, float]:
+        """The holder, when the last heartbeat of the batcher `name` was, and the present."""
+        async with self.client.redis.pipeline(transaction=False) as pipe:
+            pipe.get(self.client.keys.batcher)
+            pipe.zscore(self.client.keys.processes, f"batcher:{name}")
+            pipe.time()
+            holder, seen_ms, (seconds, microseconds) = await pipe.execute()
+        return (holder or b"").decode(), seen_ms, seconds * 1000 + microseconds / 1000
+
+    def update(self, holder: str, seen_ms: float | None, now_ms: float) -> None:
+        """Note who holds the lease, when its last heartbeat was, and the present, by the broker's clock."""
+        now_s = time.monotonic()
+        self.checked_s = now_s
+        self.holder = holder
+        if not holder or seen_ms is None or (holder, seen_ms) == self.heartbeat:
+            return
+        self.heartbeat = (holder, seen_ms)
+        self.worked_s = max(self.worked_s or 0.0, now_s - max(0.0, now_ms - seen_ms) / 1000)
+
+    @property
+    def active(self) -> str:
+        """The batcher that has the lease and works; empty without one."""
+        return self.holder if self.works else ""
+
+    @property
+    def works(self) -> bool:
+        return self.worked_s is not None and time.monotonic() - self.worked_s <= SILENT_S
+
+    async def check(self) -> None:
+        """Raises ApiError (503) if no batcher has worked within SILENT_S. Reads again before that."""
+        if not self.works:
+            await self.refresh_unless_fresh()
+        if not self.works:
+            raise unavailable(self.describe())
+
+    async def check_grace(self) -> None:
+        """Raises ApiError (503) if no batcher has worked within WORKER_GRACE_S: nobody would end a request
+        that is queued now, not even at its deadline.
+        """
+        if self.gone_s > self.settings.worker_grace_s:
+            await self.refresh_unless_fresh()
+        if self.gone_s > self.settings.worker_grace_s:
+            raise unavailable(self.describe())
+
+    @property
+    def gone_s(self) -> float:
+        return time.monotonic() - (self.opened_s if self.worked_s is None else self.worked_s)
+
+    def describe(self) -> str:
+        if self.worked_s is None:
+            return "no batcher is active yet"
+        what = f"the active batcher {self.holder} hangs" if self.holder else "no batcher is active"
+        return f"{what}: none has worked for {self.gone_s:.0f} s"
+
+    async def refresh_unless_fresh(self) -> None:
+        """Refresh, unless that was done within FRESH_S."""
+        async with self.refresh_lock:
+            if time.monotonic() - self.checked_s > FRESH_S:
+                await self.refresh()

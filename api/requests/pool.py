@@ -1,0 +1,120 @@
+"""Pool: everything through which a gateway reaches the workers of one pool."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+
+from api.answers import call_formats
+from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat, ReasoningFormat
+from api.event_loop import background_task
+from api.prompts.tokenizer import ModelTokenizer, TextBudget
+from api.requests.admission import Admission
+from api.requests.monitors import BatcherMonitor, WorkerMonitor
+from api.requests.params import load_sampling_defaults
+from api.streams.relay import Relay
+from common import model_files
+from common.broker.client import CONNECT_TIMEOUT_S
+from common.broker.pool_client import PoolClient
+from common.settings.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PLAIN_FORMAT = "llama3_json"
+"""What a model is asked to write whose template has no tools: `{"name": …, "parameters": …}`."""
+NO_REASONING = "none"
+
+
+class Pool:
+    """Connection, tokenizer, relay, monitors and admission of one pool.
+
+    Attributes:
+        gateway: incarnation of this gateway; new at every start.
+        call_format, reasoning_format: how the model writes calls of tools, and reasoning, if it does.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        gateway: str,
+        tokenizer: ModelTokenizer,
+        lose: Callable[[], bool] | None = None,
+    ) -> None:
+        """Raises SettingError."""
+        self.settings = settings
+        self.gateway = gateway
+        self.tokenizer = tokenizer
+        self.call_format = find_call_format(settings, tokenizer)
+        self.reasoning_format = find_reasoning_format(settings, tokenizer)
+        self.client = PoolClient.connect(settings)
+        self.relay = Relay(self.client, gateway, lose)
+        self.workers = WorkerMonitor(
+            self.client, gateway, settings, num_streams=lambda: len(self.relay.streams)
+        )
+        self.batcher = BatcherMonitor(self.client, settings)
+        self.admission = Admission(
+            self.client,
+            gateway=gateway,
+            settings=settings,
+            tokenizer=tokenizer,
+            relay=self.relay,
+            workers=self.workers,
+            batcher=self.batcher,
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Pool"]:
+        """Serve requests while the context is open. The broker may be unreachable at first and come later."""
+        await self.workers.refresh()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.client.redis.aclose)
+            stack.push_async_callback(self.workers.heartbeat.remove_in_time)
+            for loop in (self.relay.run(), self.workers.run(), self.batcher.run()):
+                await stack.enter_async_context(background_task(loop))
+            stack.push_async_callback(self.admission.close)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
+            yield self
+
+
+def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:
+    """The tokenizer of the settings' model; with `budget`, it shares that of others. Raises SettingError."""
+    # A gateway tokenises one prompt at a time: a thread pool would only cost.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
+    return ModelTokenizer.load(
+        path,
+        settings.tokenizer_config_path,
+        settings.chat_template,
+        load_sampling_defaults(path, settings),
+        budget or TextBudget(settings.max_tokenized_bytes),
+        settings.control_tokens_in_messages,
+    )
+
+
+# --- formats of answers -------------------------------------------------------------------------------------
+
+
+def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
+    """The call format that TOOL_CALL_PARSER names; by default, the one that the model's template shows."""
+    name = settings.tool_call_parser
+    template = tokenizer.chat_template
+    if name is None:
+        source = template.for_tools.source if template else ""
+        found = (
+            call_formats.find_call_format(source, tokenizer.backend.token_to_id) or CALL_FORMATS[PLAIN_FORMAT]
+        )
+    else:
+        found = CALL_FORMATS[name]
+    log.info("call format of the model: %s", found.name)
+    return found
+
+
+def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
+    """The reasoning format that REASONING_PARSER names; by default, the one of the model's template."""
+    name = settings.reasoning_parser
+    if name is None:
+        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+        return call_formats.find_reasoning_format(source)
+    return None if name == NO_REASONING else REASONING_FORMATS[name]

@@ -1,0 +1,169 @@
+"""Respond: describes an answer, submits its requests, and responds with a stream or with the whole.
+
+Resume terms: how long an answer waits for a client that comes back, and to whom it belongs.
+
+Headers of a response: TGI's counts and times, which accounting proxies read.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import invalid
+from api.http.middleware import request_id
+from api.http.sse import Feed
+from api.requests.metrics import ARRIVED_S, durations
+from api.requests.pool import Pool
+from api.requests.service_terms import on_terms
+from api.streams.answer import describe_answer
+from api.streams.stream import Stream
+from api.streams.token_stream import TokenStream
+from api.streams.whole import RenderWhole, respond_with_whole
+from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
+from common.messages.request import Generate
+from common.settings.settings import Settings
+
+HEADER = "x-resume-seconds"
+MAX_RESUME_S = 3600
+
+
+def read_terms(
+    request: Request, request_id: str, streamed: bool, resume_s: float | None, detached: bool | None
+) -> ResumeTerms:
+    """The terms that a client asks for. Raises ApiError (422).
+
+    Args:
+        resume_s, detached: the fields of the body.
+    """
+    given = request.headers.get(HEADER)
+    if given is not None and resume_s is not None:
+        raise invalid(f"give the header `{HEADER}` or the field `resume_s`, not both", "resume_s")
+    name, seconds = ("resume_s", resume_s) if given is None else (HEADER, read_seconds(given))
+    if seconds is not None and not 0 <= seconds <= MAX_RESUME_S:
+        raise invalid(f"`{name}` must be at least 0 and at most {MAX_RESUME_S} seconds", name)
+    if detached and seconds is not None:
+        raise invalid(f"`detached` waits for no client: leave `{name}` out", name)
+    if not streamed and (seconds or detached):
+        field = "detached" if detached else name
+        raise invalid(f"`{field}` needs a stream: only its client can come back", field)
+    resume_ms = None if seconds is None else round(1000 * seconds)
+    return ResumeTerms(owner_of(request, request_id), resume_ms, bool(detached))
+
+
+def read_seconds(text: str) -> float:
+    """The number in a header; NaN for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def owner_of(request: Request, request_id: str) -> str:
+    """Digest of the API key that a client sent, another one for each request; empty without a key."""
+    _, _, key = request.headers.get("authorization", "").partition(" ")
+    if not key.strip():
+        return ""
+    salt = request_id.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
+    return hashlib.blake2b(key.strip().encode("latin-1"), key=salt, digest_size=16).hexdigest()
+
+
+def prompt_headers(settings: Settings, num_chars: int) -> dict[str, str]:
+    """Headers that are known before the first token; `num_chars` is the prompt's length."""
+    compute_type = {"x-compute-type": settings.compute_type} if settings.compute_type else {}
+    return compute_type | {"x-compute-characters": str(num_chars)}
+
+
+def time_headers(stream: Stream, arrived_s: float) -> dict[str, str]:
+    """Headers of a finished stream; `arrived_s` is the monotonic time of the request's arrival."""
+    seconds = durations(stream, arrived_s)
+    return {f"x-{name}": str(round(1000 * value)) for name, value in seconds.items()} | {
+        "x-compute-time": f"{seconds['total-time']:.6f}",
+        "x-prompt-tokens": str(len(stream.prompt_ids)),
+        "x-generated-tokens": str(stream.num_tokens),
+    }
+
+
+def total_headers(
+    answer: HttpAnswer, streams: Sequence[Stream], num_generated: int, arrived_s: float
+) -> dict[str, str]:
+    """Headers of several finished streams: token counts of all, and the times of the one that ended last."""
+    last = max(streams, key=lambda stream: stream.times.ended_s)
+    totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
+    return time_headers(last, arrived_s) | totals
+
+
+class AnswerRenderer(NamedTuple):
+    """How the answers of an API are rendered.
+
+    Attributes:
+        frames: all frames of a stream, from the first one on; it is the only reader of the streams, which are
+            those of all choices, in order.
+        whole: the body of a whole answer.
+    """
+
+    frames: Callable[[HttpAnswer, Sequence[Stream]], Feed[bytes]]
+    whole: RenderWhole
+
+
+def new_answer(
+    request: Request,
+    pool: Pool,
+    *,
+    requests: Iterable[Generate],
+    prefixes: Sequence[str],
+    rendering: Rendering,
+    streamed: bool = False,
+    resume_s: float | None = None,
+    detached: bool | None = None,
+    priority: str | int | None = None,
+    service_tier: str | None = None,
+) -> HttpAnswer:
+    """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422).
+
+    Args:
+        prefixes: for each prompt, the text with which its choices begin.
+        resume_s, detached, priority, service_tier: the fields of the body.
+    """
+    on_own_terms = on_terms(request, requests, pool.settings, priority, service_tier)
+    own_id, model = request_id(request), pool.settings.model_name
+    terms = read_terms(request, own_id, streamed, resume_s, detached)
+    route = request.url.path
+    return describe_answer(
+        request_id=own_id,
+        route=route,
+        streamed=streamed,
+        model=model,
+        requests=on_own_terms,
+        prefixes=prefixes,
+        rendering=rendering,
+        terms=terms,
+    )
+
+
+async def submit_and_respond(
+    request: Request, pool: Pool, answer: HttpAnswer, num_chars: int, renderer: AnswerRenderer
+) -> Response:
+    """Submit all requests of the answer, and respond. Raises ApiError.
+
+    Args:
+        num_chars: characters of all prompts.
+    """
+    streams = await pool.admission.submit_all(answer)
+    headers, release = prompt_headers(pool.settings, num_chars), pool.admission.release
+    if answer.streamed:
+        return TokenStream(
+            answer, frames=renderer.frames(answer, streams), streams=streams, headers=headers, release=release
+        )
+    return await respond_with_whole(
+        request,
+        answer,
+        streams=streams,
+        headers=headers,
+        render=renderer.whole,
+        arrived_s=ARRIVED_S.get(),
+        release=release,
+    )

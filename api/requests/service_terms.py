@@ -1,0 +1,161 @@
+"""Service terms: before which others, for which tenant and until when a request is served.
+
+Service terms over HTTP: headers, and fields of OpenAI's and vLLM's bodies. A header comes before a field:
+it is what a proxy in front sets.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from api.errors import invalid, quoted
+from api.http.openapi import json_body
+from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate
+from common.settings.settings import Settings
+
+TENANT = r"[A-Za-z0-9._:@/+~-]{1,64}"
+"""Pattern of a tenant's name; `=` and `,` divide TENANT_WEIGHTS."""
+NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
+MAX_DEADLINE_MS = 7 * 86_400_000
+TIERS = {
+    "auto": "standard",
+    "default": "standard",
+    "flex": "batch",
+    "priority": "interactive",
+    "scale": "interactive",
+}
+"""OpenAI's service tiers → classes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTerms:
+    """What a client asks for.
+
+    Attributes:
+        service_class: one of SERVICE_CLASSES.
+        tenant: who shares the fleet with others; empty for all who do not say.
+        deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, which is the most.
+    """
+
+    service_class: str = DEFAULT_CLASS
+    tenant: str = ""
+    deadline_ms: int | None = None
+
+    def apply(self, requests: Iterable[Generate], settings: Settings) -> list[Generate]:
+        """Requests as they are served on these terms."""
+        most_ms = round(settings.request_timeout_s * 1000)
+        ttl_ms = most_ms if self.deadline_ms is None else min(self.deadline_ms, most_ms)
+        return [
+            replace(request, class_name=self.service_class, tenant=self.tenant, ttl_ms=ttl_ms)
+            for request in requests
+        ]
+
+
+def read_class(value: str | int, name: str) -> str:
+    """The class that a name, or vLLM's number (the lower, the sooner; 0 is in the middle), asks for. Raises
+    ApiError (422).
+    """
+    if isinstance(value, int):
+        return SERVICE_CLASSES[(value >= 0) + (value > 0)]
+    if value not in SERVICE_CLASSES:
+        classes = ", ".join(SERVICE_CLASSES)
+        raise invalid(
+            f"`{name}` must be one of {classes}, or a whole number (the lower, the sooner). "
+            f"Given: {quoted(value)}",
+            name,
+        )
+    return value
+
+
+def read_tenant(tenant: str, name: str) -> str:
+    """Raises ApiError (422)."""
+    if re.fullmatch(TENANT, tenant) is None:
+        raise invalid(
+            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {quoted(tenant)}", name
+        )
+    return tenant
+
+
+def read_deadline(value: str | int, name: str) -> int:
+    """Milliseconds. Raises ApiError (422)."""
+    text = str(value).strip()
+    if NUMBER.fullmatch(text) is None or not 1 <= int(text) <= MAX_DEADLINE_MS:
+        raise invalid(f"`{name}` must be 1 to {MAX_DEADLINE_MS} milliseconds. Given: {quoted(text)}", name)
+    return int(text)
+
+
+def chosen_class(priority: str | int | None, tier: str | None, default: str = DEFAULT_CLASS) -> str:
+    """The class that a body asks for: by `priority`, or else by `service_tier`. Raises ApiError (422)."""
+    if tier is not None and tier not in TIERS:
+        tiers = ", ".join(TIERS)
+        raise invalid(f"`service_tier` must be one of {tiers}. Given: {quoted(tier)}", "service_tier")
+    tier_class = default if tier in (None, "auto") else TIERS[tier]
+    return tier_class if priority is None else read_class(priority, "priority")
+
+
+PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
+NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
+SERVICE_HEADERS: list[dict[str, Any]] = [
+    {
+        "name": PRIORITY,
+        "in": "header",
+        "description": "The class of the request: `interactive` before `standard` (the default) before "
+        "`batch`. Or vLLM's number: below 0, 0, above 0.",
+        "schema": {"anyOf": [{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}]},
+    },
+    {
+        "name": TENANT_NAME,
+        "in": "header",
+        "description": "Whose request it is: tenants have fair shares. Default: a digest of the API key.",
+        "schema": {"type": "string", "pattern": f"^{TENANT}$"},
+    },
+    {
+        "name": DEADLINE,
+        "in": "header",
+        "description": "The request ends with an error if it is not finished after so many milliseconds. "
+        "Default, and the most: REQUEST_TIMEOUT_S.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS},
+    },
+]
+
+
+def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """A route's `openapi_extra`, as of `json_body`, for a route that generates."""
+    return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
+
+
+def on_terms(
+    request: Request,
+    requests: Iterable[Generate],
+    settings: Settings,
+    priority: str | int | None = None,
+    service_tier: str | None = None,
+) -> list[Generate]:
+    """The requests on the terms that their client asks for. Raises ApiError (422).
+
+    Args:
+        priority, service_tier: the fields of the body.
+    """
+    given = request.headers
+    chosen = chosen_class(priority, service_tier)
+    terms = ServiceTerms(
+        read_class(number_or_name(given[PRIORITY]), PRIORITY) if PRIORITY in given else chosen,
+        read_tenant(given[TENANT_NAME], TENANT_NAME) if TENANT_NAME in given else key_digest(request),
+        read_deadline(given[DEADLINE], DEADLINE) if DEADLINE in given else None,
+    )
+    return terms.apply(requests, settings)
+
+
+def number_or_name(text: str) -> int | str:
+    return int(text) if NUMBER.fullmatch(text) else text
+
+
+def key_digest(request: Request) -> str:
+    """A name for the owner of the API key that a client sent; empty without a key."""
+    key = request.headers.get("authorization", "").partition(" ")[2].strip()
+    return hashlib.blake2b(key.encode("latin-1"), digest_size=8).hexdigest() if key else ""

@@ -1,0 +1,176 @@
+"""Tools: the functions that a model may call, and the choice among them, from the fields of a chat."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import Field
+
+from api.answers.scanner import Tool
+from api.errors import cut, invalid, quoted
+from api.requests.fields import Strict
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+MODES = ("none", "auto", "required")
+
+
+class FunctionSchema(Strict, extra="allow"):
+    name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of the arguments, an object's. Default: it has none."
+    )
+    strict: bool | None = Field(
+        default=None, description="Arguments match the schema, whatever `tool_choice` says."
+    )
+    arguments: dict[str, Any] | None = Field(default=None, description="TGI's other name of `parameters`.")
+
+
+class ToolSchema(Strict, extra="allow", json_schema_extra={"required": ["type", "function"]}):
+    type: str = Field(json_schema_extra={"enum": ["function"]})
+    function: FunctionSchema | None = Field(default=None, json_schema_extra={"type": "object"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The tools of a request, and which calls of them the answer may or must have.
+
+    Attributes:
+        tools: all of them, as the prompt shows them.
+        callable: those that may be called.
+        is_forced: the answer is calls of them, and nothing else.
+        is_named: the client chose the function.
+        parallel: whether there may be several calls.
+        is_older: the request has `functions`, so the answer has a `function_call`.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    callable: tuple[Tool, ...]
+    is_forced: bool = False
+    is_named: bool = False
+    parallel: bool = True
+    is_older: bool = False
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether calls are right in any case: one is required, or a function is strict."""
+        return self.is_forced or any(tool.strict for tool in self.callable)
+
+
+def read_tools(
+    tools: Sequence[ToolSchema] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+) -> ToolChoice | None:
+    """The choice among `tools`; None where none may be called. Raises ApiError."""
+    functions = [function_of(one, f"tools[{i}]") for i, one in enumerate(tools or [])]
+    found = choose(functions, choice, "tools", "tool_choice")
+    return found and replace(found, parallel=parallel is not False)
+
+
+def read_functions(
+    functions: Sequence[FunctionSchema] | None, choice: str | Mapping[str, Any] | None
+) -> ToolChoice | None:
+    """The choice in OpenAI's older fields, `functions` and `function_call`. Raises ApiError."""
+    if isinstance(choice, Mapping):
+        choice = {"type": "function", "function": choice}
+    elif choice not in (None, "none", "auto"):
+        raise invalid("`function_call` must be none, auto, or an object with a `name`", "function_call")
+    found = choose(functions or [], choice, "functions", "function_call")
+    return found and replace(found, parallel=False, is_older=True)
+
+
+def function_of(tool: ToolSchema, name: str) -> FunctionSchema:
+    if tool.type != "function":
+        raise invalid(f"`{name}.type` must be function. Given: {quoted(tool.type)}", f"{name}.type")
+    if tool.function is None:
+        raise invalid(f"`{name}.function` is required", f"{name}.function")
+    return tool.function
+
+
+def choose(
+    functions: Sequence[FunctionSchema], choice: str | Mapping[str, Any] | None, field: str, choice_field: str
+) -> ToolChoice | None:
+    """The choice among functions; None where none may be called. Raises ApiError.
+
+    Args:
+        field, choice_field: the fields that have the functions and the choice.
+    """
+    tools = {tool.name: tool for tool in check_functions(functions, field)}
+    if not tools and choice not in (None, "none", "auto"):
+        raise invalid(f"`{choice_field}` is only allowed with `{field}`", choice_field)
+    if not tools or choice == "none":
+        return None
+    found = ToolChoice([template_tool(one) for one in functions], tuple(tools.values()))
+    if choice in (None, "auto"):
+        return found
+    if choice == "required":
+        return replace(found, is_forced=True)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)  # the Responses API has the fields beside `type`
+        return allow_tools(found, tools, allowed, f"{choice_field}.allowed_tools")
+    name = choice if isinstance(choice, str) else name_of(choice, choice_field)
+    return replace(found, callable=(find_tool(tools, name, choice_field),), is_forced=True, is_named=True)
+
+
+def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, field: str) -> ToolChoice:
+    """The choice `{"mode": …, "tools": […]}`. Raises ApiError."""
+    mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required"):
+        raise invalid(f"`{field}.mode` must be auto or required", f"{field}.mode")
+    listed = allowed.get("tools")
+    if not isinstance(listed, list) or not listed:
+        raise invalid(f"`{field}.tools` must be a list of tools that is not empty", f"{field}.tools")
+    names = [name_of(one, f"{field}.tools[{i}]") for i, one in enumerate(listed)]
+    may_call = tuple(find_tool(tools, name, f"{field}.tools") for name in dict.fromkeys(names))
+    return replace(found, callable=may_call, is_forced=mode == "required")
+
+
+def name_of(choice: Any, field: str) -> str:
+    """The name in `{"type": "function", "function": {"name": …}}`; the Responses API has it beside `type`.
+    Raises ApiError.
+    """
+    if isinstance(choice, Mapping) and choice.get("type", "function") == "function":
+        function = choice.get("function", choice)
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            return str(function["name"])
+    words = f'must be one of {", ".join(MODES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
+    raise invalid(f"`{field}` {words}", field)
+
+
+def find_tool(tools: Mapping[str, Tool], name: str, field: str) -> Tool:
+    if name not in tools:
+        raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(tools))}", field)
+    return tools[name]
+
+
+def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Tool]:
+    """The functions as tools. Raises ApiError."""
+    if len(functions) > MAX_TOOLS:
+        raise invalid(f"`{field}` supports up to {MAX_TOOLS} functions. Given: {len(functions)}", field)
+    names: set[str] = set()
+    for one in functions:
+        if not NAME.fullmatch(one.name):
+            words = "must have names of 1 to 128 letters, digits and _ . : / -"
+            raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}", field)
+        if one.name in names:
+            raise invalid(f"`{field}` has the name {quoted(one.name)} twice", field)
+        names.add(one.name)
+        kind = parameters_of(one).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            parameters = f"{field}.{one.name}.parameters"
+            words = f"must be the JSON schema of an object. Given the type: {quoted(kind)}"
+            raise invalid(f"`{parameters}` {words}", parameters)
+    return [Tool(one.name, parameters_of(one), bool(one.strict)) for one in functions]
+
+
+def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
+    return function.parameters or function.arguments or NO_PARAMETERS
+
+
+def template_tool(function: FunctionSchema) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    described = {} if function.description is None else {"description": function.description}
+    shown = {"name": function.name, **described, "parameters": parameters_of(function)}
+    return {"type": "function", "function": shown}

@@ -1,0 +1,164 @@
+"""POST /invocations: what SageMaker sends, as in TGI and vLLM.
+
+POST /vertex: several prompts or chats in one request, as Vertex AI sends them to TGI.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
+from starlette.responses import Response
+from starlette.types import Message
+
+from api.errors import ApiError, invalid, quoted
+from api.event_loop import Pace, offload
+from api.http import body
+from api.http.openapi import TGI
+from api.openai.params import read_chat
+from api.openai.request_schemas import ChatRequest
+from api.openai.routes import chat_completions, completions
+from api.requests.fields import Listed, Strict
+from api.requests.params import GenerationParams, Limits
+from api.requests.pool import Pool
+from api.requests.pool_registry import own_pool, pools_of
+from api.requests.respond import new_answer, read_terms, submit_and_respond
+from api.requests.service_terms import generation_body
+from api.requests.validate import validate
+from api.tgi.render import RENDERER, VERTEX
+from api.tgi.request_schemas import CompatGenerateRequest, GenerateRequest
+from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, Predictions
+from api.tgi.routes_generate import EVENTS, EXAMPLE, compat_generate
+from common.messages.answer import Rendering
+
+router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
+Route = Callable[[Request], Awaitable[Response]]
+ROUTES: dict[str, tuple[str, Route]] = {
+    "inputs": ("/", compat_generate),
+    "messages": ("/v1/chat/completions", chat_completions),
+    "prompt": ("/v1/completions", completions),
+}
+"""The field by which a body is known → the route that it is meant for."""
+
+
+@router.post(
+    "/invocations",
+    summary="Generate as another route does",
+    openapi_extra=generation_body(CompatGenerateRequest, EXAMPLE),
+    responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
+)
+async def invocations(request: Request) -> Response:
+    """A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one with
+    `prompt` as by `/v1/completions`. Errors are TGI's.
+    """
+    data = await body.read_json(request, own_pool(request).settings.payload_limit)
+    names = await body.names_in(data)
+    path, route = next((ROUTES[name] for name in ROUTES if name in names), ROUTES["inputs"])
+    return await route(readdressed(request, path, data))
+
+
+def readdressed(request: Request, path: str, data: bytes) -> Request:
+    """A request at another path; its body, which was read, comes again."""
+    unread: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def receive() -> Message:
+        return unread.pop() if unread else await request.receive()
+
+    return Request({**request.scope, "path": path, "raw_path": path.encode()}, receive)
+
+
+Instance = GenerateRequest | ChatRequest
+VERTEX_EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
+
+
+def kind_of(instance: Any) -> str:
+    return "chat" if isinstance(instance, Mapping) and "messages" in instance else "prompt"
+
+
+class VertexRequest(Strict):
+    """The body of /vertex."""
+
+    instances: Listed[
+        Annotated[
+            Annotated[GenerateRequest, Tag("prompt")] | Annotated[ChatRequest, Tag("chat")],
+            Discriminator(kind_of),
+        ]
+    ] = Field(
+        description="Each is a body of `/generate`, or of `/v1/chat/completions`.",
+        json_schema_extra={"minItems": 1},
+    )
+
+
+class UninspectedInstances(Strict):
+    """The instances before each is read: a hundred thousand of them take a second."""
+
+    instances: list[Any]
+
+
+@router.post(
+    VERTEX,
+    summary="Generate several texts",
+    openapi_extra=generation_body(VertexRequest, VERTEX_EXAMPLE),
+    responses={200: {"model": Predictions}},
+)
+async def vertex(request: Request) -> Response:
+    """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
+    pool = own_pool(request)
+    data = await body.read_json(request, pool.settings.payload_limit)
+    await pool.admission.check()
+    limits = pool.workers.limits
+    uninspected = await offload(len(data), lambda: body.parse_body(UninspectedInstances, data))
+    check_number(uninspected.instances, limits)
+    parsed = await offload(len(data), lambda: body.parse_body(VertexRequest, data))
+    found, requests, pace = [], [], Pace()
+    for i, one in enumerate(parsed.instances):
+        params = await read_instance(request, pool, one, i)
+        found.append(params)
+        requests += await validate(params, limits, pool.tokenizer)
+        await pace.step()
+    answer = new_answer(
+        request, pool, requests=requests, prefixes=[""] * len(requests), rendering=Rendering()
+    )
+    num_chars = sum(len(params.text or "") for params in found)
+    return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
+
+
+def check_number(instances: Sequence[object], limits: Limits) -> None:
+    most = limits.max_client_batch_size
+    if not 0 < len(instances) <= most:
+        raise invalid(f"`instances` must have 1 to {most} items. Given: {len(instances)}", "instances")
+
+
+async def read_instance(request: Request, pool: Pool, instance: Instance, i: int) -> GenerationParams:
+    """The parameters of one instance. Raises ApiError, which says which one it is."""
+    where = f"instances[{i}]"
+    try:
+        read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both: nothing streams
+        if isinstance(instance, ChatRequest):
+            params = await read_messages(request, pool, instance)
+        else:
+            params = read_prompt(instance)
+        if params.n > 1:
+            name = params.name("n")
+            raise invalid(
+                f"`{name}` must be 1: each instance has one prediction. Given: {quoted(params.n)}", name
+            )
+    except ApiError as error:
+        text = f"`{where}`: {error.text}"
+        raise ApiError(error.status, error.error_type, text, where, error.code) from error
+    return params
+
+
+def read_prompt(instance: GenerateRequest) -> GenerationParams:
+    is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
+    return replace(instance.generation_params(streamed=False), do_sample=not is_greedy)
+
+
+async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:
+    chat.check()
+    if chat.stream:
+        raise invalid("`stream` must be false: the answer has all predictions", "stream")
+    if await pools_of(request).find(chat.model) is not pool:
+        raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
+    return (await read_chat(chat, pool)).params

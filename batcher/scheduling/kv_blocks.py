@@ -1,0 +1,210 @@
+"""PrefixCache: which KV blocks of a worker hold what, by name (common/block_hashes.py). PrefixIndex: which
+workers know a name.
+
+BlockPool: which KV blocks of a worker are free. It holds numbers only; the engine has the memory.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from batcher.scheduling.sequence import PlacedRow
+
+
+class PrefixIndex:
+    """The caches that know each name: a block with it is computed there, or is being computed.
+
+    Attributes:
+        first: by name one of them; most names have no other.
+        others: by name the rest, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[bytes, PrefixCache] = {}
+        self.others: dict[bytes, dict[PrefixCache, None]] = {}
+
+    def add(self, name: bytes, cache: "PrefixCache") -> None:
+        if self.first.setdefault(name, cache) is not cache:
+            self.others.setdefault(name, {})[cache] = None
+
+    def remove(self, name: bytes, cache: "PrefixCache") -> None:
+        others = self.others.get(name, {})
+        if self.first.get(name) is not cache:
+            others.pop(cache, None)
+        elif others:
+            self.first[name] = next(iter(others))
+            del others[self.first[name]]
+        else:
+            del self.first[name]
+        if name in self.others and not others:
+            del self.others[name]
+
+    def holders(self, name: bytes) -> Iterator["PrefixCache"]:
+        if name in self.first:
+            yield self.first[name]
+            yield from self.others.get(name, ())
+
+
+class PrefixCache:
+    """Blocks whose tokens are all computed, by name.
+
+    A block's name says what it and all blocks before it hold, so a prefix is found block by block. The blocks
+    of a row become idle from its last to its first, and every use of a block is a use of those before it: so
+    the one that has been idle for the longest has no other behind it.
+
+    Attributes:
+        blocks: block by name.
+        names: name by block.
+        idle: blocks that no row has, the least recently used first.
+        expected: by name, the row that computes a block which is not here yet.
+        index: who else knows a name.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, int] = {}
+        self.names: dict[int, bytes] = {}
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.expected: dict[bytes, PlacedRow] = {}
+        self.index = PrefixIndex()
+
+    def join_index(self, index: PrefixIndex) -> None:
+        """Be one of the caches in which a request is looked up."""
+        self.index = index
+        for name in (*self.blocks, *self.expected):
+            index.add(name, self)
+
+    def leave_index(self) -> None:
+        for name in (*self.blocks, *self.expected):
+            self.index.remove(name, self)
+        self.index = PrefixIndex()
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest prefix that is here."""
+        found = []
+        for name in names:
+            if (block := self.blocks.get(name)) is None:
+                break
+            found.append(block)
+        return found
+
+    def find_expected(self, names: list[bytes]) -> tuple[int, int, PlacedRow | None]:
+        """Return how many blocks of a prefix are here, how many with those that rows compute, and the row
+        that computes the last of these.
+        """
+        num_here = end = len(self.find(names))
+        row = None
+        while end < len(names) and (computes := self.expected.get(names[end])) is not None:
+            row = computes
+            end += 1
+        return num_here, end, row
+
+    def expect(self, names: Iterable[bytes], row: PlacedRow) -> None:
+        """A row computes the blocks with these names."""
+        for name in names:
+            if name not in self.blocks and name not in self.expected:
+                self.expected[name] = row
+                self.index.add(name, self)
+
+    def expect_no_more(self, names: Iterable[bytes], row: PlacedRow) -> None:
+        """A row has computed its prompt, or will not."""
+        for name in names:
+            if self.expected.get(name) is row:
+                del self.expected[name]
+                if name not in self.blocks:
+                    self.index.remove(name, self)
+
+    def add(self, name: bytes, block: int) -> None:
+        """Name a block that a row has, unless another one has the name, or it has one."""
+        if name not in self.blocks and block not in self.names:
+            self.blocks[name] = block
+            self.names[block] = name
+            self.index.add(name, self)
+
+    def touch(self, name: bytes) -> None:
+        """Mark the block of this name, if there is one, as used."""
+        block = self.blocks.get(name, 0)
+        if block in self.idle:
+            self.idle.move_to_end(block)
+
+    def evict(self) -> int:
+        """Forget the least recently used block that no row has. Return it."""
+        block, _ = self.idle.popitem(last=False)
+        name = self.names.pop(block)
+        del self.blocks[name]
+        if name not in self.expected:
+            self.index.remove(name, self)
+        return block
+
+
+class BlockPool:
+    """Blocks 1 to `num_blocks` of one worker. Block 0 is the engine's scratch and is never allocated.
+
+    Attributes:
+        free: blocks that hold nothing.
+        cache: what complete blocks hold. Those of them that no row has are allocated when no other is free.
+        others: of a block that several rows have: how many besides the first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.free = list(range(num_blocks, 0, -1))
+        self.cache = PrefixCache()
+        self.others: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that no row has."""
+        return len(self.free) + len(self.cache.idle)
+
+    def can_allocate(self, count: int, beside: Sequence[int] = ()) -> bool:
+        """Whether `count` blocks can be allocated once the cached blocks `beside` are shared."""
+        idle = self.cache.idle
+        return count <= len(self.free) + len(idle) - sum(block in idle for block in beside)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks: the most recently released first, then those cached that are least recently
+        used. The caller checks `can_allocate`.
+        """
+        if count == 0:
+            return []
+        blocks = self.free[-count:][::-1]
+        del self.free[-count:]
+        while len(blocks) < count:
+            blocks.append(self.cache.evict())
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Give cached blocks to one more row."""
+        for block in blocks:
+            if block in self.cache.idle:
+                del self.cache.idle[block]
+            else:
+                self.others[block] = self.others.get(block, 0) + 1
+
+    def reserve(self, rows: Counter[int]) -> None:
+        """Take certain blocks, which are in use, each by so many rows.
+
+        Raises ValueError, and takes none, if one is not free.
+        """
+        free = set(self.free)
+        if not rows.keys() <= free:
+            raise ValueError("blocks are in use twice, or there are none with such numbers")
+        self.free = [block for block in self.free if block not in rows]
+        self.others |= {block: count - 1 for block, count in rows.items() if count > 1}
+
+    def release(self, blocks: Sequence[int], names: Sequence[bytes] = ()) -> None:
+        """A row has these blocks no more. `names` are those of what the first of them hold."""
+        cache = self.cache
+        if not (names or cache.names or self.others):
+            self.free.extend(reversed(blocks))
+            return
+        for i in range(len(blocks) - 1, -1, -1):
+            block = blocks[i]
+            if others := self.others.pop(block, 0):
+                if others > 1:
+                    self.others[block] = others - 1
+            elif block in cache.names:
+                cache.idle[block] = None
+            else:
+                self.free.append(block)
+            if i < len(names):
+                cache.touch(names[i])

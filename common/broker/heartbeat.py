@@ -1,0 +1,82 @@
+"""Heartbeat: what a process reports about itself in Redis at an interval, for as long as it lives.
+
+Workers have one of their own, the script `worker_heartbeat`, which a seal refuses.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from common.broker import batcher_scripts
+from common.broker.batcher_scripts import ProcessBeat
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.pool_client import PoolClient
+from common.process.event_loop import until_beat
+
+log = logging.getLogger(__name__)
+
+REMOVE_TIMEOUT_S = 1.0
+
+HeartbeatFields = dict[str, str | int]
+
+
+def process_fields() -> HeartbeatFields:
+    """Process id and host name: where this process is found."""
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+class Heartbeat:
+    """Heartbeat of a process that is no worker; it expires after `ttl_s`."""
+
+    def __init__(self, pool: PoolClient, kind: str, name: str, ttl_s: float) -> None:
+        self.pool = pool
+        self.kind = kind
+        self.name = name
+        self.ttl_ms = round(ttl_s * 1000)
+
+    def beat(self, **fields: str | int) -> ProcessBeat:
+        """What the script writes: these fields, and where the process is found."""
+        return ProcessBeat(self.kind, self.name, self.ttl_ms, process_fields() | fields)
+
+    async def send(self, **fields: str | int) -> None:
+        await self.pool.run(batcher_scripts.heartbeat(self.pool.keys, self.beat(**fields)))
+
+    async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
+        """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await self.send(**fields())
+            except ERRORS as error:
+                log.debug("heartbeat not sent: %s", describe_error(error))
+            await asyncio.sleep(until_beat(every_s))
+
+    @contextlib.asynccontextmanager
+    async def sending(
+        self, every_s: float, fields: Callable[[], HeartbeatFields] = dict
+    ) -> AsyncIterator[None]:
+        """Send heartbeats while the context is open; remove the last one at its end."""
+        task = asyncio.create_task(self.send_forever(every_s, fields))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await self.remove_in_time()
+
+    async def remove_in_time(self) -> None:
+        """Remove it, unless the broker does not answer: then it expires."""
+        try:
+            async with asyncio.timeout(REMOVE_TIMEOUT_S):
+                await self.remove()
+        except ERRORS as error:
+            log.warning("the heartbeat stays until it expires: %s", describe_error(error))
+
+    async def remove(self) -> None:
+        async with self.pool.redis.pipeline() as pipe:
+            pipe.delete(self.pool.keys.process(self.kind, self.name))
+            pipe.zrem(self.pool.keys.processes, f"{self.kind}:{self.name}")
+            await pipe.execute()

@@ -1,0 +1,152 @@
+"""Control groups: the folders in which Linux shows the limits of this process and of its container.
+
+CPU: features of this machine's processor that matter to kernels.
+
+Memory: how much this process may still allocate, by the machine and by its control groups (containers).
+
+NVIDIA GPUs of this machine, as their driver's library (NVML) lists them.
+
+Run delay: how long the threads of a process waited for a core although they could run.
+"""
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pynvml
+
+
+def folders(controller: str, root: Path) -> Iterator[Path]:
+    """Yield those of our groups and of all above. A container sees its own as the topmost."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                inside = Path(controllers) / path.lstrip("/")
+                yield from (root / "sys/fs/cgroup" / folder for folder in (inside, *inside.parents))
+
+
+INFO = Path("/proc/cpuinfo")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
+
+
+def has_bfloat16() -> bool:
+    """Whether it has instructions for bfloat16; without them float32 is faster."""
+    return bool(BFLOAT16 & set(features().split()))
+
+
+def prefers_widened_bfloat16() -> bool:
+    """Whether bfloat16 is multiplied faster when widened to float32 than by its own instruction, in pairs.
+
+    Measured: Intel's instruction (Sapphire Rapids) takes four times as long as the one for float32, which
+    multiplies half as many numbers; AMD's takes no longer. Intel's matrix unit (AMX) is left to oneDNN, whose
+    sums of a row depend on the batch.
+    """
+    return read_field("vendor_id") == "GenuineIntel"
+
+
+def features() -> str:
+    return read_field("flags", "features") or platform.processor()
+
+
+def read_field(*names: str) -> str:
+    """Return the first core's entry in /proc/cpuinfo under one of these names, or ''."""
+    lines = INFO.read_text().splitlines() if INFO.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip().lower() in names), "")
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on, by its affinity and by each control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (quota for folder in folders("cpu", root) for quota in group_cores(folder))
+    return max(1, min([cores, *quotas]))
+
+
+def group_cores(folder: Path) -> Iterator[int]:
+    """Yield a control group's quota in whole cores, in version 2 and in version 1."""
+    with contextlib.suppress(OSError, ValueError):  # another version, or `max`: no quota
+        quota, period = (folder / "cpu.max").read_text().split()
+        yield int(quota) // int(period)
+    with contextlib.suppress(OSError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:  # -1: none
+            yield int(quota) // int(period)
+
+
+LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""(limit, used, reclaimable cache) in version 2 and in version 1 of control groups."""
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the smallest of what the machine and each control group leave."""
+    groups = folders("memory", root)
+    return min([machine_bytes(root), *(left for folder in groups for left in group_bytes(folder))])
+
+
+def machine_bytes(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def group_bytes(folder: Path) -> Iterator[int]:
+    for limit, used, cache in LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # another version, or `max`: no limit
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left = (
+                int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat.get(cache, 0))
+            )
+            yield max(0, left)
+
+
+class Gpu(NamedTuple):
+    uuid: str
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs in the order of the PCI bus; none where there is no driver, or where it fails."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            Gpu(
+                pynvml.nvmlDeviceGetUUID(handle),
+                pynvml.nvmlDeviceGetName(handle),
+                pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                driver,
+            )
+            for handle in handles
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def run_delay_s(pid: int) -> float:
+    """Seconds since the process started, summed over its threads; 0 where the kernel does not count them."""
+    return sum(read_delay_ns(path) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def read_delay_ns(path: Path) -> int:
+    """The second number of a thread's schedstat; 0 for a thread that has ended."""
+    try:
+        return int(path.read_text().split()[1])
+    except (OSError, IndexError):
+        return 0

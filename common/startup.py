@@ -1,0 +1,89 @@
+"""Startup: what every process of a fleet does first.
+
+It gets its name and is bound to its parent; then come logs, the broker's URL and the port of its metrics.
+
+Readiness: whether this process can do its part, for `GET /health` at METRICS_PORT.
+
+Refusal: the end of a process whose settings cannot be served.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import setproctitle
+
+from common.broker import client
+from common.metrics import exposition
+from common.process import logs, parent_death
+from common.process.logs import new_incarnation
+from common.settings.settings import Settings
+from common.settings.types import SettingError
+
+READY = threading.Event()
+"""Set once a worker has joined its pool, a batcher has asked for the lease, a job worker takes jobs. A
+gateway says it at its own port.
+"""
+
+
+log = logging.getLogger(__name__)
+
+YES = ("true", "1", "yes", "on", "t", "y")
+
+
+@contextlib.contextmanager
+def exit_when_unservable() -> Iterator[None]:
+    """End this process at a SettingError, with one line and EX_CONFIG (78), by which the launcher knows that
+    it was a setting. With JSON_OUTPUT the line is one of the log.
+    """
+    try:
+        yield
+    except SettingError as error:
+        set_up_json()
+        if logs.are_json():
+            log.error("%s", error)
+        else:
+            print(f"tokenfleet: {error}", file=sys.stderr, flush=True)
+        sys.exit(os.EX_CONFIG)
+
+
+def set_up_json() -> None:
+    """Set up logging where JSON_OUTPUT asks for it and this process had no time to: settings come first."""
+    if not logs.are_json() and os.environ.get("JSON_OUTPUT", "").strip().lower() in YES:
+        name = os.environ.get("PROCESS_NAME", "tokenfleet")
+        logs.set_up(name, "error", as_json=True, incarnation=os.environ.get("INCARNATION", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Names of this process.
+
+    Attributes:
+        name: its place in the fleet, as `w0`; a process that replaces it has the same.
+        incarnation: unique; a process that replaces it has another.
+    """
+
+    name: str
+    incarnation: str
+
+
+def start_process(kind: str, name: str) -> ProcessIdentity:
+    """Bind this process to its parent, and show its kind and name in `ps`.
+
+    The launcher gives its name in PROCESS_NAME; without that it is `name`.
+    """
+    parent_death.die_with_parent()
+    name = os.environ.get("PROCESS_NAME", name)
+    setproctitle.setproctitle(f"tokenfleet {kind} {name}")
+    return ProcessIdentity(name, os.environ.get("INCARNATION") or new_incarnation(name))
+
+
+def configure_process(own: ProcessIdentity, settings: Settings) -> None:
+    """Set up logging, and serve this process's metrics. Raises SettingError."""
+    logs.set_up(own.name, settings.log_level, settings.json_output, own.incarnation)
+    client.broker_url(settings)
+    exposition.start_metrics_server(settings, READY.is_set)

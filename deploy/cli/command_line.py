@@ -1,0 +1,168 @@
+"""Command line: words after `tokenfleet`, which start a fleet or a process of it, or ask a running fleet."""
+
+import difflib
+import functools
+import importlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import NamedTuple, NoReturn
+
+import setproctitle
+
+from common.process import logs
+from common.process.logs import new_incarnation
+from common.process.parent_death import die_with_parent
+from common.settings import flags
+from common.settings.flags import FlagParser
+from common.settings.settings import SettingError, Settings
+from common.startup import exit_when_unservable
+from deploy.launcher import checks, launcher
+from deploy.launcher.fleet import KINDS, MODULES, command
+
+log = logging.getLogger(__name__)
+
+
+class Command(NamedTuple):
+    """A word after `tokenfleet`. `run` takes the words after it and returns the exit code."""
+
+    operand: str
+    help: str
+    run: Callable[[list[str]], int]
+
+
+def main() -> int:
+    replace_unprintable()
+    with exit_when_unservable():
+        return run(sys.argv[1:])
+
+
+def replace_unprintable() -> None:
+    """Show a question mark for what the terminal's encoding cannot write."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command. Returns the exit code."""
+    os.environ.setdefault("PARENT_PID", "0")  # started by a person, who may log out
+    match list(argv):
+        case ["--version" | "-V"]:
+            print(f"tokenfleet {version('tokenfleet')}")
+        case [] | ["--help" | "-h" | "help"]:
+            print(usage())
+        case [word, *rest]:
+            if word not in COMMANDS:
+                raise SettingError("command", f"{word!r} is not a command{suggestion(word)}")
+            return COMMANDS[word].run(rest)
+    return 0
+
+
+def suggestion(word: str) -> str:
+    near = difflib.get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1)
+    return f"; the nearest is {near[0]}" if near else "; `tokenfleet --help` lists them"
+
+
+def serve(argv: list[str]) -> int:
+    settings = checks.read_settings(argv, "tokenfleet serve", sentence(COMMANDS["serve"].help))
+    logs.set_up("serve", settings.log_level, settings.json_output)
+    for line in flags.unheeded(checks.name_model(argv)):
+        log.warning("%s", line)
+    if {"--env", "-e"} & set(argv):
+        run_module("deploy.cli.doctor", argv)
+    die_with_parent()
+    setproctitle.setproctitle("tokenfleet serve")
+    return launcher.serve(settings)
+
+
+def replace_process(word: str, argv: list[str]) -> NoReturn:
+    """Replace this process by one of the fleet: its parent sees and ends that one."""
+    kind = KINDS[word]
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--name", default=f"{kind[0]}0")
+    own, rest = parser.parse_known_args(argv)
+    parent = {"PARENT_PID": os.environ["PARENT_PID"]}
+    die_with_parent()
+    settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
+    setproctitle.setproctitle(f"tokenfleet {word}")  # anybody may read our words, and a key is among them
+    incarnation = new_incarnation(own.name)
+    logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
+    settings = checks.prepare(settings, kind)
+    names = {"PROCESS_NAME": own.name, "INCARNATION": incarnation}
+    words = command(MODULES[kind])
+    os.execve(words[0], words, os.environ | settings.environ() | names | parent)
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def describe_process(word: str) -> str:
+    name = f"--name X (default {KINDS[word][0]}0) is its name in logs and in `tokenfleet status`."
+    return f"Start {COMMANDS[word].help}. It needs REDIS_URL. {name}"
+
+
+def run_module(module: str, argv: list[str]) -> int:
+    """Call `main` of a module of deploy, which is imported now: no command pays for another's libraries."""
+    code: int = importlib.import_module(module).main(argv)
+    return code
+
+
+def of_module(operand: str, help: str, module: str) -> Command:
+    return Command(operand, help, functools.partial(run_module, module))
+
+
+def of_process(word: str, help: str) -> Command:
+    return Command("", help, functools.partial(replace_process, word))
+
+
+SECTIONS = {
+    "Start a fleet": {
+        "serve": Command(
+            "[MODEL]", "start everything on this machine: broker, gateway, batcher, worker, job worker", serve
+        ),
+        "doctor": of_module(
+            "",
+            "check this machine and the settings; print what would not work, and the fix",
+            "deploy.cli.doctor",
+        ),
+        "download-weights": of_module(
+            "MODEL_ID", "fetch a model before the first start", "deploy.cli.download"
+        ),
+    },
+    "Use a running fleet": {
+        "chat": of_module("", "talk with the model in this terminal", "deploy.cli.chat"),
+        "status": of_module("", "show the processes and what they do, as a live table", "deploy.cli.status"),
+        "explain": of_module(
+            "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
+        ),
+        "drain": of_module(
+            "WORKER", "have a worker give its requests to others and leave", "deploy.cli.drain"
+        ),
+        "bench": of_module("", "measure speed for a minute, beside another server", "deploy.bench.command"),
+    },
+    "Start one process (these need REDIS_URL)": {
+        "api": of_process("api", "a gateway"),
+        "batcher": of_process("batcher", "a batcher"),
+        "worker": of_process("worker", "a worker"),
+        "jobs": of_process("jobs", "a job worker: the arq jobs `generate` and `chat`"),
+        "supervise": of_module(
+            "KIND", "one of these (api, batcher, worker, jobs), kept alive", "deploy.launcher.launcher"
+        ),
+    },
+}
+COMMANDS = {word: command for section in SECTIONS.values() for word, command in section.items()}
+
+
+def usage() -> str:
+    lines = ["usage: tokenfleet COMMAND [--setting value …]"]
+    for title, section in SECTIONS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {f'{word} {it.operand}':<27} {it.help}" for word, it in section.items()]
+    lines += ["", "Options:", "  --help", "  --version", ""]
+    lines += ["A setting is a flag (--port 8080) or a variable (PORT=8080): `tokenfleet serve --help`."]
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""`tokenfleet download-weights MODEL_ID`: fetches (or converts) a model now, with TGI's flags, and prints
+where it is.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from common import model_files
+from common.settings.flags import FlagParser, flag_of
+from common.settings.settings import SettingError, Settings
+from common.settings.types import convert
+from deploy.launcher import checks
+from deploy.launcher.checks import progress
+
+SWITCHES = {
+    "auto_convert": "accepted: what is served is safetensors, and GGUF is always converted",
+    "trust_remote_code": "accepted: Python code of a checkpoint is fetched, and run only by "
+    "`serve --trust-remote-code`",
+    "json_output": "accepted: there is one line of output",
+    "merge_lora": "refused: adapters are not built yet",
+}
+DESCRIPTION = "Fetch a model from the hub, or convert a GGUF file. What is here already is left as it is."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the model's directory. Raises SettingError."""
+    return download(read_settings(argv))
+
+
+def read_settings(argv: Sequence[str]) -> Settings:
+    parser = FlagParser(prog="tokenfleet download-weights", allow_abbrev=False, description=DESCRIPTION)
+    parser.add_argument(
+        "model_id", nargs="?", help="hub id, directory, GGUF file or `smollm2` (default: MODEL_ID)"
+    )
+    parser.add_argument("--revision", help="of a hub model")
+    parser.add_argument(
+        "--extension", default=".safetensors", help="only .safetensors (GGUF files are converted)"
+    )
+    for flag in ("--logger-level", "--huggingface-hub-cache"):
+        parser.add_argument(flag, help="as for `serve`")
+    for name, help in SWITCHES.items():
+        parser.add_argument(flag_of(name), nargs="?", const="true", default="false", metavar="X", help=help)
+    flags = parser.parse_args(list(argv))
+    switches = {name: convert(bool, getattr(flags, name), flag_of(name)) for name in SWITCHES}
+    if flags.extension != ".safetensors":
+        raise SettingError(
+            "--extension",
+            f"{flags.extension} is not served: only .safetensors, and GGUF files, which are converted",
+        )
+    if switches["merge_lora"]:
+        raise SettingError("--merge-lora", "adapters are not built yet; merge the adapter into the model")
+    words = ("revision", "logger_level", "huggingface_hub_cache", "model_id")
+    given = [
+        f"--{word.replace('_', '-')}={getattr(flags, word)}"
+        for word in words
+        if getattr(flags, word) is not None
+    ]
+    return Settings.read(given, prog="tokenfleet download-weights")
+
+
+def download(settings: Settings) -> int:
+    checks.set_hub_variables(settings)
+    dtype = checks.weights_dtype(settings)
+    path = model_files.find_local(settings.model_id, settings.revision, dtype)
+    if path is not None:
+        print(f"{settings.model_id} is here already", file=sys.stderr)
+    else:
+        with progress() as show:
+            path = model_files.resolve(settings.model_id, settings.revision, show, dtype=dtype)
+    if not model_files.weight_files(path):
+        raise SettingError(
+            "model_id",
+            f"{settings.model_id} has no whole set of .safetensors files in {path}; nothing else is served",
+        )
+    print(os.fspath(path))
+    return 0

@@ -1,0 +1,105 @@
+"""`tokenfleet drain WORKER`: has a worker give its requests to others and leave, and waits until it has."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+
+import setproctitle
+
+from common.broker import worker_scripts
+from common.broker.client import ERRORS, describe_error
+from common.broker.pool_client import PoolClient
+from common.process.logs import first_incarnation, plural
+from common.settings.flags import FlagParser
+from common.settings.settings import Settings
+from deploy.cli.client import ServerError, print_error
+from deploy.launcher import checks
+from deploy.launcher.embedded_broker import running_url
+
+ASK_S = 0.5
+DESCRIPTION = """
+Have a worker leave, as SIGTERM does: it gets no new requests, and those that it runs go on elsewhere from
+their last token. Where no other worker is ready, it finishes the requests of clients first. The command ends
+when the worker is gone, and says what it was last seen to do: it may also die meanwhile. Ctrl-C only ends the
+waiting. What supervises the worker starts it again, so draining one worker after the other rolls them all.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns 1 for an unknown worker, and for one that is back. Raises SettingError."""
+    parser = FlagParser(
+        prog="tokenfleet drain",
+        allow_abbrev=False,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("worker", help="its id in `tokenfleet status`, or its name, if only one has it")
+    parser.add_argument(
+        "--redis-url",
+        metavar="URL",
+        help="the fleet's broker (default: REDIS_URL, or that of the `tokenfleet serve` on this machine)",
+    )
+    parser.add_argument("--pool", help="the worker's pool (default: POOL)")
+    flags = parser.parse_args(list(argv))
+    setproctitle.setproctitle("tokenfleet drain")  # anybody may read our words, and a password is among them
+    given = {"REDIS_URL": flags.redis_url, "POOL": flags.pool}
+    settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
+    if settings.redis_url is None:
+        settings = settings.model_copy(update={"redis_url": running_url()})
+    checks.check_broker(settings)
+    try:
+        asyncio.run(drain(settings, flags.worker))
+    except ServerError as error:
+        return print_error(error)
+    return 0
+
+
+async def drain(settings: Settings, word: str) -> None:
+    """Raises ServerError."""
+    async with PoolClient.connect(settings) as pool:
+        try:
+            worker = choose_worker(await pool.workers(), word, settings.pool)
+        except ERRORS as error:
+            raise ServerError(describe_error(error)) from error
+        await wait_until_gone(pool, worker)
+
+
+def choose_worker(workers: Sequence[str], word: str, pool: str) -> str:
+    """Return the worker with this id, or the only one with this name. Raises ServerError."""
+    if word in workers:
+        return word
+    named = [worker for worker in workers if worker.rpartition("-")[0] == word]
+    if len(named) == 1:
+        return named[0]
+    found = ", ".join(sorted(named or workers)) or "none"
+    problem = f"{len(named)} workers are named {word!r}" if named else f"there is no worker {word!r}"
+    raise ServerError(f"{problem}; those of the pool {pool!r}: {found}")
+
+
+def check_return(worker: str, workers: Sequence[str]) -> None:
+    """Raises ServerError where a process whose heartbeat had expired is among the workers again."""
+    first = first_incarnation(worker)
+    if back := [other for other in workers if other != worker and first_incarnation(other) == first]:
+        raise ServerError(f"{worker} was cut off, and is back as {back[0]}, which is not drained")
+
+
+async def wait_until_gone(pool: PoolClient, worker: str) -> None:
+    """Ask a worker to drain until it is gone; lines tell of changes. Raises ServerError if it is back."""
+    shown, seen = "", "seen by nobody"
+    while True:
+        try:
+            found = await pool.run(worker_scripts.drain(pool.keys, worker))
+            if found is None:
+                check_return(worker, await pool.workers())
+                print(f"{worker} is gone; it was last {seen}", flush=True)
+                return
+            state, num_rows = found
+            seen = f"{state}, with {plural(num_rows, 'request')}"
+            line = f"{worker} is {seen}"
+        except ERRORS as error:
+            line = f"{worker}: {describe_error(error)}"
+        if line != shown:
+            print(line, flush=True)
+        shown = line
+        await asyncio.sleep(ASK_S)

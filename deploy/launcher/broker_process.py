@@ -1,0 +1,14 @@
+"""Run a broker that SIGTERM does not end: `python -m deploy.launcher.broker_process COMMAND …`.
+
+A machine that shuts down sends SIGTERM to all processes at once, and requests in flight need the broker until
+they are finished. The launcher ends it last, by SIGINT.
+"""
+
+import signal
+import sys
+
+from common.process import parent_death
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # exec keeps the mask
+    sys.exit(parent_death.run(sys.argv[1:]))

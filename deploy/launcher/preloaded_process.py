@@ -1,0 +1,229 @@
+"""Preloaded process: has done what a worker or a gateway does before it knows its name, and waits to become
+the next one that starts. It serves nobody before, and is no process of the fleet: when memory runs out, it is
+the first that the kernel ends.
+
+Family: a process and all that it has started, as a worker and its engine, by what /proc says.
+
+Spawn: starts a process of the fleet, with its end of the channel to the socket keeper where it has one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.messages.kept_answer import HANDLE_VARIABLE
+from common.process.event_loop import run_until_one_ends
+from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables
+
+PROC = Path("/proc")
+ENDS_FIRST = 1000
+"""Memory score of whom the kernel ends before all others when memory runs out."""
+
+
+def family(pid: int | None) -> Iterator[int]:
+    """Process ids, the process itself first; none of None."""
+    if pid is None:
+        return
+    yield pid
+    children = b""
+    with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
+        children = (PROC / str(pid) / "task" / str(pid) / "children").read_bytes()
+    for child in children.split():
+        yield from family(int(child))
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process has pages of; 0 where nobody knows."""
+    with contextlib.suppress(OSError):
+        pages = (PROC / str(pid) / "statm").read_bytes().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def memory_score() -> int:
+    """Our own `oom_score_adj`, which those that we start have, too."""
+    with contextlib.suppress(OSError):
+        return int((PROC / "self" / "oom_score_adj").read_text())
+    return 0
+
+
+def score_memory(pid: int, score: int) -> None:
+    """Give a process and all that it has started, or will start, a memory score; on Linux."""
+    for member in family(pid):
+        with contextlib.suppress(OSError):
+            (PROC / str(member) / "oom_score_adj").write_text(str(score))
+
+
+OpenChannel = Callable[[], socket.socket]
+"""Makes a channel for one run of a gateway to the socket keeper."""
+
+
+async def spawn(
+    command: Sequence[str], environ: Mapping[str, str], stdin: int, open_channel: OpenChannel | None
+) -> Process:
+    """Start a process that leads a session of its own; `environ` comes on top of ours. Raises OSError."""
+    with open_channel() if open_channel else contextlib.nullcontext() as channel:
+        handles = [channel.fileno()] if channel else []
+        own = {HANDLE_VARIABLE: str(channel.fileno())} if channel else {}
+        return await asyncio.create_subprocess_exec(
+            *command, env=os.environ | environ | own, pass_fds=handles, stdin=stdin, start_new_session=True
+        )
+
+
+def kill_group(process: Process) -> None:
+    """End now what is left of a spawned process and of those that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
+ANSWER_S = 5.0
+"""Less than a worker takes to start anew, and more than a busy machine lets one wait for a processor."""
+
+
+@dataclass(slots=True)
+class WaitingProcess:
+    """A process that imports, or has imported, and the socket to it. `taken`: it has been asked to take its
+    place in the fleet.
+    """
+
+    process: Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    is_ready: bool = False
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environ: Mapping[str, str], open_channel: OpenChannel | None
+    ) -> "WaitingProcess":
+        """Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await spawn(command, environ, theirs.fileno(), open_channel)
+            except OSError:
+                ours.close()
+                raise
+        score_memory(process.pid, ENDS_FIRST)
+        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+
+    async def says(self, words: bytes) -> bool:
+        """Wait for the next line. Returns whether it is this one; not, when the process ends instead."""
+        try:
+            return await self.reader.readline() == words
+        except OSError:
+            return False
+
+    async def takes(self, variables: Mapping[str, str]) -> bool:
+        """Give the process its place in the fleet, which one that still imports takes later. Returns False
+        when one that is ready does not take it in time.
+        """
+        self.taken.set()
+        score_memory(self.process.pid, memory_score())
+        self.writer.write(encode_variables(variables))
+        if not self.is_ready:
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                return await self.accepts()
+        return False
+
+    async def accepts(self) -> bool:
+        """Wait until it has its place, and hears no more from us. Returns False when it ends instead."""
+        accepted = await self.says(ACCEPTED)
+        self.writer.close()
+        return accepted
+
+    async def kill(self) -> None:
+        """End the process now, with those that it has started."""
+        self.writer.close()
+        kill_group(self.process)
+        await self.process.wait()
+
+
+@dataclass(slots=True, eq=False)
+class PreloadedProcess:
+    """Keeps one process waiting, from when all of its kind are ready, and again when that one was used or has
+    ended: it would take processor time from one that starts.
+
+    Attributes:
+        kind: `worker` or `gateway`.
+        command, environ: of such a process without its name.
+        choose_flags: what is added to the command, by the memory that is left; without any, none is started.
+        open_channel: as of a process that has its name.
+        waiting: the process; None without one.
+    """
+
+    kind: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    choose_flags: Callable[[], list[str]]
+    open_channel: OpenChannel | None = None
+    waiting: WaitingProcess | None = None
+
+    async def keep_one_waiting(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
+        """Never returns; no process is left when it is cancelled."""
+        retry_s = FIRST_RETRY_S
+        try:
+            while True:
+                if not await are_ready():
+                    await asyncio.sleep(POLL_S)
+                    continue
+                flags = self.choose_flags()
+                if not flags:
+                    log.info("no %s is preloaded: memory is short", self.kind)
+                elif await self.wait_until_taken(flags):
+                    retry_s = FIRST_RETRY_S
+                    continue
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LAST_RETRY_S)
+        finally:
+            if self.waiting is not None:
+                await self.waiting.kill()
+
+    async def wait_until_taken(self, flags: Sequence[str]) -> bool:
+        """Start a process, and return when it was taken; False when it ended by itself."""
+        command = [*self.command, *flags]
+        environ = {**self.environ, "PARENT_PID": str(os.getpid())}
+        try:
+            waiting = self.waiting = await WaitingProcess.start(command, environ, self.open_channel)
+        except OSError as error:
+            log.warning("no %s is preloaded: %s", self.kind, error)
+            return False
+        waiting.is_ready = await waiting.says(READY)
+        if waiting.taken.is_set():  # while it imported
+            await waiting.accepts()
+        elif waiting.is_ready:
+            how = ", its model loaded" if LOAD_FLAG in flags else ""
+            log.info("a preloaded %s waits%s: process %d", self.kind, how, waiting.process.pid)
+            await run_until_one_ends(waiting.taken.wait(), waiting.process.wait())
+        if waiting.taken.is_set():
+            return True
+        self.waiting = None
+        await waiting.kill()
+        log.warning("the preloaded %s ended with %s", self.kind, waiting.process.returncode)
+        return False
+
+    async def become(self, variables: Mapping[str, str]) -> Process | None:
+        """The waiting process, which has its place with these variables from here on; None where none waits
+        or takes them. One that still imports is used, too: it is further than one that starts.
+        """
+        waiting, self.waiting = self.waiting, None
+        if waiting is None:
+            return None
+        if await waiting.takes(variables):
+            log.info("a preloaded %s takes the place, process %d", self.kind, waiting.process.pid)
+            return waiting.process
+        await waiting.kill()
+        return None

@@ -1,0 +1,122 @@
+"""Splits a step that does not fit into memory.
+
+Failing rows: finds the rows for which a forward raises, so that the others of a step go on.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from common.process.logs import plural
+from gpu_worker.engine.batch.row import RowSlice
+
+log = logging.getLogger(__name__)
+
+CPU_MESSAGES = ("can't allocate memory", "not enough memory")
+
+Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
+"""Arranged slices → logits float [num_logits, vocabulary]."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether torch ran out of memory; its CPU allocator has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_MESSAGES)
+    )
+
+
+def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: RuntimeError) -> torch.Tensor:
+    """Compute a step for which memory did not suffice in halves → its logits float [num_logits, vocabulary].
+
+    What the first try wrote into the cache is written again. Raises `error` where it is another one, or where
+    the step has one token.
+    """
+    smaller = split_step(slices)
+    if not smaller or not is_out_of_memory(error):
+        raise error
+    log.warning(
+        "out of memory in a step of %d tokens: running it in halves",
+        sum(row_slice.count for row_slice in slices),
+    )
+    release_tensors(error)
+    torch.cuda.empty_cache()
+    # cloned, for graphs write all logits into one buffer
+    return torch.cat([forward(half).clone() for half in smaller])
+
+
+def release_tensors(error: Exception) -> None:
+    """Forget what the functions had that an error ended: else it is in memory until the error is."""
+    traceback.clear_frames(error.__traceback__)
+
+
+def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
+    """Return the slices of two steps that together do what one would; nothing for a single token, or for one
+    row that decodes.
+    """
+    if len(slices) > 1:
+        middle = len(slices) // 2
+        return [list(slices[:middle]), list(slices[middle:])]
+    [row_slice] = slices
+    if row_slice.decodes or row_slice.count == 1:
+        return []
+    first = row_slice.count // 2
+    scores = min(first, row_slice.num_scored)
+    return [
+        [RowSlice(row_slice.row, row_slice.begin, first, False, num_scored=scores)],
+        [
+            RowSlice(
+                row_slice.row,
+                row_slice.begin + first,
+                row_slice.count - first,
+                row_slice.samples,
+                num_scored=row_slice.num_scored - scores,
+            )
+        ],
+    ]
+
+
+def forward_without_failing(
+    forward: Forward, slices: Sequence[RowSlice], trial: Sequence[RowSlice], error: Exception
+) -> tuple[list[RowSlice], torch.Tensor]:
+    """Compute a step for which `forward` raised `error`, without the rows that it raises for → the slices
+    that were computed, and their logits float [num_logits, vocabulary].
+
+    What the first try wrote into the cache is written again. Raises `error` where rows may not be to blame:
+    `trial`, a step without a request, fails, too; or memory does not suffice.
+    """
+    parts = list(forward_in_halves(forward, slices, error))
+    computed = [row_slice for half, _ in parts for row_slice in half]
+    if num_failed := len(slices) - len(computed):
+        log.error("the forward failed for %d of %s", num_failed, plural(len(slices), "row"), exc_info=error)
+        run_trial(forward, trial, error)
+    return computed, torch.cat([logits for _, logits in parts] or [torch.empty(0)])
+
+
+def forward_in_halves(
+    forward: Forward, slices: Sequence[RowSlice], error: Exception
+) -> Iterator[tuple[Sequence[RowSlice], torch.Tensor]]:
+    """Yield what can be computed of a step that failed, in its order: slices, and their logits float
+    [num_logits, vocabulary].
+    """
+    if is_out_of_memory(error):
+        raise error
+    release_tensors(error)
+    middle = len(slices) // 2
+    for half in (slices[:middle], slices[middle:]) if middle else ():
+        try:
+            logits = forward(half).clone()  # graphs write all logits into one buffer
+        except Exception as cause:
+            yield from forward_in_halves(forward, half, cause)
+        else:
+            yield half, logits
+
+
+def run_trial(forward: Forward, trial: Sequence[RowSlice], error: Exception) -> None:
+    """Raises `error` where model or device are broken for every row."""
+    try:
+        if forward(trial).is_cuda:
+            torch.cuda.synchronize()
+    except Exception as cause:
+        raise error from cause

@@ -1,0 +1,205 @@
+"""Quantised weights of linear layers by the names of these in a model, each read when it is asked for; on
+CUDA, layers that multiply them as they are.
+
+FP8: linear layers of 8-bit floats, from a checkpoint, or made of plain weights at load (QUANTIZE=fp8).
+
+On CUDA they are multiplied so; on CPU they are the same numbers in the model's dtype. The head and what
+chooses experts stay plain, and so do experts that are one parameter.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.cuda.linear import (
+    DTYPE,
+    FP8_CAPABILITY,
+    BlockLinear,
+    Fp8Linear,
+    blocks_fit,
+    converts_floats,
+    fp8_fits,
+    multiplies_blocks,
+    round_rows,
+)
+from gpu_worker.engine.model.config import quantization_of, quantizes
+from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
+from gpu_worker.engine.parallel.tp_plan import TensorShards
+from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks, ReadBlocks
+from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, method_of, read_tensors
+from gpu_worker.engine.quantization.gguf_blocks import converted_blocks
+from gpu_worker.engine.quantization.weight import ScaledFloats, Weight
+
+
+def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Mapping[str, Blocks]:
+    """What the device multiplies as it is in the checkpoint of a directory, quantised or converted from a
+    GGUF file: on CPU in bfloat16 integers in turn, on CUDA all that the card can.
+    """
+    on_cuda = multiplies_blocks(device, model.dtype)
+    if not on_cuda and (device.type, model.dtype) != ("cpu", torch.bfloat16):
+        return {}
+    if quantization_of(config) is None:
+        return converted_blocks(path)
+    weights, floats = find_weights(path, config, model), on_cuda and converts_floats(device)
+
+    def read(layer: str) -> Blocks | None:
+        blocks = blocks_of(weights[layer].read(), floats)
+        return blocks if blocks and (on_cuda or blocks.are_integers_in_turn) else None
+
+    return ReadBlocks(list(weights), read)
+
+
+def blocks_of(weight: Weight, floats: bool) -> Blocks | None:
+    """A layer's weight as blocks, with `floats` also 8-bit ones whose scales are of parts of its inputs."""
+    if isinstance(weight, Blocks):
+        return weight
+    if not floats or not isinstance(weight, ScaledFloats) or weight.values.dtype != torch.float8_e4m3fn:
+        return None
+    size = math.gcd(weight.part[1], LARGEST_BLOCK)
+    if weight.scales.shape[1] == 1 or weight.values.shape[1] % weight.part[1] or size < SMALLEST_BLOCK:
+        return None
+    scales = weight.output_scales().repeat_interleave(weight.part[1] // size, 1)
+    return Blocks(weight.values, scales, None)
+
+
+def replace_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
+    """Make linear layers multiply their blocks on CUDA. The model need not be there yet."""
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and (own := blocks.get(name)) and blocks_fit(own):
+            model.set_submodule(name, BlockLinear(own, linear.bias))
+
+
+def find_weights(path: Path, config: Any, model: Any) -> dict[str, StoredWeight]:
+    """The stored weights of linear layers quantised by one of METHODS, by their names in the model."""
+    quantization, find = quantization_of(config), parameter_finder(model)
+    if not quantization or method_of(quantization) not in METHODS:
+        return {}
+    found = {}
+    for key, tensor in read_tensors(path, quantization).items():
+        name, converter = find(key)
+        if isinstance(tensor, StoredWeight) and not converter:
+            found[name.removesuffix(".weight")] = tensor
+    return found
+
+
+def shard_floats(weight: ScaledFloats, shards: TensorShards | None, rank: int) -> ScaledFloats:
+    """A rank's part of 8-bit floats [outputs, inputs] with float32 scales, one for each output or for all."""
+    if shards is None:
+        return weight
+    intervals = intervals_of(shards, weight.values.shape[shards.dim], rank)
+    places = torch.cat([torch.arange(*interval) for interval in intervals])
+    if shards.dim == 1:
+        values, scales = weight.values[:, places], weight.output_scales()
+    else:
+        values, scales = weight.values[places], weight.output_scales()[places]
+    return ScaledFloats(values, scales, (1, values.shape[1]))
+
+
+def shard_blocks(
+    whole: Mapping[str, Blocks], shards: Mapping[str, TensorShards], rank: int
+) -> Mapping[str, Blocks]:
+    """A rank's part of each layer's [outputs, inputs] of any dtype; none where blocks would be too small."""
+
+    def read(layer: str) -> Blocks | None:
+        blocks, own = whole.get(layer), shards.get(f"{layer}.weight")
+        if blocks is None or own is None:
+            return blocks
+        intervals = intervals_of(own, blocks.quants.shape[own.dim], rank)
+        if own.dim == 0:
+            return blocks.of_rows(torch.cat([torch.arange(*interval) for interval in intervals]))
+        return blocks.of_columns(*intervals[0]) if len(intervals) == 1 else None
+
+    return ReadBlocks(list(whole), read)
+
+
+ROUTERS = {"gate", "router"}
+
+
+def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises SettingError where plain weights would become 8-bit floats, and the card or the dtype has no
+    products of these.
+    """
+    if not quantizes(config, settings) or device.type == "cpu":
+        return
+    if (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
+        raise SettingError("quantize", f"fp8 needs a card of compute capability {need}, and this has {have}")
+    if dtype != torch.bfloat16:
+        raise SettingError("quantize", f"fp8 gives bfloat16, and DTYPE is {settings.dtype}")
+
+
+def use_fp8(
+    model: Any,
+    path: Path,
+    config: Any,
+    device: torch.device,
+    settings: Settings,
+    shards: Mapping[str, TensorShards],
+    rank: int,
+) -> None:
+    """`shards`: how weights [...] of any dtype are split, where there are several ranks."""
+    multiplied = multiplies_fp8(device, model.dtype)
+    if quantizes(config, settings):
+        quantize_linears(model, multiplied)
+    elif multiplied:
+        multiply_fp8(model, path, config, shards, rank)
+
+
+def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    return (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    )
+
+
+def quantize_linears(model: Any, multiplied: bool) -> None:
+    """Round the plain linear layers of a model, with a scale for each output; `multiplied`: as 8-bit floats.
+    On several ranks, each takes the scales from its own part. Raises SettingError where there are none.
+    """
+    head = model.get_output_embeddings()
+    rounded = [
+        (name, linear) for name, linear in plain_linears(model) if linear is not head and rounds(name, linear)
+    ]
+    if not rounded:
+        raise SettingError(
+            "quantize", f"fp8, but {type(model).__name__} has no linear layers that can be rounded"
+        )
+    for name, linear in rounded:
+        values, scales = round_rows(linear.weight.detach())
+        if multiplied:
+            model.set_submodule(name, Fp8Linear(values, scales, linear.bias))
+        else:
+            linear.weight.copy_(values.float() * scales)
+
+
+def rounds(name: str, linear: nn.Linear) -> bool:
+    """Whether a layer is rounded: a router, or a layer within one, is not."""
+    return fp8_fits(linear.weight) and not {*name.split(".")} & ROUTERS
+
+
+def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
+    """Make those linear layers multiply 8-bit floats that a checkpoint has so, with one scale, or one for
+    each output; `shards`: how parameters [...] of any dtype are split between ranks.
+    """
+    if quantization_of(config) is None:
+        return
+    stored = find_weights(path, config, model)
+    for name, linear in plain_linears(model):
+        weight = stored[name].read() if name in stored else None
+        if isinstance(weight, ScaledFloats) and weight.values.dtype == DTYPE and weight.scales.shape[1] == 1:
+            own = shard_floats(weight, shards.get(f"{name}.weight"), rank)
+            if fp8_fits(own.values):
+                device = linear.weight.device
+                values, scales = own.values.to(device), own.output_scales().to(device)
+                model.set_submodule(name, Fp8Linear(values, scales, linear.bias))
+
+
+def plain_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The plain linear layers of a model, with their names."""
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -1,0 +1,207 @@
+"""Blocks of a GGUF file's weights, which a converted file has beside the plain weights.
+
+Tensors of the file are uint8 [outputs, bytes of a row].
+
+Types of GGUF's tensors whose quants have 4 to 8 bits, as ggml-common.h of ggml lays them out: each is
+unpacked to quants, scales and offsets.
+
+`unpack` takes a matrix of bytes, [rows, bytes of a row]. A function of UNPACK takes blocks, uint8 [blocks,
+bytes], and returns quants [blocks, weights], scales and offsets [blocks, parts], float32.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from gpu_worker.engine.quantization.blocks import Blocks, ReadBlocks
+
+Array = npt.NDArray[Any]
+Unpacked = tuple[Array, Array, Array | None]
+PART = 32
+"""Weights of a superblock's part that have one scale, in types with K in their name."""
+
+
+def unpack(name: str, data: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """→ quants [rows, inputs]: uint8 where they have 4 bits, else int8; scales and offsets, float32
+    [rows, inputs / weights of a scale]
+    """
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = np.ascontiguousarray(data).reshape(-1, num_bytes)
+    rows = len(data)
+    quants, scales, offsets = (
+        None if array is None else torch.from_numpy(np.ascontiguousarray(array)).reshape(rows, -1)
+        for array in UNPACK[name](blocks)
+    )
+    assert quants is not None and scales is not None
+    return quants, scales, offsets
+
+
+def halves(blocks: Array, at: int) -> Array:
+    """The float16 number at a byte of each block, as float32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def nibbles(packed: Array) -> Array:
+    """The lower halves of bytes [..., n], and then the upper ones: [..., 2 n]."""
+    return np.concatenate([packed & 15, packed >> 4], -1)
+
+
+def fifth_bits(blocks: Array, at: int) -> Array:
+    """The bits of a 32-bit word at a byte of each block, as 0 or 16: [blocks, 32]."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+
+
+def unpack_q4_0(blocks: Array) -> Unpacked:
+    scales = halves(blocks, 0)
+    return nibbles(blocks[:, 2:]), scales, -8 * scales
+
+
+def unpack_q4_1(blocks: Array) -> Unpacked:
+    return nibbles(blocks[:, 4:]), halves(blocks, 0), halves(blocks, 2)
+
+
+def unpack_q5_0(blocks: Array) -> Unpacked:
+    quants = nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)
+    return quants.astype(np.int8) - np.int8(16), halves(blocks, 0), None
+
+
+def unpack_q5_1(blocks: Array) -> Unpacked:
+    quants = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
+    return quants.astype(np.int8), halves(blocks, 0), halves(blocks, 2)
+
+
+def unpack_q8_0(blocks: Array) -> Unpacked:
+    return blocks[:, 2:].view(np.int8), halves(blocks, 0), None
+
+
+def unpack_q4_k(blocks: Array) -> Unpacked:
+    packed = blocks[:, 16:].reshape(len(blocks), 4, PART)
+    return nibbles(packed).reshape(len(blocks), -1), *part_factors(blocks)
+
+
+def unpack_q5_k(blocks: Array) -> Unpacked:
+    packed = blocks[:, 48:].reshape(len(blocks), 4, PART)
+    parts = nibbles(packed).reshape(len(blocks), 8, PART)
+    bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return (parts | bits << 4).reshape(len(blocks), -1).astype(np.int8), *part_factors(blocks)
+
+
+def unpack_q6_k(blocks: Array) -> Unpacked:
+    low = nibbles(blocks[:, :128].reshape(len(blocks), 2, 64)).reshape(len(blocks), 2, 4, PART)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(len(blocks), 2, 1, PART) >> shifts & 3
+    quants = (low | high << 4).reshape(len(blocks), -1).astype(np.int8) - np.int8(32)
+    return quants, halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32), None
+
+
+def part_factors(blocks: Array) -> tuple[Array, Array]:
+    """Scales and offsets of the eight parts of Q4_K and Q5_K: 6 bits each, in 12 bytes."""
+    packed = blocks[:, 4:16]
+    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, (rest & 15) | (first >> 6) << 4], 1)
+    offsets = np.concatenate([second & 63, (rest >> 4) | (second >> 6) << 4], 1)
+    return halves(blocks, 0) * scales, -(halves(blocks, 2) * offsets)
+
+
+UNPACK: dict[str, Callable[[Array], Unpacked]] = {
+    "Q4_0": unpack_q4_0,
+    "Q4_1": unpack_q4_1,
+    "Q5_0": unpack_q5_0,
+    "Q5_1": unpack_q5_1,
+    "Q8_0": unpack_q8_0,
+    "Q4_K": unpack_q4_k,
+    "Q5_K": unpack_q5_k,
+    "Q6_K": unpack_q6_k,
+}
+
+
+BLOCKS_FILE = Path("blocks") / "model.safetensors"
+"""In the directory of a converted model; where no checkpoint's weights are looked for."""
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
+    """Write the blocks of the linear layers of a bfloat16 model that was read from the GGUF file `source`.
+
+    A row of a layer is found in the file by its content: so it does not matter how model and file name and
+    order their weights. A layer keeps its plain weights where that fails.
+    """
+    linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
+    found = find_blocks(source, {name: linear.weight.detach() for name, linear in linears.items()})
+    tensors = {
+        f"{name}.{field}": tensor for name, blocks in found for field, tensor in blocks.tensors().items()
+    }
+    if tensors:
+        path = folder / BLOCKS_FILE
+        path.parent.mkdir()
+        save_file(tensors, path)
+
+
+def converted_blocks(folder: Path) -> Mapping[str, Blocks]:
+    """Blocks by the name of their linear layer, each read when it is asked for; none for a model that was no
+    GGUF file with such weights.
+    """
+    path, fields = folder / BLOCKS_FILE, dict[str, list[str]]()
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                layer, _, field = name.rpartition(".")
+                fields.setdefault(layer, []).append(field)
+
+    def read(layer: str) -> Blocks:
+        with safe_open(path, "pt") as file:
+            tensors = {field: file.get_tensor(f"{layer}.{field}") for field in fields[layer]}
+        return Blocks.of_tensors(tensors)
+
+    return ReadBlocks(list(fields), read)
+
+
+def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
+    """Name and blocks of those weights, bfloat16 [outputs, inputs], that the file has in blocks."""
+    tensors = [
+        tensor
+        for tensor in gguf.GGUFReader(str(source)).tensors
+        if tensor.tensor_type.name in UNPACK and len(tensor.shape) == 2
+    ]
+    places = {
+        digest: (number, row)
+        for number, tensor in enumerate(tensors)
+        for row, digest in enumerate(digests(blocks_of(tensor).widen()))
+    }
+    for name, weight in weights.items():
+        found = [place for digest in digests(weight) if (place := places.get(digest))]
+        if len(found) == len(weight) and (blocks := collect_rows(tensors, found)):
+            yield name, blocks
+
+
+def digests(weight: torch.Tensor) -> list[bytes]:
+    """A digest of each row of weights, bfloat16 [outputs, inputs]; both zeros are the same number."""
+    rows = (weight + 0).view(torch.int16).numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+
+
+def collect_rows(tensors: Sequence[gguf.ReaderTensor], places: Sequence[tuple[int, int]]) -> Blocks | None:
+    """Rows, each by its tensor's number and its own in there, as the rows of one layer's blocks."""
+    numbers = sorted({number for number, _ in places})
+    parts = [blocks_of(tensors[number]) for number in numbers]
+    firsts = accumulate((len(part.quants) for part in parts), initial=0)
+    starts = dict(zip(numbers, firsts, strict=False))
+    rows = torch.tensor([starts[number] + row for number, row in places])
+    return Blocks.joined(parts, rows) if parts else None
+
+
+def blocks_of(tensor: gguf.ReaderTensor) -> Blocks:
+    """A matrix in a GGUF file, of a type in UNPACK. Scales are float16 where these are the same numbers."""
+    return Blocks(*unpack(tensor.tensor_type.name, tensor.data)).halved()

@@ -1,0 +1,64 @@
+"""Formats are found from what a model's chat template writes, and from its vocabulary."""
+
+import pytest
+
+from api.answers.call_formats import find_call_format, find_reasoning_format
+
+THINK = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>{% endif %}"
+DEEPSEEK = "{{ '<｜tool▁call▁begin｜>' + call.%s + '<｜tool▁sep｜>' + call.%s }}"
+CALLS = {
+    "hermes": "{{ tools }} <tool_call>\n{{ call | tojson }}\n</tool_call>" + THINK,
+    "qwen3_coder": "{{ tools }} <tool_call>\n<function={{ call.name }}>\n<parameter={{ key }}>\n",
+    "seed_oss": "{{ tools }} <seed:tool_call>\n<function={{ call.name }}>\n<parameter={{ key }}>",
+    "glm45": "{{ tools }} <tool_call>{{ call.name }}\n<arg_key>{{ key }}</arg_key>" + THINK,
+    "mistral": "{{ tools }} [TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}",
+    "deepseek_v3": "{{ tools }}" + DEEPSEEK % ("type", "name") + "```json",
+    "deepseek_v31": "{{ tools }}" + DEEPSEEK % ("name", "arguments"),
+    "kimi_k2": "{{ tools }} <|tool_call_begin|>functions.{{ name }}:0<|tool_call_argument_begin|>",
+    "openai": "{{ tools }} <|start|>assistant to=functions.{{ name }}<|channel|>commentary json<|message|>",
+    "llama3_json": '{{ tools }} Environment: ipython {"name": function name, "parameters": {}}',
+    "pythonic": "{{ tools }} [func_name1(name1=value1, name2=value2...), func_name2(params)]",
+    "llama4_pythonic": "{{ tools }} <|header_start|> [func_name1(param1=value1), func_name2(...)]",
+    "granite": "{{ tools }} <|tool_call|>",
+    "nemotron_json": "{{ tools }} <TOOLCALL>[]</TOOLCALL>",
+    "phi4_mini_json": "{{ tools }} functools[]",
+    "jamba": "{{ tools }} <tool_calls>[]</tool_calls>",
+    "lfm2": "{{ tools }} <|tool_call_start|>[]<|tool_call_end|>",
+}
+REASONING = {
+    "qwen3": THINK,
+    "glm45": CALLS["glm45"],
+    "deepseek_r1": "{{ '<｜Assistant｜>' + content.split('</think>')[-1] }}",
+    "deepseek_v3": "<｜Assistant｜>{% if thinking %}<think>{% else %}</think>{% endif %}",
+    "mistral": "[THINK]{{ thinking }}[/THINK]",
+    "seed_oss": "<seed:think>",
+}
+NO_TOKENS: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_template_shows_how_calls_are_written(name: str) -> None:
+    found = find_call_format(CALLS[name], NO_TOKENS.get)
+    assert found is not None and found.name == name
+
+
+def test_the_vocabulary_shows_it_where_the_template_does_not() -> None:
+    found = find_call_format("{{ tools }}", {"[TOOL_CALLS]": 9}.get)
+    assert found is not None and found.name == "mistral"
+    assert find_call_format("{{ tools }}", {"a": 0}.get) is None
+
+
+def test_a_template_without_tools_has_no_calls() -> None:
+    assert find_call_format("{{ messages }} <tool_call>", NO_TOKENS.get) is None
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_a_template_shows_how_a_model_thinks(name: str) -> None:
+    found = find_reasoning_format(REASONING[name])
+    assert found is not None and found.name == name
+
+
+def test_a_template_that_thinks_otherwise_or_not_at_all() -> None:
+    assert find_reasoning_format("{{ messages }}") is None
+    assert find_reasoning_format("<think></think> <response></response>") is None
+    assert find_reasoning_format(CALLS["openai"] + "<think>") is None

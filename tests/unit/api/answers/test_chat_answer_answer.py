@@ -1,0 +1,130 @@
+"""Answers as content, reasoning and calls."""
+
+import json
+
+import pytest
+
+from api.answers.call_formats import CALL_FORMATS
+from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
+from common.messages.answer import Reading
+from tests.support.tool_calls.golden import SCHEMA
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'
+READING = Reading(calls="hermes", reasoning="qwen3", tools=[("f", "{}"), ("g", "{}")])
+TEXT = "<think>\nHm.\n</think>\n\nSo:\n" + CALL % "f" + CALL % "g"
+
+
+def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
+    first, again = ChoiceParser(READING, "r.0"), ChoiceParser(READING, "r.0")
+    ids = [first.call_id(0), first.call_id(1), ChoiceParser(READING, "r.1").call_id(0)]
+    assert len(set(ids)) == 3 and first.call_id(0) == again.call_id(0) and len(ids[0]) == len("call_") + 24
+    short = ChoiceParser(Reading(calls="mistral"), "r.0").call_id(0)
+    assert len(short) == 9 and short.isalnum(), "the templates of Mistral's models take no others"
+
+
+def test_chunks_add_up_to_the_message() -> None:
+    parser = ChoiceParser(READING, "r.0")
+    deltas = [parser.read(char, 1, False) for char in TEXT] + [parser.read("", 0, True)]
+    chunks = [chunk for one in deltas for chunk in render_deltas(parser, one)]
+    whole = ChoiceParser(READING, "r.0")
+    message = render_message(whole, whole.read(TEXT, len(TEXT), True))
+    assert message["content"] == "".join(chunk.get("content", "") for chunk in chunks) == "So:"
+    assert message["reasoning"] == "".join(chunk.get("reasoning", "") for chunk in chunks) == "Hm."
+    calls = [call for chunk in chunks for call in chunk.get("tool_calls", [])]
+    for index, expected in enumerate(message["tool_calls"]):
+        first, *rest = [call for call in calls if call["index"] == index]
+        assert first | {"index": index} == {"index": index, **expected} | {"function": first["function"]}
+        assert first["function"] == {"name": "fg"[index], "arguments": ""}
+        assert "".join(call["function"]["arguments"] for call in rest) == '{"x": 1}'
+    assert parser.num_reasoning_tokens == TEXT.index("So:")
+
+
+def test_the_reason_of_the_end() -> None:
+    for fields, expected in (
+        ({}, "tool_calls"),
+        ({"is_older": True}, "function_call"),
+        ({"is_named": True}, "stop"),
+    ):
+        parser = ChoiceParser(Reading(calls="hermes", **fields), "r.0")  # type: ignore[arg-type]
+        assert finish_reason(parser, "stop") == "stop"
+        parser.read(CALL % "f", 9, True)
+        assert {finish_reason(parser, reason) for reason in ("stop", "length")} == {expected}
+
+
+def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
+    whole = CALL % "f"
+    for text, expected in (
+        (whole.removesuffix("\n</tool_call>\n"), "tool_calls"),
+        (whole + "<tool_call>\n", "length"),
+        (whole[: whole.index("}")], "length"),
+        (whole + "And", "length"),
+        (whole + '<tool_call>\n{"name": "g"', "length"),
+        (whole + '<tool_call>\n{"name": "g", "arguments": {', "length"),
+    ):
+        parser = ChoiceParser(Reading(calls="hermes", tools=[("f", "{}"), ("g", "{}")]), "r.0")
+        parser.read(text, 9, True)
+        assert finish_reason(parser, "length") == expected, text
+
+
+def test_what_the_client_did_not_ask_for_is_left_out() -> None:
+    parser = ChoiceParser(Reading("hermes", "qwen3", parallel=False, shows_reasoning=False), "r.0")
+    message = render_message(parser, parser.read(TEXT, 9, True))
+    assert "reasoning" not in message and message["content"] == "So:"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+ARGUMENTS = {"city": "Oslo", "days": 3}
+JSON = json.dumps(ARGUMENTS)
+BY_NAME = f'{{"name": "weather", "arguments": {JSON}}}'
+PYTHON = 'weather(city="Oslo", days=3)'
+TAGGED = (
+    "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n"
+)
+GLM = (
+    "weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+)
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+CALLS = {
+    "hermes": f"<tool_call>\n{BY_NAME}\n</tool_call>",
+    "qwen3_coder": f"<tool_call>\n{TAGGED}</tool_call>",
+    "seed_oss": f"<seed:tool_call>\n{TAGGED}</seed:tool_call>",
+    "llama3_json": BY_NAME.replace("arguments", "parameters"),
+    "llama4_pythonic": f"<|python_start|>[{PYTHON}]<|python_end|>",
+    "pythonic": f"[{PYTHON}]",
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{JSON}",
+    "deepseek_v3": DEEPSEEK % JSON,
+    "deepseek_v31": DEEPSEEK % JSON,
+    "kimi_k2": KIMI % JSON,
+    "glm45": f"<tool_call>{GLM}</tool_call>",
+    "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
+    "granite": f"<|tool_call|>[{BY_NAME}]",
+    "nemotron_json": f"<TOOLCALL>[{BY_NAME}]</TOOLCALL>",
+    "jamba": f"<tool_calls>[{BY_NAME}]</tool_calls>",
+    "phi4_mini_json": f"functools[{BY_NAME}]",
+    "lfm2": f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
+    "tgi": f'{{"function": {{"_name": "weather", {JSON[1:]}}}',
+}
+
+
+@pytest.mark.parametrize("form", CALL_FORMATS)
+def test_only_a_complete_call_counts_wherever_the_text_ends(form: str) -> None:
+    """As at a stop string; in every format."""
+    reading = Reading(calls=form, tools=[("weather", json.dumps(SCHEMA))])
+    reasons = []
+    for end in range(len(CALLS[form]) + 1):
+        parser = ChoiceParser(reading, "r.0")
+        message = render_message(parser, parser.read(CALLS[form][:end], 9, True))
+        reasons.append(finish_reason(parser, "stop"))
+        if reasons[-1] == "tool_calls":
+            [call] = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == ARGUMENTS, CALLS[form][:end]
+    assert reasons == sorted(reasons) and reasons[-1] == "tool_calls"

@@ -1,0 +1,160 @@
+"""Grammars are compiled, or refused with the keyword at fault and its place."""
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from api.errors import ApiError
+from api.grammar.check import BYTES, byte_vocabulary
+from api.grammar.grammar import (
+    MAX_GRAMMAR_BYTES,
+    MAX_SCHEMA_DEPTH,
+    Grammar,
+    compile_grammar,
+)
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json", json.dumps(value), "f")
+
+
+def nested(depth: int) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(depth):
+        value = {"anyOf": [value]}
+    return value
+
+
+SERVED = {
+    "any value": schema({}),
+    "true": schema(True),
+    "recursive": schema(
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
+    ),
+    "annotations": schema({"type": "string", "format": "password", "title": "t", "examples": [{"not": 1}]}),
+    "a property that is called as a keyword": schema(
+        {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
+    ),
+    "deep": schema(nested(MAX_SCHEMA_DEPTH // 2 - 1)),
+    "patterns of listed names": schema(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0}},
+            "required": ["a"],
+            "patternProperties": {"^a$": {"type": "integer"}},
+            "additionalProperties": False,
+        }
+    ),
+    "a text that is forced without end": Grammar("grammar", 'start: /a+/ "a"', "f"),
+    "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
+    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/", "\\u007f"]', "f"),
+    "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
+    "gbnf": Grammar("grammar", 'root ::= "a" | "b" root', "f"),
+}
+
+REFUSED = {
+    "`f` cannot be compiled: the keyword `uniqueItems` (at `#/properties/a~1b/uniqueItems`) is": schema(
+        {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}}
+    ),
+    "the keyword `not` (at `#/anyOf/1/not`) is not supported": schema(
+        {"anyOf": [{"type": "null"}, {"not": {"type": "null"}}]}
+    ),
+    "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
+        {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
+    ),
+    "`f` cannot be compiled: it is not JSON: ": Grammar("json", "{", "f"),
+    "a JSON schema is an object": schema([]),
+    "no value satisfies the schema `false`": schema(False),
+    "the keyword `oneOf` (first at `#/items/oneOf`) is supported only where no value can match two": schema(
+        {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
+    ),
+    "its depth must be at most 64. Given: 201": schema(nested(100)),
+    "no value satisfies it: required property 'a' is unsatisfiable": schema(
+        {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    ),
+    "no value satisfies it: no text has all that is said of a string (at `#/$defs/a`)": schema(
+        {
+            "$defs": {"a": {"type": "string", "pattern": "^aaa$", "maxLength": 2}},
+            "type": "array",
+            "items": {"$ref": "#/$defs/a"},
+            "minItems": 1,
+        }
+    ),
+    "Invalid type: xyz": schema({"type": "xyz"}),
+    "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
+    "`f` cannot be compiled: it is too complex: lexer error: ": Grammar("regex", "(a?){3000}a{3000}", "f"),
+    "it is too complex: lexer error: too many expressions constructed": schema(
+        {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
+    ),
+    "`f` cannot be compiled: no text satisfies it": Grammar("grammar", "start: A\nA: /a/ & /b/", "f"),
+    '`f` cannot be compiled: nothing can follow "{\\"a\\":-0,\\"b\\":\\"\\","': schema(
+        {
+            "allOf": [
+                {"required": ["a"], "properties": {"a": {"type": "integer"}}},
+                {"patternProperties": {"^[ab]$": {}}, "required": ["b"], "additionalProperties": False},
+            ],
+            "type": "object",
+        }
+    ),
+    "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
+    "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
+    "unclosed group": Grammar("regex", "(a", "f"),
+    "look-around": Grammar("regex", "(?=a)b", "f"),
+    "Expected ::=": Grammar("grammar", "0", "f"),
+    'unknown name: "foo"': Grammar("grammar", "start: foo", "f"),
+    f"`f` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {MAX_GRAMMAR_BYTES + 1}": Grammar(
+        "regex", "a" * (MAX_GRAMMAR_BYTES + 1), "f"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+async def test_a_grammar_is_compiled(name: str) -> None:
+    assert await compile_grammar(SERVED[name], BYTES)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        await compile_grammar(REFUSED[text], BYTES)
+    assert text in str(refusal.value)
+    assert (refusal.value.status, refusal.value.param) == (422, "f")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bool) -> None:
+    schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed), BYTES)
+    accepted = [accepts(source, text) for text in ('{"a": {"b": 1}}', '{"a": {"c": 1}}', '{"c": 1}')]
+    assert accepted == [True, not closed, not closed]
+
+
+async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
+    source = await compile_grammar(schema({"type": "object"}), BYTES)
+    spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
+    spaces |= {"\n\n": False, " \n": False}
+    for around in ('{%s"a": 1}', '{"a":%s1}', '{"a": [1,%s2]}', '{"a": {}%s}'):
+        assert {space: accepts(source, around % space) for space in spaces} == spaces, around
+
+
+def accepts(source: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+LONG = {
+    "regex": Grammar("regex", "(" + "a" * 20_000, "f"),
+    "lark": Grammar("grammar", 'start: "' + "a" * 20_000, "f"),
+    "pattern": schema({"type": "string", "pattern": "(" + "a" * 20_000}),
+    "keyword": schema({"properties": {"a" * 20_000: {"not": {}}}}),
+    "type": schema({"type": "a" * 20_000}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_refusal_repeats_the_beginning_of_a_grammar_alone(name: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        await compile_grammar(LONG[name], BYTES)
+    assert len(str(refusal.value)) < 300

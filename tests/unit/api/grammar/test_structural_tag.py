@@ -1,0 +1,284 @@
+"""Structural tags are texts in which structured parts stand between tags."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+import pytest
+
+from api.errors import ApiError
+from api.grammar.check import byte_vocabulary
+from api.grammar.grammar import compile_cached, compile_grammar
+from api.grammar.response_format import from_response_format, from_structured_outputs
+from common import model_files
+from tests.support.tokenizer import model_tokenizer
+from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
+
+AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
+DAY = {"begin": "<call=day>", "content": {"type": "any_text"}, "end": "</call>"}
+YEAR = {"begin": "<call=year>", "content": AGE, "end": "</call>"}
+CALLS = {"type": "triggered_tags", "triggers": ["<call="], "tags": [DAY, YEAR]}
+OTHER = {"begin": "[age ", "content": AGE, "end": "]"}
+ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "const_string", "value": 'a"b'}, ['a"b'], ["", "a", 'a"bc']),
+    ({"type": "regex", "pattern": r"a/\d\/+"}, ["a/7/"], ["a/", "a7/"]),
+    (AGE, ["12", "99"], ["100", "x"]),
+    ({"type": "any_text"}, ["", "<call=x>", "é\n"], []),
+    (
+        {"type": "or", "elements": [AGE, {"type": "const_string", "value": "no"}]},
+        ["3", "no"],
+        ["3no", "nono"],
+    ),
+    (
+        {"type": "sequence", "elements": [{"type": "const_string", "value": "I am "}, AGE]},
+        ["I am 7"],
+        ["7", "I am "],
+    ),
+    (
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+        ["<t></t>", "<t>a</b></t>"],
+        ["<t>", "<t></t>x", "a<t></t>"],
+    ),
+    (
+        {"type": "tag", "begin": "<t>\n", "content": {"type": "any_text"}, "end": "\n</t>"},
+        ["<t>\na\n</t>", "<t>\n\n</t>"],
+        ["<t>\na</t>", "<t>\na\\n</t>"],
+    ),
+    (
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": '\x01\t\r\n/"'},
+        ['<t>a\x01\t\r\n/"'],
+        ["<t>a", "<t>a\x01t\n/"],
+    ),
+    ({"type": "regex", "pattern": "a\\\nb\n"}, ["a\nb\n"], ["ab", "a\\nb\n"]),
+    (
+        {**CALLS, "triggers": ["<call=year>\n"], "tags": [{**YEAR, "begin": "<call=year>\n"}]},
+        ["<call=year>\n1</call>", "<call=year>"],
+        ["a<call=year>\n", "<call=year>\nx"],
+    ),
+    (tag(regex(".*")), ["<t>abc</t>", "<t></t>"], ["<t>abc", "<t>a</t>b</t>", "<t>\n</t>"]),
+    (tag(regex("[a-z]+")), ["<t>abc</t>"], ["<t></t>", "<t>1</t>"]),
+    (tag(regex("a|[a-z]+"), end="z"), ["<t>az", "<t>bz"], ["<t>z", "<t>a"]),
+    (tag(sequence(regex("[a-z]+"), regex("[a-z0-9]+"))), ["<t>ab</t>", "<t>a1</t>"], ["<t>a</t>"]),
+    (tag(one_of(regex("[a-z]+"), AGE)), ["<t>abc</t>", "<t>12</t>"], ["<t>abc12</t>"]),
+    (sequence(regex("[a-z]+"), text("end")), ["aend"], ["end", "aendx"]),
+    (sequence(regex("[a-z]+"), tag(AGE, "n", "")), ["an1", "bn2"], ["n1", "a1"]),
+    (sequence(regex("[a-z]+"), AGE), ["a1"], ["a", "1"]),
+    (sequence(regex("(ab)+"), {"type": "any_text"}), ["ab", "abac", "ab\n"], ["a", "ac"]),
+    (sequence(regex("(ab)+ "), one_of(AGE, text("no"))), ["ab 1", "abab no"], ["ab1", "ab "]),
+    (sequence(tag({"type": "any_text"}, end=""), text("end")), ["<t>end", "<t>a end"], ["<t>", "<t>endx"]),
+    (sequence(CALLS, AGE), ["7", "a <call=day></call>7"], ["a", "77 7", "<call=year>1</call>"]),
+    (sequence({"type": "any_text"}, text("\n"), AGE), ["a\n1", "\n1"], ["1", "a\n\n1"]),
+    (
+        {"type": "tags_with_separator", "tags": [tag(regex("[a-z]+"), end="")], "separator": ", "},
+        ["", "<t>a", "<t>a, <t>b"],
+        ["<t>a,", "<t>a, b"],
+    ),
+    ({**CALLS, "tags": [{**DAY, "end": ""}]}, ["<call=day>x", "a"], ["<call=da"]),
+    (
+        tag({**CALLS, "tags": [{**DAY, "end": ""}], "stop_after_first": True}),
+        ["<t>a<call=day>x</t>", "<t></t>"],
+        ["<t><call=day>", "<t><call=day></t></t>"],
+    ),
+    (
+        CALLS,
+        [
+            "",
+            "text",
+            "a<call=day>now</call>b<call=year>12</call>",
+            "a < b",
+            "<call=year>1</call><call=day></call>",
+        ],
+        ["<call=", "<call=month>1</call>", "a<call=year>x</call>", "<call=year>1</call><call=year>"],
+    ),
+    (
+        {**CALLS, "at_least_one": True},
+        ["<call=year>1</call>", "<call=day></call> and <call=year>1</call>."],
+        ["", "text", "a<call=year>1</call>"],
+    ),
+    ({**CALLS, "stop_after_first": True}, ["a<call=year>1</call>", "a"], ["<call=year>1</call>b"]),
+    (
+        {**CALLS, "at_least_one": True, "stop_after_first": True},
+        ["<call=year>1</call>"],
+        ["", "a<call=year>1</call>", "<call=year>1</call>b"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["[", "<call="], "tags": [YEAR, OTHER]},
+        ["a[age 3]<call=year>4</call>", "a<call=year>4</call>[age 3]"],
+        ["a[<call=year>4</call>", "[age x]", "<call=year>[age 3]</call>", "[age 3] <call=year>]"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<", "<call="], "tags": [YEAR, tag(AGE, "<b>", "</b>")]},
+        ["a<b>1</b><call=year>2</call>c", "<call=year>2</call><b>1</b>"],
+        ["a<b", "a<c", "<call=day>"],
+    ),
+    (
+        {"type": "tag", "begin": "{", "content": CALLS, "end": "}"},
+        ["{}", "{a}", "{a<call=year>4</call>b}"],
+        ["{", "{}b", "{<call=}</call>}"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [YEAR, OTHER], "separator": ", "},
+        ["", "[age 3]", "[age 3], <call=year>4</call>"],
+        ["[age 3],", "[age 3][age 4]", "text"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [OTHER], "separator": "", "at_least_one": True},
+        ["[age 3]", "[age 3][age 4]"],
+        ["", "[age 3],[age 4]"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [OTHER], "separator": ",", "stop_after_first": True},
+        ["", "[age 3]"],
+        ["[age 3],[age 4]"],
+    ),
+]
+
+
+def source_of(form: Mapping[str, Any]) -> str:
+    grammar = from_response_format({"type": "structural_tag", "format": form})
+    assert grammar is not None
+    return compile_cached(grammar)
+
+
+def accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) -> bool:
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("form", "right", "wrong"), ACCEPTED)
+def test_texts_of_a_format_and_others(form: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    source = source_of(form)
+    assert [text for text in right if not accepts(byte_vocabulary(), source, list(text.encode()))] == []
+    assert [text for text in wrong if accepts(byte_vocabulary(), source, list(text.encode()))] == []
+
+
+def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
+    structure = {"begin": "<call=year>", "schema": AGE["json_schema"], "end": "</call>"}
+    older = {"type": "structural_tag", "structures": [structure], "triggers": ["<call="]}
+    newer = {"type": "structural_tag", "format": {**CALLS, "tags": [YEAR]}}
+    grammars = [from_response_format(older), from_response_format(newer)]
+    grammars += [from_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
+    assert len({compile_cached(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
+
+
+STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        ({"structures": [{**STRUCTURE, "begin": 1}]}, "`f.structures.0.begin` must be a text"),
+        ({"structures": [STRUCTURE, {**STRUCTURE, "end": None}]}, "`f.structures.1.end` must be a text"),
+        ({"structures": [{**STRUCTURE, "begin": "b"}]}, "`f.structures.0.begin` must begin with one of `tr"),
+        ({"structures": [{**STRUCTURE, "schema": []}]}, "`f.structures.0.schema` must be a JSON schema"),
+        (
+            {"structures": [{**STRUCTURE, "schema": {"not": {}}}]},
+            "`f.structures.0.schema` cannot be compiled",
+        ),
+        ({"structures": [1]}, "`f.structures.0` must be an object"),
+        ({"structures": []}, "`f.structures` must be a list that is not empty"),
+        ({}, "`f.format` is required"),
+        ({"structures": [STRUCTURE], "triggers": []}, "`f.triggers` must be a list that is not empty"),
+        ({"structures": [STRUCTURE], "triggers": [""]}, "`f.triggers.0` must be a text that is not empty"),
+    ],
+)
+def test_the_older_form_is_refused_by_its_own_fields(sent: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        grammar = from_response_format({"type": "structural_tag", "triggers": ["<"], **sent}, "f")
+        assert grammar is not None
+        compile_cached(grammar)
+    assert str(refusal.value).startswith(text) and f"`{refusal.value.param}`" == text.split()[0]
+
+
+@pytest.mark.parametrize("depth", [62, 330, 100_000])
+def test_a_tag_that_is_nested_deeply_is_refused_by_the_limit(depth: int) -> None:
+    head = '{"type": "tag", "begin": "a", "end": "b", "content": '
+    value = f'{{"format": {head * depth}{{"type": "any_text"}}{"}" * depth}}}'
+    grammar = None
+    try:
+        grammar = from_structured_outputs({"structural_tag": value})
+        assert grammar is not None
+        compile_cached(grammar)
+    except ApiError as error:
+        assert depth > 62 and error.param == "structured_outputs.structural_tag"
+        assert depth > 330 or f"its depth must be at most 64. Given: {depth + 2}" in str(error)
+    assert (grammar is not None) == (depth == 62)
+
+
+def test_white_space_in_a_tags_json_is_as_asked_for() -> None:
+    form = {"format": tag({"type": "json_schema", "json_schema": {"type": "object"}})}
+    grammar = from_structured_outputs({"structural_tag": form, "whitespace_pattern": r"\t*"})
+    assert grammar is not None
+    source = compile_cached(grammar)
+    texts = ["<t>{\t\t}</t>", "<t>{ }</t>"]
+    assert [accepts(byte_vocabulary(), source, list(one.encode())) for one in texts] == [True, False]
+
+
+async def test_tags_may_be_special_tokens() -> None:
+    """The bundled model's `<|im_start|>` stands for such a tag: its text is no text to the engine."""
+    age = {"begin": "<|im_start|>x=", "content": AGE, "end": "<|im_end|>"}
+    form = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [age]}
+    grammar = from_response_format({"type": "structural_tag", "format": form})
+    assert grammar is not None
+    path = str(model_files.resolve("smollm2") / "tokenizer.json")
+    vocabulary = llguidance.LLTokenizer(path, eos_token=0)
+    source = await compile_grammar(grammar, model_tokenizer())
+    number = [*vocabulary.tokenize_str("x=1"), *vocabulary.tokenize_str("2")]
+    hello = vocabulary.tokenize_str("hello")
+    assert accepts(vocabulary, source, [*hello, 1, *number, 2, *hello])
+    assert accepts(vocabulary, source, hello)
+    assert not accepts(vocabulary, source, [*hello, 1, *number])
+    assert not accepts(vocabulary, source, [*hello, 1, *hello])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"type": "xml"}, "`response_format.format.type` must be one of const_string, "),
+        (
+            {"type": "regex", "pattern": "a", "excludes": ["a"]},
+            "`response_format.format.excludes` is not supported",
+        ),
+        ({"type": "const_string"}, "`response_format.format.value` is required"),
+        (
+            {"type": "const_string", "value": ""},
+            "`response_format.format.value` must be a text that is not empty",
+        ),
+        (
+            {**CALLS, "triggers": ["<x"]},
+            "`response_format.format.tags.0.begin` must begin with one of `triggers`",
+        ),
+        ({**CALLS, "triggers": [1]}, "`response_format.format.triggers.0` must be a text"),
+        ({**CALLS, "tags": []}, "`response_format.format.tags` must be a list that is not empty"),
+        ({**CALLS, "at_least_one": 1}, "`response_format.format.at_least_one` must be true or false"),
+        (sequence(CALLS, CALLS), "`response_format.format.elements.0` has no end"),
+        (sequence(regex("[0-9]+"), AGE), "`response_format.format.elements.0` has no end"),
+        (sequence(regex(".*"), one_of(AGE, AGE)), "`response_format.format.elements.0` has no end"),
+        (
+            sequence(tag({"type": "any_text"}, end=""), {"type": "any_text"}),
+            "`response_format.format.elements.0.content` has no end",
+        ),
+        (
+            tag({**CALLS, "tags": [{**DAY, "end": ""}]}),
+            "`response_format.format.content.tags.0.content` has no end",
+        ),
+        (
+            {"type": "tags_with_separator", "tags": [tag(regex(".*"), end="")], "separator": ","},
+            "`response_format.format.tags.0.content` has no end",
+        ),
+        (sequence(regex("a)(b"), AGE), "`response_format.format.elements.0` cannot be compiled: "),
+        (tag(regex("a)(b")), "`response_format` cannot be compiled: "),
+        ({"type": "tag", "begin": "a", "end": "b"}, "`response_format.format.content` is required"),
+        (tag(1), "`response_format.format.content` must be an object"),
+        (tag({}), "`response_format.format.content` must have a `type`"),
+        (
+            {"type": "json_schema", "json_schema": {"not": {}}},
+            "`response_format.format.json_schema` cannot be compiled: the keyword `not` .at `#/not`. is not",
+        ),
+        ({"type": "regex", "pattern": "("}, "`response_format` cannot be compiled: "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_place(form: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError, match=text):
+        source_of(form)

@@ -1,0 +1,147 @@
+"""Text budget: so many bytes are worked on at once, in order, and short texts wait for no long one."""
+
+import asyncio
+import ctypes
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from api.event_loop import LONG
+from api.prompts.tokenizer import SHORT_BYTES, TextBudget
+from tests.support.source_tree import ROOT
+from tests.support.waiting import wait_until
+
+MAX_BYTES = 8 * SHORT_BYTES
+"""Of these the lane of short texts has a quarter."""
+
+
+class Works:
+    """Works that end when they are told to."""
+
+    def __init__(self) -> None:
+        self.budget = TextBudget(MAX_BYTES)
+        self.running: list[str] = []
+        self.ends: dict[str, threading.Event] = {}
+        self.tasks: dict[str, asyncio.Task[str]] = {}
+
+    def start(self, name: str, size: int) -> None:
+        self.ends[name] = threading.Event()
+        self.tasks[name] = asyncio.create_task(self.budget.run(size, lambda: self.work(name)))
+
+    def work(self, name: str) -> str:
+        self.running.append(name)
+        assert self.ends[name].wait(30)
+        self.running.remove(name)
+        return name
+
+    async def end(self, name: str) -> str:
+        self.ends[name].set()
+        return await self.tasks[name]
+
+    async def until(self, *names: str) -> None:
+        await wait_until(lambda: sorted(self.running) == sorted(names))
+
+
+@pytest.fixture
+async def works() -> AsyncIterator[Works]:
+    works = Works()
+    yield works
+    for end in works.ends.values():
+        end.set()
+    await asyncio.gather(*works.tasks.values(), return_exceptions=True)
+
+
+async def test_short_work_is_done_at_once_and_errors_come_back() -> None:
+    budget, here = TextBudget(MAX_BYTES), threading.get_ident()
+    assert await budget.run(LONG - 1, threading.get_ident) == here
+    assert await budget.run(LONG, threading.get_ident) != here
+    assert await budget.run(SHORT_BYTES + 1, threading.get_ident) != here
+    for size in (LONG, SHORT_BYTES + 1):
+        with pytest.raises(ZeroDivisionError):
+            await budget.run(size, lambda: 1 / 0)
+    assert (budget.short.num_bytes, budget.long.num_bytes) == (0, 0)
+
+
+async def test_texts_wait_in_order_and_one_larger_than_all_goes_alone(works: Works) -> None:
+    sizes: dict[str, Any] = {"a": 3, "b": 3, "huge": 50, "c": 2}
+    for name, units in sizes.items():
+        works.start(name, units * SHORT_BYTES)
+    await works.until("a", "b")
+    await works.end("a")
+    await works.until("b")  # there is room for `c`, but it came behind `huge`
+    await works.end("b")
+    await works.until("huge")
+    await works.end("huge")
+    await works.until("c")
+    assert await works.end("c") == "c"
+    assert works.budget.long.num_bytes == 0
+
+
+async def test_short_texts_have_a_lane_of_their_own(works: Works) -> None:
+    works.start("huge", 50 * SHORT_BYTES)
+    works.start("next", 50 * SHORT_BYTES)
+    for name in ("a", "b", "c"):
+        works.start(name, SHORT_BYTES)
+    await works.until("huge", "a", "b")
+    await works.end("a")
+    await works.until("huge", "b", "c")
+
+
+async def test_a_caller_that_leaves_gives_its_room_back_when_its_work_has_ended(works: Works) -> None:
+    for name in ("a", "waiting", "b"):
+        works.start(name, 6 * SHORT_BYTES)
+    await works.until("a")
+    works.tasks["waiting"].cancel()
+    works.tasks["a"].cancel()
+    await asyncio.gather(works.tasks["a"], works.tasks["waiting"], return_exceptions=True)
+    assert works.running == ["a"] and works.budget.long.num_bytes == 6 * SHORT_BYTES
+    works.ends["a"].set()
+    await works.until("b")
+    assert await works.end("b") == "b"
+    assert works.budget.long.num_bytes == 0
+
+
+async def test_a_caller_that_leaves_just_when_its_turn_comes_gives_it_back(works: Works) -> None:
+    lane = works.budget.long
+    taken = await lane.acquire(lane.max_bytes)
+    waiting = asyncio.create_task(lane.acquire(1))
+    await asyncio.sleep(0)
+    lane.release(taken)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert lane.num_bytes == 0 and not lane.waiting
+
+
+MEASURED = """
+import asyncio
+from api.prompts.control_texts import Rendered
+from tests.support.tokenizer import model_tokenizer
+
+def resident_mb():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmRSS"))
+
+async def main():
+    tokenizer = model_tokenizer()
+    await tokenizer.encode_prompt(Rendered("a " * 70_000), False)
+    before = resident_mb()
+    prompt = Rendered("The quick brown fox jumps over the lazy dog. " * 20_000)
+    await asyncio.gather(*(tokenizer.encode_prompt(prompt, False) for _ in range(6)))
+    print(resident_mb() - before)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory")
+def test_memory_of_long_texts_goes_back_to_the_system() -> None:
+    """Some 400 MB stay with glibc else."""
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURED], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(measured.stdout) < 250

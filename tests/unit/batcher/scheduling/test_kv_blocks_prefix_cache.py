@@ -1,0 +1,218 @@
+"""Prefix cache: rows start with blocks that others have computed; a block is shared only if it is complete,
+and none that a row has is ever given to another. Simulated workers complain where a block does not hold what
+it should.
+"""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.scheduling.kv_blocks import PrefixCache
+from batcher.scheduling.replica import Replica, WorkerLimits
+from common.messages.records import unpack_ids
+from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
+from tests.support.fleet.simulated_worker import generated_id
+
+SYSTEM = list(range(100, 150))
+
+
+def check_blocks(replica: Replica) -> None:
+    """Each block is free, cached, or has rows; the blocks before a cached one are cached."""
+    pool, cache = replica.pool, replica.pool.cache
+    has = Counter(block for row in replica.rows.values() for block in row.blocks)
+    has += Counter(block for blocks in replica.leaving.values() for block in blocks)
+    assert sorted([*pool.free, *cache.idle, *has]) == list(range(1, pool.num_blocks + 1))
+    assert pool.others == {block: count - 1 for block, count in has.items() if count > 1}
+    assert pool.num_free + len(has) == pool.num_blocks
+    assert {block: name for name, block in cache.blocks.items()} == cache.names
+    assert cache.idle.keys() <= cache.names.keys()
+
+
+def run_one(pool: Pool, name: str, prompt: list[int], new: int = 20, salt: str = "") -> int:
+    """Run a request alone. Return how many tokens its start found computed."""
+    sequence = sharing_request(name, prompt, new, entry=len(pool.attempts), salt=salt)
+    pool.add(sequence)
+    pool.decide()
+    assert sequence.row is not None
+    num_cached = sequence.row.num_cached
+    pool.run()
+    for _ in range(50):
+        pool.turn()
+    for replica in pool.scheduler.replicas.values():
+        check_blocks(replica)
+        assert replica.pool.num_free == replica.pool.num_blocks
+    return num_cached
+
+
+def answer(count: int) -> list[int]:
+    return [generated_id(i) for i in range(count)]
+
+
+def test_the_next_turn_of_a_chat_finds_prompt_and_answer_computed() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    prompt = list(range(70))
+    assert run_one(pool, "r0", prompt, 40) == 0
+    # the KV of the answer's last token was never computed
+    assert run_one(pool, "r1", [*prompt, *answer(40), 7, 8, 9]) == (70 + 39) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_prompt_that_is_known_as_a_whole_computes_its_last_block_again() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    prompt = list(range(4 * BLOCK_SIZE))
+    assert [run_one(pool, f"r{i}", prompt) for i in range(3)] == [0, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE]
+    assert run_one(pool, "r3", [*prompt, 1]) == 4 * BLOCK_SIZE
+
+
+def test_requests_of_different_salts_share_nothing() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    prompt = list(range(70))
+    assert [run_one(pool, f"r{salt}", prompt, salt=salt) for salt in ("", "a", "b", "a")] == [0, 0, 0, 64]
+
+
+def test_a_prompt_that_differs_in_its_first_block_shares_nothing_behind_it() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    run_one(pool, "r0", list(range(70)))
+    assert run_one(pool, "r1", [5, *range(1, 70)]) == 0
+    assert run_one(pool, "r2", [*range(40), *range(70)]) == 2 * BLOCK_SIZE
+
+
+def test_a_running_row_shares_its_prompt_once_it_is_computed() -> None:
+    """Requests that come before that wait for it, where no worker is idle."""
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(sharing_request("r0", SYSTEM, 300))
+    pool.decide()
+    early = sharing_request("r1", SYSTEM, 300, 1)
+    short = sharing_request("r3", SYSTEM[:20], 300, 3)
+    pool.add(early, short)
+    pool.decide()
+    assert early.row is None and early.waiting and short.row is not None
+    for _ in range(5):
+        pool.turn()
+    assert early.row is not None and early.row.num_cached == 48
+    late = sharing_request("r2", SYSTEM, 300, 2)
+    pool.add(late)
+    pool.decide()
+    assert late.row and late.row.num_cached == 48 and late.row.blocks[:3] == early.row.blocks[:3]
+    pool.run()
+    assert sorted(pool.finished) == ["r0", "r1", "r2", "r3"]
+    pool.check_blocks_returned()
+
+
+def test_choices_of_an_answer_compute_their_prompt_once() -> None:
+    """On one worker, though others are idle; whatever becomes of the first."""
+    for ends, num_others in (("computed", 3), ("cancelled", 2), ("killed", 3)):
+        pool = Pool(4, num_blocks=100, seed=1, eos_chance=0)
+        prompt = [*SYSTEM, *range(500, 600)]
+        choices = [sharing_request(f"r.{i}", prompt, 50, i, num_choices=4) for i in range(4)]
+        pool.add(*choices)
+        pool.decide()
+        assert [choice.row is not None for choice in choices] == [True, False, False, False]
+        first = choices[0].row
+        assert first is not None
+        if ends == "cancelled":
+            pool.scheduler.cancel("r.0", "client")
+        elif ends == "killed":
+            pool.kill(first.worker)
+        pool.run()
+        num_computed = sum(worker.num_prefilled for worker in pool.workers.values())
+        assert num_computed == len(prompt) + num_others * (len(prompt) % BLOCK_SIZE), ends
+        assert sorted(pool.finished) == [f"r.{i}" for i in range(4)]
+        pool.check_blocks_returned()
+        assert not any(replica.pool.cache.expected for replica in pool.scheduler.replicas.values())
+
+
+def test_cached_blocks_go_before_a_row_is_preempted() -> None:
+    pool = Pool(1, num_blocks=20, seed=1, eos_chance=0)
+    for i in range(10):
+        assert run_one(pool, f"r{i}", [1000 * i + j for j in range(100)], 60) == 0
+    replica = pool.scheduler.replicas["w0"]
+    assert len(replica.pool.cache.idle) > 10
+    assert set(pool.attempts.values()) == {1}
+
+
+def test_a_preempted_request_finds_what_it_computed() -> None:
+    pool = Pool(1, num_blocks=30, seed=1, eos_chance=0)
+    sequences = [sharing_request(f"r{i}", [100 * i + j for j in range(40)], 300, i) for i in range(2)]
+    pool.add(*sequences)
+    while sequences[1].attempt < 2:
+        pool.turn()
+    row = sequences[1].row
+    assert row is not None and row.num_cached > 0
+    pool.run()
+    assert pool.committed == {"r0": 300, "r1": 300}
+
+
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
+    cache = PrefixCache()
+    for block, name in enumerate(b"abcd", 1):
+        cache.add(bytes([name]), block)
+    for block in (2, 1, 4, 3):  # a row with blocks 1 and 2 has ended, then one with 3 and 4
+        cache.idle[block] = None
+    cache.touch(b"b")
+    cache.touch(b"a")
+    assert [cache.evict() for _ in range(4)] == [4, 3, 2, 1]
+    assert not cache.blocks and not cache.names
+
+
+def test_a_new_batcher_knows_which_blocks_rows_share() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    run_one(pool, "r0", SYSTEM)
+    pool.add(*(sharing_request(f"r{i}", [*SYSTEM, i], 200, i) for i in range(1, 4)))
+    for _ in range(4):
+        pool.turn()
+    pool.succeed()
+    replica = pool.scheduler.replicas["w0"]
+    check_blocks(replica)
+    assert set(replica.pool.others.values()) == {2}
+    late = sharing_request("r4", [*SYSTEM, 4], 20, 4)
+    pool.add(late)
+    pool.decide()
+    assert late.row is not None and late.row.num_cached == 48
+    pool.run()
+    assert len(pool.finished) == 5
+    pool.check_blocks_returned()
+
+
+def test_a_worker_that_cannot_share_blocks_shares_none() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0, shares=False)
+    assert [run_one(pool, f"r{i}", SYSTEM) for i in range(2)] == [0, 0]
+
+
+prompts = st.builds(
+    lambda family, shared, own: [*range(family, family + shared), *range(own, own + own % 50 + 1)],
+    st.sampled_from([0, 1000]),
+    st.integers(0, 100),
+    st.integers(2000, 2100),
+)
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.lists(st.tuples(prompts, st.integers(1, 80)), min_size=1, max_size=30),
+    num_workers=st.integers(1, 3),
+    num_blocks=st.integers(20, 60),
+    seed=st.integers(0, 10**6),
+    actions=st.lists(st.sampled_from(["kill", "drain", "cancel", "succeed", "next turn"]), max_size=8),
+)
+def test_blocks_add_up_and_none_is_shared_before_it_is_complete(
+    sizes: list[tuple[list[int], int]], num_workers: int, num_blocks: int, seed: int, actions: list[str]
+) -> None:
+    pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8))
+    requests = [sharing_request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)]
+    pool.add(*requests)
+    for action in [*actions, ""]:
+        for _ in range(pool.random.randint(1, 30)):
+            pool.turn()
+            for replica in pool.scheduler.replicas.values():
+                check_blocks(replica)
+        pool.disturb(action, len(sizes))
+        if action == "next turn":
+            before = pool.random.choice(requests).request
+            prompt = unpack_ids(before.prompt_ids) + answer(pool.committed.get(before.request_id, 0))
+            pool.add(sharing_request(f"r{len(requests)}", [*prompt[:180], 1], 20, len(requests)))
+            requests.append(pool.scheduler.sequences[f"r{len(requests)}"])
+    pool.run()
+    ended = [*pool.finished, *(name for name, _ in pool.to_finish)]
+    assert sorted(ended) == sorted(one.request_id for one in requests)
+    pool.check_blocks_returned()

@@ -1,0 +1,104 @@
+"""What is said of a step that fails again and again."""
+
+import logging
+
+import pytest
+from redis.exceptions import BusyLoadingError
+
+from common.broker import client
+from common.broker.client import FailureLog
+
+AWAY, LOADING = "no connection to the broker (refused)", "the broker is loading its data (LOADING)"
+ERRORS = {AWAY: OSError("refused"), LOADING: BusyLoadingError()}
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    monkeypatch.setattr(client, "time", clock)
+    return clock
+
+
+def fail(failing: FailureLog, clock: Clock, seconds: float, cause: str = AWAY) -> None:
+    """Sixteen failures a second."""
+    for _ in range(round(seconds * 16)):
+        with failing.caught():
+            raise ERRORS[cause]
+        clock.now_s += 1 / 16
+
+
+def succeed(failing: FailureLog) -> None:
+    """Leave the context by `return`, as most steps do."""
+    with failing.caught():
+        return
+
+
+def test_a_repeated_cause_is_said_at_growing_intervals_and_its_end_is_said(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    succeed(failing)
+    fail(failing, clock, 9.0)
+    succeed(failing)
+    succeed(failing)
+    assert caplog.messages == [
+        f"a flush failed, trying again: {AWAY}",
+        f"a flush has failed 17 times in 1 s: {AWAY}",
+        f"a flush has failed 33 times in 2 s: {AWAY}",
+        f"a flush has failed 65 times in 4 s: {AWAY}",
+        f"a flush has failed 129 times in 8 s: {AWAY}",
+        "a flush has succeeded again, after 144 failures in 9.0 s",
+    ]
+
+
+def test_intervals_end_at_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    fail(failing, clock, 600.0)
+    assert len(caplog.messages) == 7 + 9, "up to the 64th second, then each minute"
+
+
+def test_a_new_cause_is_said_at_once_and_causes_in_turn_are_not(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    for _ in range(5):
+        fail(failing, clock, 1 / 16, AWAY)
+        fail(failing, clock, 1 / 16, LOADING)
+    assert caplog.messages == [f"a flush failed, trying again: {cause}" for cause in (AWAY, LOADING)]
+
+
+def test_the_next_outage_is_one_of_its_own(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    for _ in range(2):
+        fail(failing, clock, 1 / 16)
+        succeed(failing)
+    said = f"a flush failed, trying again: {AWAY}", "a flush has succeeded again, after 1 failure in 0.1 s"
+    assert caplog.messages == [*said, *said]
+
+
+def test_a_failure_after_a_minute_without_one_begins_anew(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that never returns says nothing of its success."""
+    failing = FailureLog(logging.getLogger(), "reading jobs")
+    fail(failing, clock, 1 / 16)
+    clock.now_s += 3600
+    fail(failing, clock, 1 / 16)
+    assert caplog.messages == [f"reading jobs failed, trying again: {AWAY}"] * 2
+
+
+def test_only_errors_of_the_broker_are_caught(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    with pytest.raises(LookupError), failing.caught():
+        raise LookupError
+    assert caplog.messages == []

@@ -1,0 +1,205 @@
+import json
+import resource
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from common import model_files
+from common.model_files import cache_folder
+from common.process import machine
+from common.settings.settings import Settings
+from deploy.cli import doctor
+from deploy.cli.doctor import Finding
+from deploy.launcher import checks
+from deploy.launcher.embedded_broker import Broker
+from tests.integration.deploy.test_cli import tokenfleet
+from tests.support.machine import fake_nvml
+from tests.support.machine.ports import free_port
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No GPU; an empty cache of models."""
+    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def found(name: str, **settings: Any) -> Finding:
+    return dict(doctor.examine(Settings(hostname="127.0.0.1", port=free_port(), **settings)))[name]
+
+
+def test_a_healthy_machine_passes(broker: Broker) -> None:
+    """Other tests take memory meanwhile: a small cache fits."""
+    flags = ["--hostname", "127.0.0.1", "--port", str(free_port()), "--kv-cache-bytes", "16MiB"]
+    done = tokenfleet("doctor", *flags, "--redis-url", broker.url)
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line[0] != " "] == [
+        name.split()[0] for name in doctor.CHECKS
+    ]
+    assert done.returncode == 0
+    assert "answers, and is new enough" in done.stdout
+
+
+def test_a_failure_is_printed_with_its_fix() -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}"
+    done = tokenfleet(
+        "doctor", "/no/such/model", "--device", "cuda", "--kv-cache-bytes", "8192GiB", REDIS_URL=url
+    )
+    failed = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("fail")}
+    assert done.returncode == 1
+    assert (
+        "no connection to the broker" in failed["broker"]
+        and "→ start a Redis" in failed["broker"]
+        and "secret" not in done.stdout
+    )
+    assert "/no/such/model does not exist" in failed["model"] and "→ set MODEL_ID to" in failed["model"]
+    assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
+
+
+def test_invalid_settings_are_refused_as_by_serve() -> None:
+    assert "DEMO" in tokenfleet("doctor", "--demo").stderr
+
+
+def test_caches_that_do_not_fit_in_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * GIB)
+    assert found("memory", num_workers=1).level == "ok"
+    too_much = found("memory", num_workers=3)
+    assert (
+        too_much.level == "fail"
+        and "1024 MiB for each of 3" in too_much.found
+        and "KV_CACHE_BYTES" in too_much.fix
+    )
+
+
+def test_weights_of_every_worker_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * GIB)
+    with (model(tmp_path) / "model.safetensors").open("wb") as weights:
+        weights.truncate(GIB + 1)
+    assert found("memory", model_id=str(tmp_path), num_workers=1).level == "warn"
+
+
+def test_a_model_without_all_of_its_weights(tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    assert found("model", model_id=str(folder)).level == "fail"
+    (folder / "one.safetensors").write_bytes(b"1")
+    assert found("model", model_id=str(folder)) == Finding(
+        "ok", f"{folder}: 0.0 GiB, up to 64 tokens, in {folder}"
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+    )
+    assert found("model", model_id=str(folder)).level == "fail"
+
+
+def model(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_model_that_is_not_downloaded() -> None:
+    for model_id in ("smollm2", "an-organisation/a-model"):
+        assert found("model", model_id=model_id).fix == f"tokenfleet download-weights {model_id}"
+
+
+def test_missing_torch_is_a_warning_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "torch":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(doctor, "version", version)
+    assert found("torch").level == "warn" and "pip install" in found("torch").fix
+
+
+def test_torch_for_cpu_beside_a_gpu_is_a_warning(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu")
+    assert found("torch").level == "ok"
+    checks.NVIDIA.touch()
+    assert found("torch").level == "warn"
+    assert "driver does not answer" in found("GPU").found
+
+
+def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml.install(monkeypatch, "GPU-a")
+    assert doctor.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
+
+
+def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer compiles them, with nvcc and a C++ compiler; Triton needs Python's headers."""
+    assert found("kernels").level == "ok"
+    checks.NVIDIA.touch()
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(nowhere / "bin"))
+    monkeypatch.setattr(doctor, "CUDA", nowhere / "none")
+    if find_spec("flashinfer") is None:
+        assert found("kernels").fix == "pip install -e '.[cuda]'" and found("kernels").level == "warn"
+    monkeypatch.setattr(doctor, "version", lambda name: "0.7.2")
+    assert found("kernels").level == "fail" and "nvcc" in found("kernels").found
+    program(nowhere / "toolkit/bin/nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "toolkit"))
+    assert found("kernels").level == "fail" and "g++" in found("kernels").fix
+    program(nowhere / "bin/g++")
+    monkeypatch.setattr(doctor, "HEADERS", nowhere / "include")
+    assert found("kernels").level == "fail" and "include/Python.h" in found("kernels").found
+    program(nowhere / "include/Python.h")
+    assert found("kernels") == Finding("ok", f"FlashInfer 0.7.2, compiled by {nowhere}/toolkit/bin/nvcc")
+    assert found("kernels", device="cpu").found == "none needed without a GPU"
+
+
+def test_nvcc_is_found_as_flashinfer_finds_it(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named comes first, and nothing else is looked at then; PATH comes before the usual place."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(nowhere / "bin"))
+    monkeypatch.setattr(doctor, "CUDA", nowhere / "usual")
+    assert doctor.find_nvcc() is None
+    program(nowhere / "usual/bin/nvcc")
+    assert doctor.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+    program(nowhere / "bin/nvcc")
+    assert doctor.find_nvcc() == str(nowhere / "bin/nvcc")
+    monkeypatch.setenv("CUDA_PATH", str(nowhere / "empty"))
+    assert doctor.find_nvcc() is None
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "usual"))
+    assert doctor.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+
+
+def program(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    path.chmod(0o755)
+
+
+def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
+    assert found("bfloat16").level == "ok"
+    assert found("bfloat16", dtype="bfloat16").fix == "set DTYPE=float32 or DTYPE=auto"
+
+
+def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert found("open files", max_concurrent_requests=100).level == "ok"
+    assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + doctor.SPARE_FILES}"
+    assert found("open files", max_concurrent_requests=5000).fix.startswith("raise the hard limit")
+
+
+def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(doctor, "LITTLE_DISK_BYTES", 2**60)
+    assert (found("compiler").level, found("disk").level) == ("warn", "warn")
+    assert str(cache_folder(model_files.CONVERTED).parents[1]) in found("disk").found
+
+
+def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.broker.client.MIN_VERSION", (99, 0))
+    assert found("broker", redis_url=broker.url).level == "fail"
+    with Redis.from_url(broker.url) as client:
+        assert client.ping()

@@ -1,0 +1,171 @@
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from common import model_files
+from deploy.cli import download
+from deploy.launcher import checks
+from tests.integration.deploy.test_cli import tokenfleet
+from tests.unit.deploy.cli.test_doctor import model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def test_a_local_model_is_not_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(model_files, "download", None)
+    flags = [
+        "--revision",
+        "main",
+        "--extension",
+        ".safetensors",
+        "--auto-convert",
+        "true",
+        "--trust-remote-code",
+        "--json-output",
+    ]
+    assert download.main([str(folder), *flags]) == 0
+    output = capsys.readouterr()
+    assert (output.out, output.err) == (f"{folder}\n", f"{folder} is here already\n")
+
+
+def test_a_hub_model_is_fetched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []  # type: ignore[var-annotated]
+
+    def snapshot_download(
+        model_id: str, revision: str | None = None, local_files_only: bool = False, **_: Any
+    ) -> str:
+        if local_files_only and not calls:
+            from huggingface_hub.errors import LocalEntryNotFoundError
+
+            raise LocalEntryNotFoundError("not here")
+        if not local_files_only:
+            calls.append((model_id, revision))
+            (model(tmp_path) / "model.safetensors").write_bytes(b"")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert download.main(["organisation/model", "--revision", "v2"]) == 0
+    assert download.main(["organisation/model", "--revision", "v2"]) == 0
+    assert calls == [("organisation/model", "v2")]
+    assert capsys.readouterr().out == f"{tmp_path}\n" * 2
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """A hub of one model, `organisation/model`."""
+
+    files: ClassVar = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    commit = "0" * 40
+
+    def do_GET(self) -> None:
+        self.send()
+
+    def do_HEAD(self) -> None:
+        self.send()
+
+    def send(self) -> None:
+        body = self.find(self.path.partition("?")[0])
+        self.send_response(200)
+        for name, value in {"x-repo-commit": self.commit, "etag": f'"{len(body)}"'}.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def find(self, path: str) -> bytes:
+        match path.split("/")[-3:]:
+            case ["resolve", _, name]:
+                return self.files[name]
+            case ["model", "tree", _]:
+                entries = [
+                    {"type": "file", "path": name, "size": len(content), "oid": name}
+                    for name, content in self.files.items()
+                ]
+                return json.dumps(entries).encode()
+        return json.dumps({"id": "organisation/model", "sha": self.commit}).encode()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_download_writes_its_steps_and_the_directory_alone(cache: Path) -> None:
+    """The hub's client draws bars, even where there is no terminal."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
+        threading.Thread(target=hub.serve_forever, args=[0.01], daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
+        done = tokenfleet(
+            "download-weights", "organisation/model", **variables, HF_HUB_CACHE=str(cache / "hub")
+        )
+        hub.shutdown()
+    assert (done.returncode, done.stderr) == (0, "looking up organisation/model\n")
+    folder = Path(done.stdout.strip())
+    assert folder.is_relative_to(cache) and (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_bars_of_what_takes_long_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "PROGRESS_S", 0.0)
+    lines: list[str] = []
+    with model_files.progress_lines(lines.append)(total=3 * 10**9, unit_scale=True, desc="Bytes") as bar:
+        bar.update(10**9)
+        bar.refresh()
+        bar.set_description("Done")
+    assert {"Bytes: 1.00G of 3.00G", "Done: 1.00G of 3.00G"} <= {*lines}
+
+
+def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (model(tmp_path) / "pytorch_model.bin").write_bytes(b"")
+    done = tokenfleet("download-weights", str(tmp_path))
+    assert done.returncode == os.EX_CONFIG and "has no whole set of .safetensors files" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["organisation/model", "--extension", ".bin"], "--extension: .bin is not served: only .safetensors"),
+        (["organisation/model", "--merge-lora"], "--merge-lora: adapters are not built yet"),
+        (["organisation/model", "--merge-lora=perhaps"], "--merge-lora: 'perhaps' is not true or false"),
+        (["/no/such/model"], "MODEL_ID: /no/such/model does not exist"),
+        (
+            ["organisation/model", "--huggingface-hub-cache", "/nowhere"],
+            "organisation/model is no directory here, and the model hub",
+        ),
+    ],
+)
+def test_an_unavailable_model_is_one_error_line(argv: list[str], words: str) -> None:
+    done = tokenfleet("download-weights", *argv, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="")
+    assert done.returncode == os.EX_CONFIG
+    assert words in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_progress_outside_a_terminal_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with checks.progress() as show:
+        show("looking up this")
+        show("[converting] that")
+    assert capsys.readouterr().err == "looking up this\n[converting] that\n"
+
+
+def test_progress_is_one_live_line_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with checks.progress() as show:
+        show("[converting] that")
+    error = capsys.readouterr().err
+    assert "[converting] that" in error and "0:00:00" in error and "\x1b[2K" in error

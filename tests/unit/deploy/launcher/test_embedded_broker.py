@@ -1,0 +1,177 @@
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from common.settings.settings import SettingError
+from deploy.launcher.embedded_broker import PORT_FILE, PREFIX, Broker, embedded, running_url
+from tests.support import brokers
+from tests.support.waiting import wait_until_sync
+
+
+def test_restarted_broker_keeps_its_socket_and_data() -> None:
+    with embedded(3000) as broker:
+        for number in range(3):
+            process = brokers.start(broker)
+            with redis.Redis.from_url(broker.url) as client:
+                assert client.incr("starts") == number + 1
+            process.kill()
+            process.wait()
+
+
+NOBODY = 65_534
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files, of a short name."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr("tempfile.tempdir", name)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Act as a user who owns nothing."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_nobody_else_on_this_machine_reaches_it() -> None:
+    with brokers.running() as broker:
+        [server] = [one for one in psutil.Process().children() if one.cwd() == str(broker.directory)]
+        assert not server.net_connections(kind="inet"), "it listens on a port"
+        assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o700
+        if os.geteuid() == 0:
+            with another_user():
+                for path in (broker.directory, broker.directory / "appendonlydir"):
+                    with pytest.raises(PermissionError):
+                        os.listdir(path)
+                with socket.socket(socket.AF_UNIX) as client, pytest.raises(PermissionError):
+                    client.connect(str(broker.socket_path))
+        assert brokers.answers(broker.url), "its owner does"
+
+
+def test_directories_of_others_are_neither_believed_nor_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may make one in a folder for all, or a link to one."""
+    with embedded(3000) as ours:
+        assert running_url() == ours.url
+        (folder / f"{PREFIX}link").symlink_to(ours.directory)
+        assert running_url() == ours.url
+        abandoned = folder / f"{PREFIX}abandoned"
+        abandoned.mkdir()
+        os.utime(abandoned, (0, 0))
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(SettingError, match="no `tokenfleet serve` of this user"):
+            running_url()
+        with embedded(3001):
+            assert abandoned.exists()
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(SettingError, match=r"^TMPDIR: the embedded broker .*path too long"), embedded(3000):
+        pass
+    assert not list(deep.iterdir())
+
+
+def test_its_file_is_written_anew_before_it_is_long_to_read() -> None:
+    """Its first part is a snapshot then, and what was overwritten is gone."""
+    least, most = 24 * 2**20, 16 * 2**20
+    with embedded(3000) as broker:
+        process = brokers.start(broker)
+        with redis.Redis.from_url(broker.url) as client:
+
+            def is_short() -> bool:
+                """The last rewriting may have begun before most writes: one more, if none goes on."""
+                if not client.info("persistence")["aof_rewrite_in_progress"]:
+                    client.set("key", bytes(2**20))
+                return file_bytes(broker) < most
+
+            for _ in range(least // 2**20):
+                client.set("key", bytes(2**20))
+            try:
+                wait_until_sync(is_short)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def file_bytes(broker: Broker) -> int:
+    with contextlib.suppress(FileNotFoundError):  # just being replaced
+        return sum(path.stat().st_size for path in (broker.directory / "appendonlydir").iterdir())
+    return sys.maxsize
+
+
+def test_abandoned_directories_are_removed_at_the_next_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = "import os, signal\nfrom deploy.launcher.embedded_broker import embedded\n"
+    killed += "with embedded(3000): os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(folder)})
+    [abandoned] = folder.iterdir()
+    fresh = folder / f"{PREFIX}which-is-being-made"
+    fresh.mkdir()
+    with embedded(3000) as first:
+        for directory in (abandoned, first.directory):
+            (directory / "data").mkdir()
+            os.utime(directory, (0, 0))
+        with embedded(3000) as second:
+            assert set(folder.iterdir()) == {fresh, first.directory, second.directory}
+    assert list(folder.iterdir()) == [fresh]
+
+
+def test_the_broker_of_the_only_fleet_is_found(folder: Path) -> None:
+    (folder / f"{PREFIX}abandoned").mkdir()
+    (folder / f"{PREFIX}abandoned" / PORT_FILE).write_text("1")
+    with pytest.raises(SettingError, match=r"^REDIS_URL: is not set, and no `tokenfleet serve` of this user"):
+        running_url()
+    with embedded(3000) as first:
+        assert running_url() == first.url
+        with embedded(3001) as second, pytest.raises(SettingError, match="several fleets run") as refusal:
+            running_url()
+        assert f"{first.url} of port 3000" in str(refusal.value)
+        assert f"{second.url} of port 3001" in str(refusal.value)
+
+
+def test_commands_of_its_owner_find_it(folder: Path) -> None:
+    with brokers.running():
+        environ = {name: text for name, text in os.environ.items() if name != "REDIS_URL"}
+        command = [sys.executable, "-P", "-m", "deploy.cli", "drain", "w9"]
+        done = subprocess.run(
+            command, env=environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "there is no worker 'w9'" in done.stderr
+
+
+def test_one_that_a_test_starts_dies_with_it_whomever_the_test_follows() -> None:
+    killed = "import os, signal\nfrom tests.support import brokers\n"
+    killed += (
+        "with brokers.running() as own: print(own.url, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    words, environ = [sys.executable, "-c", killed], os.environ | {"PARENT_PID": "0"}
+    url = subprocess.run(words, env=environ, capture_output=True, text=True).stdout.strip()
+    try:
+        wait_until_sync(lambda: not brokers.answers(url))
+    finally:
+        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+            client.shutdown(nosave=True)

@@ -1,0 +1,167 @@
+"""KV caches of 8-bit floats: the ids of a plain implementation that rounds K and V alike."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.kv_cache import FLOATS8
+from gpu_worker.engine.engine import Engine
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
+from tests.support.engine.tiny_models import FAMILIES
+
+Scales = Mapping[int, tuple[float, float]]
+"""By layer: of K and of V."""
+
+
+class QuantizedCache(DynamicCache):
+    """K and V as the nearest 8-bit floats, divided by their layer's scales (default: 1)."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, scales: Scales) -> None:
+        super().__init__(config=config)
+        self.dtype = dtype
+        self.scales = scales
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, kv_heads, tokens, dim] float32 → what the cache has of all tokens"""
+        scales = self.scales.get(layer_idx, (1.0, 1.0))
+        rounded = (self.rounded(key_states, scales[0]), self.rounded(value_states, scales[1]))
+        return super().update(*rounded, layer_idx, *rest, **options)
+
+    def rounded(self, numbers: torch.Tensor, scale: float) -> torch.Tensor:
+        largest = torch.finfo(self.dtype).max
+        return (numbers / scale).clamp(-largest, largest).to(self.dtype).float() * scale
+
+
+@torch.inference_mode()
+def quantized_ids(
+    folder: Path, prompt: list[int], count: int, dtype: torch.dtype, scales: Scales
+) -> tuple[list[int], torch.Tensor]:
+    """Greedy, float32 → so many new ids, and the logits [vocabulary] of the first."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cache, ids, found = QuantizedCache(model.config, dtype, scales), prompt, []
+    first = None
+    for _ in range(count):
+        logits = model(torch.tensor([ids]), past_key_values=cache).logits[0, -1]
+        first = logits if first is None else first
+        ids = [int(logits.argmax())]
+        found += ids
+    assert first is not None
+    return found, first
+
+
+SCALES = {0: (0.03, 0.002), 2: (1.5, 4.0)}
+"""Of some layers: K and V that are saturated, and such as lie among the smallest numbers."""
+
+
+def engine_of(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
+    options: dict[str, Any] = {
+        "kv_cache_bytes": 2**20,
+        "threads": 1,
+        "debug_kv": True,
+        "max_batch_prefill_tokens": 64,
+    }
+    options |= {"dtype": "float32", "block_size": block_size, "kv_cache_dtype": kv_cache_dtype, **settings}
+    return Engine(Settings(model_id=str(folder), **options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, with scales in some of its layers."""
+    path = tmp_path_factory.mktemp("scaled")
+    tiny_models.save(path, *FAMILIES["Llama"])
+    rewrite(
+        path, {number: (torch.tensor(key), torch.tensor([value])) for number, (key, value) in SCALES.items()}
+    )
+    return path
+
+
+def rewrite(folder: Path, scales: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Scales as compressed-tensors writes them."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for number, (key, value) in scales.items():
+        attention = f"model.layers.{number}.self_attn"
+        tensors |= {f"{attention}.k_scale": key, f"{attention}.v_scale": value}
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FLOATS8)
+def test_ids_are_those_of_a_plain_implementation(folder: Path, kv_cache_dtype: str) -> None:
+    """In a batch, in chunks, resumed, and with blocks of another size."""
+    rows = dict(enumerate(prompts()))
+    dtype = FLOATS8[kv_cache_dtype]
+    expected = {row: quantized_ids(folder, ids, NEW_TOKENS, dtype, SCALES)[0] for row, ids in rows.items()}
+    engine = engine_of(folder, kv_cache_dtype)
+    assert play(engine, rows) == expected
+    assert play(engine, rows, prefill_tokens=7) == expected
+    resumed = {row: [*ids, *expected[row][:9]] for row, ids in rows.items()}
+    assert play(engine, resumed, base=9) == {row: ids[9:] for row, ids in expected.items()}
+    assert play(engine_of(folder, kv_cache_dtype, block_size=8), rows) == expected
+
+
+def test_rows_that_start_with_blocks_of_others_have_the_same_ids(folder: Path) -> None:
+    engine, prompt = engine_of(folder, "fp8_e4m3"), prompts()[-1]
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 1000)
+    played.kept = set(played.free)
+    first = played.start(0, prompt, 20, ignore_eos=True)
+    known = played.rows[0].blocks[: (len(prompt) - 1) // engine.block_size]
+    expected = played.run([first])[0]
+    twin = played.start_behind(known, 1, prompt, 20, ignore_eos=True)
+    assert twin.num_cached == len(known) * engine.block_size
+    assert played.run([twin])[1] == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FLOATS8)
+def test_logits_are_near_those_of_a_cache_that_is_not_rounded(folder: Path, kv_cache_dtype: str) -> None:
+    """The plain implementation against itself, so that what is compared with it above is worth something."""
+    prompt, largest = prompts()[2], {"fp8_e4m3": 0.3, "fp8_e5m2": 0.6}
+    _, exact = quantized_ids(folder, prompt, 1, torch.float32, {})
+    _, rounded = quantized_ids(folder, prompt, 1, FLOATS8[kv_cache_dtype], {})
+    assert 0 < (rounded - exact).norm() / exact.norm() < largest[kv_cache_dtype]
+
+
+def test_a_cache_has_room_for_four_times_the_tokens_of_float32(folder: Path) -> None:
+    engines = [engine_of(folder, name) for name in ("auto", "fp8_e5m2")]
+    assert engines[1].ready.num_blocks // 4 == engines[0].ready.num_blocks
+    for tensor in (*engines[1].loaded.cache.keys, *engines[1].loaded.cache.values):
+        assert tensor.dtype == torch.float8_e5m2
+
+
+@pytest.mark.parametrize(
+    ("scale", "line"),
+    [
+        (torch.ones(2), "k_scale has 2 numbers; a cache of 8-bit floats has one for a layer"),
+        (torch.tensor(-1.0), "k_scale is -1.0, and must be more than 0"),
+    ],
+)
+def test_other_scales_are_refused(scale: torch.Tensor, line: str, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    rewrite(tmp_path, {1: (scale, torch.tensor(1.0))})
+    with pytest.raises(SettingError, match=rf"model\.layers\.1\.self_attn\.{line}"):
+        engine_of(tmp_path, "fp8_e4m3")
+    engine_of(tmp_path, "auto")
+
+
+def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:
+    """One for the latent and its rotary part, as vLLM has it; the scale of V is that of nothing."""
+    tiny_models.save(tmp_path, *FAMILIES["DeepSeek-V3"])
+    rewrite(tmp_path, {1: (torch.tensor(0.5), torch.tensor(7.0))})
+    rows = dict(enumerate(prompts()))
+    scales = {1: (0.5, 0.5)}
+    expected = {
+        row: quantized_ids(tmp_path, ids, NEW_TOKENS, FLOATS8["fp8_e4m3"], scales)[0]
+        for row, ids in rows.items()
+    }
+    engine = engine_of(tmp_path, "fp8_e4m3")
+    assert play(engine, rows) == expected
+    assert play(engine, rows, prefill_tokens=7) == expected

@@ -1,0 +1,69 @@
+"""Philox: the random numbers of a row are those of Philox-4x64, a function of seed, choice and index."""
+
+import numpy as np
+
+from gpu_worker.engine.batch.sampling_state import BUFFERED, PhiloxStream, philox_uniforms
+from tests.support.engine.sampling_reference import fits
+
+PINNED = [0.8824668302545412, 0.3690383346754841, 0.5170696944527113]
+WORD = 2**64
+
+
+def philox_4x64(counter: list[int], key: list[int]) -> list[int]:
+    """Ten rounds of Philox-4x64, as in the paper (Salmon et al. 2011)."""
+    first, second, third, fourth = counter
+    for number in range(10):
+        low_key = (key[0] + number * 0x9E3779B97F4A7C15) % WORD
+        high_key = (key[1] + number * 0xBB67AE8584CAA73B) % WORD
+        high, low = divmod(0xD2E7470EE14C6C93 * first, WORD)
+        other_high, other_low = divmod(0xCA5A826395121157 * third, WORD)
+        first, second, third, fourth = other_high ^ second ^ low_key, other_low, high ^ fourth ^ high_key, low
+    return [first, second, third, fourth]
+
+
+def test_the_reference_gives_the_known_answers_of_random123() -> None:
+    assert philox_4x64([0] * 4, [0] * 2) == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
+    assert philox_4x64([WORD - 1] * 4, [WORD - 1] * 2) == [
+        0x87B092C3013FE90B,
+        0x438C3C67BE8D0224,
+        0x9CC7D7C69CD777B6,
+        0xA09CAEBF594F0BA0,
+    ]
+
+
+def test_numbers_are_the_upper_53_bits_of_philox_4x64() -> None:
+    """Four numbers for each value of the counter, which is 1 for the first block."""
+    seed, choice = 2**63 + 11, 3
+    words = [word for block in range(1, 17) for word in philox_4x64([block, 0, 0, 0], [seed, choice])]
+    assert philox_uniforms(seed, choice, 0, 64).tolist() == [(word >> 11) / 2**53 for word in words]
+
+
+def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
+    """Pinned: another library, machine or version must not change what a seed means."""
+    assert philox_uniforms(7, 1, 0, 3).tolist() == PINNED
+    assert philox_uniforms(7, 1, 64, 8).tolist() == philox_uniforms(7, 1, 0, 128)[64:72].tolist()
+    expected = philox_uniforms(7, 1, 0, 1200).tolist()
+    for begin in (0, 1, BUFFERED - 1, BUFFERED, 1000):
+        row = PhiloxStream(7, 1)
+        assert [row.at(index) for index in range(begin, begin + 200)] == expected[begin : begin + 200]
+
+
+def test_a_seed_is_taken_modulo_2_to_the_64() -> None:
+    assert PhiloxStream(2**64 - 1, 0).at(5) == PhiloxStream(-1, 0).at(5) != PhiloxStream(0, 0).at(5)
+
+
+def test_tokens_seeds_and_choices_are_independent() -> None:
+    """Pairs of a token and the next, of a seed and the next, of a choice and the next."""
+    numbers = np.array([[philox_uniforms(seed, choice, 0, 4096) for choice in range(2)] for seed in range(2)])
+    for left, right in (
+        (numbers[..., :-1], numbers[..., 1:]),
+        (numbers[0], numbers[1]),
+        (numbers[:, 0], numbers[:, 1]),
+    ):
+        pairs = np.histogram2d(left.ravel(), right.ravel(), bins=8, range=[[0, 1], [0, 1]])[0]
+        assert fits(pairs.ravel(), np.full(64, pairs.mean()))

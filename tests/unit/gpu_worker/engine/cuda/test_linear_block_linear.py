@@ -1,0 +1,109 @@
+"""Linear layers whose weights stay in blocks: they multiply what dequantising gives, merged, and on ranks."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gpu_worker.engine.cuda import linear as block_linear
+from gpu_worker.engine.cuda.linear import (
+    BlockLinear,
+    FusedLinearSlice,
+    blocks_fit,
+    converts_floats,
+    fuse_linears,
+    multiplies_blocks,
+)
+from gpu_worker.engine.model.quantized_linears import blocks_of, find_blocks, replace_linears, shard_blocks
+from gpu_worker.engine.parallel.tp_plan import make_tp_plan
+from gpu_worker.engine.quantization.blocks import Blocks
+from gpu_worker.engine.quantization.weight import ScaledFloats
+from tests.support.engine import fake_products, quantized_models
+from tests.support.engine.quantized_models import FORMATS
+
+CUDA = torch.device("cuda", 0)
+SLOW = ["gptq", "gptq-3", "gptq-8", "w4a16", "w4a16-asymmetric", "w8a8-int8", "bitsandbytes-8"]
+QUICK = ["awq", "gptq-desc_act", "bitsandbytes-4-nested", "fp8-blocks"]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card with kernels that torch computes."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(block_linear, "find_spec", lambda name: name)
+    fake_products.install(monkeypatch)
+
+
+def make(outputs: int, order: torch.Tensor | None = None) -> BlockLinear:
+    quants = torch.randint(0, 16, (outputs, 128)).to(torch.uint8)
+    scales, offsets = torch.rand(outputs, 4).half(), torch.randn(outputs, 4).half()
+    return BlockLinear(Blocks(quants, scales, offsets, order=order), torch.randn(outputs))
+
+
+class Group(nn.Module):
+    def __init__(self, *orders: torch.Tensor) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = map(make, (32, 16, 16), orders)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.q_proj(rows), self.k_proj(rows), self.v_proj(rows), self.k_proj(2 * rows)), -1)
+
+
+def test_merged_products_equal_those_of_the_parts() -> None:
+    """Layers whose inputs lie in different orders stay by themselves."""
+    order, other = torch.randperm(128), torch.randperm(128)
+    for orders, merged in (((order, order, order), True), ((order, other, order), False)):
+        model, rows = Group(*orders), torch.randn(2, 5, 128)
+        expected = model(rows)
+        fuse_linears(model)
+        assert isinstance(model.q_proj, FusedLinearSlice) == merged
+        torch.testing.assert_close(model(rows), expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", [*QUICK, *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW)])
+def test_a_checkpoints_own_numbers_are_multiplied(form: str, tmp_path: Path) -> None:
+    """In float32 exactly; whole, and the parts of two ranks."""
+    quantized_models.save(tmp_path, *FORMATS[form])
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    plan = make_tp_plan(plain, 2)
+    whole, parts = copy.deepcopy(plain), [copy.deepcopy(plain) for _ in range(2)]
+    blocks = find_blocks(tmp_path, config, copy.deepcopy(plain).half(), CUDA)
+    replace_linears(whole, blocks)
+    for rank, part in enumerate(parts):
+        replace_linears(part, shard_blocks(blocks, plan.shards, rank))
+    found = {name: child for name, child in whole.named_modules() if type(child) is BlockLinear}
+    assert len(found) == 21
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    for name, linear in found.items():
+        expected = exact.get_parameter(f"{name}.weight")
+        assert torch.equal(linear(torch.eye(linear.in_features)).T, expected), name
+        own: list[Any] = [part.get_submodule(name) for part in parts]
+        if all(type(linear) is BlockLinear for linear in own):
+            columns = [linear(torch.eye(linear.in_features)).T for linear in own]
+            assert torch.equal(torch.cat(columns, plan.shards[f"{name}.weight"].dim), expected), name
+
+
+def test_only_cuda_in_16_bits_multiplies_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert multiplies_blocks(CUDA, torch.bfloat16) and not multiplies_blocks(CUDA, torch.float32)
+    assert not multiplies_blocks(torch.device("cpu"), torch.bfloat16)
+    floats = Blocks(torch.zeros(4, 96).to(torch.float8_e4m3fn), torch.ones(4, 3), None)
+    assert blocks_fit(floats) and not blocks_fit(
+        Blocks(torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 3), None)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not multiplies_blocks(CUDA, torch.float16)
+
+
+def test_cards_that_convert_no_floats_dequantise_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = ScaledFloats(torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(2, 2), (32, 32))
+    assert blocks_of(weight, converts_floats(CUDA)) is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert blocks_of(weight, converts_floats(CUDA)) is None
