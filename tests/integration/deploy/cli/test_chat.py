@@ -29,7 +29,7 @@ COMMAND = [
     sys.executable,
     "-P",
     "-c",
-    "import sys; from deploy.commands import chat; sys.exit(chat.main(sys.argv[1:]))",
+    "import sys; from deploy.cli import chat; sys.exit(chat.main(sys.argv[1:]))",
 ]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {
     "TERM": "xterm"

@@ -70,13 +70,19 @@ class Model:
         return cls(matchers, [token.content for token in tokenizer.get_added_tokens_decoder().values()])
 
     def write(self, grammar: Grammar, most: int) -> str:
-        """The text of a row that takes `most` forced tokens at a time, else the highest of its mask."""
+        """The text of a row that takes `most` forced tokens at a time, up to the first that its mask does not
+        allow, as the engine does; else the highest of its mask.
+        """
         matcher = self.matchers.start(source_of(grammar), [])
         ids: list[int] = []
         while not matcher.must_end():
+            before = len(ids)
             for token in matcher.forced(most) or self.allowed(matcher)[-1:]:
-                assert token in self.allowed(matcher) and not matcher.accept(token)
+                if token not in self.allowed(matcher):  # llguidance writes a text's rest in other tokens
+                    break
+                assert not matcher.accept(token)
                 ids.append(token)
+            assert len(ids) > before
         return self.matchers.vocabulary.decode_str(ids)
 
     def allowed(self, matcher: Matcher) -> list[int]:
