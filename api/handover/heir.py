@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 from api.handover.answer_socket import FORMAT, INTERIM, STATE_KEY, AnswerSocket
 from api.handover.keeper_channel import KeeperChannel
 from api.handover.rest_of_answer import RestOfAnswer
-from api.http.sse import CYCLE, framed
+from api.http.sse import CYCLE, as_chunk
 from api.http.unread import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer
 
@@ -64,7 +64,7 @@ class Heir:
             self.channel.post(KeeperMessage(drop=answer.name))
             return
         log.debug("request %s goes on here at byte %d of its answer", answer.request_id, num_written)
-        comment = framed(answer.comment, answer.http_version)
+        comment = as_chunk(answer.comment, answer.http_version)
         rest = RestOfAnswer(transport, num_written, comment, answer.comments)
         cycle = self.new_cycle(answer, protocol, rest)
         try:

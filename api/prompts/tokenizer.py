@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from api.event_loop import LONG
+from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, TextBound, control_texts, text_bound
 from common import model_config
@@ -76,7 +76,7 @@ class TextBudget:
         """The result of `work` on so many bytes, or its exception. A caller that is cancelled leaves its room
         when its work has ended, because a thread cannot be stopped.
         """
-        if size < LONG:
+        if size < LONG_SIZE:
             return work()
         is_short = size <= SHORT_BYTES
         lane = self.short if is_short else self.long

@@ -19,10 +19,10 @@ async def count_turns(counts: list[int]) -> None:
 async def test_other_tasks_have_their_turn_after_each_slice() -> None:
     counts, paced = [0], Pace()
     others = asyncio.create_task(count_turns(counts))
-    for _ in range(10 * event_loop.MAX_UNITS):
+    for _ in range(10 * event_loop.SLICE_UNITS):
         await paced.step()
     assert counts[0] >= 10
-    await paced.step(5 * event_loop.MAX_UNITS)
+    await paced.step(5 * event_loop.SLICE_UNITS)
     assert counts[0] >= 11
     others.cancel()
 
@@ -32,7 +32,7 @@ async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(
 ) -> None:
     loop, queue, done = asyncio.get_running_loop(), PacedQueue(), []
     monkeypatch.setattr(loop, "time", lambda: 1.0)  # uvloop's stands still within a turn
-    monkeypatch.setattr(event_loop, "MAX_S", 3600.0)
+    monkeypatch.setattr(event_loop, "SLICE_S", 3600.0)
     running = asyncio.create_task(queue.run())
 
     def part(number: int, size: int) -> Iterator[int]:
@@ -48,7 +48,7 @@ async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(
     while queue.parts:
         await asyncio.sleep(0)
         sizes.append(len(done))
-    assert max(after - before for before, after in itertools.pairwise([0, *sizes])) <= event_loop.MAX_UNITS
+    assert max(after - before for before, after in itertools.pairwise([0, *sizes])) <= event_loop.SLICE_UNITS
     expected = [(0, i) for i in range(3)] + [
         (number, i) for number in range(1, 100) for i in range(number % 70)
     ]

@@ -34,7 +34,7 @@ class Source:
             fields = {"digest": "d", "worker": self.name, "attempt": self.attempt, "base": self.num_flushes}
             await self.redis.hset(KEYS.request(stream.request.request_id), mapping=fields)  # type: ignore[misc]
             self.relay.add(stream)
-            self.relay.admitted(stream)
+            self.relay.note_admitted(stream)
 
     def new_tokens(self, streams: list[Stream]) -> list[Tokens]:
         index = self.num_flushes - 1
@@ -140,7 +140,7 @@ async def test_how_much_of_the_prompt_was_cached_is_read_with_the_first_token(
     for source in (in_log, in_string):
         await source.flush(lost=True)
     await in_string.spill()
-    relay.filler.request([*in_log.streams, *in_string.streams])
+    relay.filler.request_fill([*in_log.streams, *in_string.streams])
     await wait_until(lambda: in_log.all_have(1) and in_string.all_have(1))
     assert [one.streams[0].prompt.num_cached for one in (in_log, in_string)] == [48, 32]
 
@@ -157,7 +157,7 @@ async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Rel
     await new.start()
     for _ in range(2):
         await new.flush(lost=True)
-    relay.filler.request(old.streams)
+    relay.filler.request_fill(old.streams)
     await wait_until(lambda: new.all_have(3))
 
 
@@ -178,9 +178,9 @@ async def test_a_long_answer_is_filled_in_slices(redis: Redis, relay: Relay) -> 
             seen.append(stream.num_tokens)
 
     watcher = asyncio.create_task(watch())
-    relay.filler.request([stream])
+    relay.filler.request_fill([stream])
     await asyncio.wait_for(watcher, 60)
-    assert max(b - a for a, b in itertools.pairwise(seen)) <= 2 * fill.NUM_TOKENS
+    assert max(b - a for a, b in itertools.pairwise(seen)) <= 2 * fill.TOKENS_AT_ONCE
 
 
 async def test_an_end_that_comes_early_waits_for_the_tokens_before_it(redis: Redis, relay: Relay) -> None:

@@ -1,6 +1,8 @@
-"""Whole answers: the response that has all of an answer in one body, unless its client leaves before.
+"""HTTP responses of an answer: its tokens as they come (`TokenStream`), or all of it in one body.
 
-Release: what happens to the streams of an answer when its response is over, and what keeps them longer.
+Each has the answer's socket kept. It releases the streams when the kernel has all bytes or the client has
+gone: then a request that has not ended is cancelled, unless another gateway goes on with it or its client may
+come back.
 """
 
 import asyncio
@@ -15,14 +17,22 @@ from starlette.types import Receive, Scope, Send
 from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, is_handed_over, socket_of
-from api.http.unread import is_half_closed
-from api.streams.answer import keep_requests
+from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
+from api.http.unread import UNREAD, Unread, is_half_closed
 from api.streams.stream import Stream
+from common.broker.keys import pool_of
 from common.messages.answer import HttpAnswer
+from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.process.event_loop import run_until_one_ends
 
 Release = Callable[[Stream, int, float], None]
 """(stream, number of its reader, seconds for which it is kept): `Admission.release`."""
+Whole = tuple[bytes, dict[str, str]]
+"""The body of a whole answer, and the headers that are known with it."""
+RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], Whole]
+"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
+
+# --- socket and streams -------------------------------------------------------------------------------------
 
 
 async def keep_socket(
@@ -34,13 +44,24 @@ async def keep_socket(
     comment: bytes = b"",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Have the socket of an answer kept, where a keeper listens, with what queues its requests again. The
-    others are as in `AnswerSocket.keep`.
+    """Have the socket of an answer kept, if a keeper listens, with what it takes to queue the requests again.
+    The other arguments are those of `AnswerSocket.keep`.
     """
     if (answer_socket := socket_of(scope)) is not None:
-        admitted = [stream.request for stream in streams]
-        requests = keep_requests(streams[0].answer, admitted, answer.terms.keep_s)
+        requests = kept_requests(streams, outlives_client=answer.terms.keep_s > 0)
         await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, requests)
+
+
+def kept_requests(streams: Sequence[Stream], outlives_client: bool) -> KeptRequests | None:
+    """What another gateway needs to queue the requests of an answer again; None if that is too long for the
+    socket keeper.
+    """
+    packed = streams[0].answer
+    digests = [stream.request.digest for stream in streams]
+    if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
+        return None
+    channel = streams[0].request.channel
+    return KeptRequests(pool_of(channel), channel, digests, packed, outlives_client)
 
 
 def release_all(
@@ -51,10 +72,56 @@ def release_all(
         release(stream, reader, math.inf if is_handed_over(scope) else answer.terms.keep_s)
 
 
-Whole = tuple[bytes, dict[str, str]]
-"""A body, and the headers that are known with it."""
-RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], Whole]
-"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
+# --- tokens as they come ------------------------------------------------------------------------------------
+
+
+class TokenStream(FeedResponse):
+    """Response of `frames`, with keep-alive comments; `release` is called once for each stream.
+
+    Attributes:
+        reader: number of the reader of the answer, 0 for the first.
+        num_seen: number of frames that the client has already.
+    """
+
+    def __init__(
+        self,
+        answer: HttpAnswer,
+        *,
+        frames: Feed[bytes],
+        streams: Sequence[Stream],
+        headers: Mapping[str, str],
+        release: Release,
+        reader: int = 0,
+        num_seen: int = 0,
+    ) -> None:
+        place = {"content-location": f"/requests/{answer.request_id}/stream"}
+        comment = COMMENT_AMONG_IDS if answer.numbered else COMMENT
+        super().__init__(frames, comment, SSE_HEADERS | place | dict(headers) | {"connection": "keep-alive"})
+        self.answer = answer
+        self.streams = streams
+        self.release = release
+        self.reader = reader
+        self.num_seen = num_seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread: Unread = scope["state"][UNREAD]
+        unread.answer_id, unread.count_ended = self.answer.request_id, self.count_ended
+        if (answer_socket := socket_of(scope)) is not None:
+            self.may_comment = answer_socket.may_comment
+        try:
+            await keep_socket(scope, self.answer, self.streams, self.reader, self.num_seen, self.comment)
+            await super().__call__(scope, receive, send)
+            await flush_socket(scope)
+        finally:
+            unread.answer_id, unread.count_ended = "", None
+            release_all(scope, self.answer, self.streams, self.release, self.reader)
+
+    def count_ended(self) -> int:
+        """Number of records of streams that have ended; they wait to be rendered."""
+        return sum(stream.num_records for stream in self.streams if stream.terminal)
+
+
+# --- whole answers ------------------------------------------------------------------------------------------
 
 
 async def respond_with_whole(
@@ -105,16 +172,8 @@ class WholeAnswer(Response):
             self.release_streams()
 
 
-# --- waiting ------------------------------------------------------------------------------------------------
-
-
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
-    """Wait until all streams have finished, or one has failed.
-
-    Raises:
-        ApiError: the error of the first stream that failed.
-        ClientDisconnect: the client has left.
-    """
+    """Wait until all streams have finished, or one has failed. Raises as `respond_with_whole`."""
     await run_until_one_ends(all_finished(streams), wait_for_disconnect(request))
     for stream in streams:
         if stream.terminal and not stream.finished:
@@ -124,7 +183,7 @@ async def wait_until_finished(streams: Sequence[Stream], request: Request) -> No
 
 
 async def all_finished(streams: Sequence[Stream]) -> None:
-    """Return when all have finished, or at the first that has failed."""
+    """Return when all have finished, or the first one has failed."""
     ends = [asyncio.create_task(stream.ended.wait()) for stream in streams]
     try:
         while any(not stream.terminal for stream in streams):
@@ -137,11 +196,11 @@ async def all_finished(streams: Sequence[Stream]) -> None:
 
 
 async def wait_for_disconnect(request: Request) -> None:
-    """Return when the client has gone. One that sends no more may still read, so it is tried."""
+    """Return when the client has gone. A client that has closed its side may still read, so it is probed."""
     answer_socket = socket_of(request.scope)
     is_connected = True
     while is_connected:
-        # it may have sent its last byte long ago: looked at before each wait, so that no wake-up is missed
+        # it may have closed its side long ago: checked before each wait, so that no wake-up is missed
         if answer_socket is not None and is_half_closed(request.scope):
             answer_socket.probe()
         is_connected = (await request.receive())["type"] != "http.disconnect"
