@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.http.unread import is_half_closed
+from api.http.unread import wait_for_disconnect
 from common.messages.answer import HttpAnswer
 from common.process.event_loop import run_until_one_ends
 
@@ -206,7 +206,8 @@ class FeedResponse(Response):
         self.raw_send: Send = scope["state"][RAW_SEND]
         self.cycle = scope["extensions"][CYCLE]
         self.scope = scope
-        await run_until_one_ends(self.send_frames(send), self.wait_for_disconnect(receive), self.ping())
+        gone = wait_for_disconnect(scope, receive, self.send_comment)
+        await run_until_one_ends(self.send_frames(send), gone, self.ping())
 
     async def send_frames(self, send: Send) -> None:
         async with self.send_lock:
@@ -252,16 +253,6 @@ class FeedResponse(Response):
         while self.is_open:
             await asyncio.sleep(self.ping_interval)
             await self.send_comment()
-
-    async def wait_for_disconnect(self, receive: Receive) -> None:
-        """Return when the client has gone. A client that has closed its side may still read: a comment shows
-        whether it does, since the kernel of a client that has gone refuses it.
-        """
-        is_connected = True
-        while is_connected:
-            if is_half_closed(self.scope):  # perhaps since long: checked before each wait
-                await self.send_comment()
-            is_connected = (await receive())["type"] != "http.disconnect"
 
     async def send_comment(self) -> None:
         async with self.send_lock:

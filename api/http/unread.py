@@ -14,9 +14,9 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from api.event_loop import Pace
 from common.metrics import catalogue
@@ -130,10 +130,16 @@ def bytes_taken(transport: asyncio.Transport) -> int:
     return -transport.get_write_buffer_size()
 
 
-def is_half_closed(scope: Scope) -> bool:
-    """Whether the client of a request has closed its side."""
+async def wait_for_disconnect(scope: Scope, receive: Receive, probe: Callable[[], Awaitable[None]]) -> None:
+    """Return when the client of a request has gone. A client that has closed its side may still read: `probe`
+    then writes something, which the kernel of a client that has gone refuses.
+    """
     unread: Unread | None = scope["state"].get(UNREAD)
-    return unread is not None and unread.is_half_closed
+    is_connected = True
+    while is_connected:
+        if unread is not None and unread.is_half_closed:  # checked before each wait: it may be so since long
+            await probe()
+        is_connected = (await receive())["type"] != "http.disconnect"
 
 
 class UnreadAnswers:

@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from api.errors import failed
 from api.event_loop import offload
-from api.handover.answer_socket import flush_socket, is_handed_over, socket_of
+from api.handover.answer_socket import flush_socket, probe_client, socket_of
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
-from api.http.unread import UNREAD, Unread, is_half_closed
+from api.http.unread import UNREAD, Unread, wait_for_disconnect
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
 from common.messages.answer import HttpAnswer
@@ -68,8 +68,10 @@ def release_all(
     scope: Scope, answer: HttpAnswer, streams: Sequence[Stream], release: Release, reader: int
 ) -> None:
     """Release the streams of an answer; those that another gateway goes on with are not cancelled."""
+    answer_socket = socket_of(scope)
+    goes_on = answer_socket is not None and answer_socket.is_handed_over
     for stream in streams:
-        release(stream, reader, math.inf if is_handed_over(scope) else answer.terms.keep_s)
+        release(stream, reader, math.inf if goes_on else answer.terms.keep_s)
 
 
 # --- tokens as they come ------------------------------------------------------------------------------------
@@ -174,7 +176,8 @@ class WholeAnswer(Response):
 
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
     """Wait until all streams have finished, or one has failed. Raises as `respond_with_whole`."""
-    await run_until_one_ends(all_finished(streams), wait_for_disconnect(request))
+    gone = wait_for_disconnect(request.scope, request.receive, partial(probe_client, request.scope))
+    await run_until_one_ends(all_finished(streams), gone)
     for stream in streams:
         if stream.terminal and not stream.finished:
             raise failed(stream.terminal)
@@ -193,14 +196,3 @@ async def all_finished(streams: Sequence[Stream]) -> None:
     finally:
         for end in ends:
             end.cancel()
-
-
-async def wait_for_disconnect(request: Request) -> None:
-    """Return when the client has gone. A client that has closed its side may still read, so it is probed."""
-    answer_socket = socket_of(request.scope)
-    is_connected = True
-    while is_connected:
-        # it may have closed its side long ago: checked before each wait, so that no wake-up is missed
-        if answer_socket is not None and is_half_closed(request.scope):
-            answer_socket.probe()
-        is_connected = (await request.receive())["type"] != "http.disconnect"

@@ -75,13 +75,10 @@ class Lineage:
         self.worker = worker
         self.attempt = attempt
 
-    def is_newer(self, worker: str, attempt: int) -> bool:
-        """Whether a run began after the one that made the last token."""
-        return attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
-
     def check(self, worker: str, attempt: int, begin: int, num_tokens: int) -> bool:
         """Return whether tokens from `begin` on of a run continue the `num_tokens` of the stream."""
-        if begin < num_tokens and self.is_newer(worker, attempt):
+        is_newer = attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
+        if begin < num_tokens and is_newer:
             self.rewound = True
         return not self.rewound
 

@@ -54,7 +54,7 @@ async def serving(
         yield server, task, f"http://{host}:{port}"
     finally:
         server.should_exit = True
-        server.told.set()
+        server.signalled.set()
         await task
 
 
