@@ -237,7 +237,7 @@ def content(frames: list[bytes], comment: bytes) -> bytes:
 
 @pytest.mark.parametrize("stream", [content(PLAIN, COMMENT), content(NUMBERED, COMMENT_AMONG_IDS)])
 def test_openai_reads_no_event_from_a_comment_between_frames(stream: bytes) -> None:
-    """Its decoder dispatches an event without data at every empty line behind the first `id`."""
+    """Its decoder dispatches an event without data at every empty line after the first `id`."""
     assert [event.data for event in SSEDecoder().iter_bytes(iter([stream]))] == BODIES
     assert [data for _, data in frames_of(stream)] == BODIES
 

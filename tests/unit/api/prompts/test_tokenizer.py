@@ -1,4 +1,4 @@
-"""Text budget: so many bytes are worked on at once, in order, and short texts wait for no long one."""
+"""Text budget: a bounded number of bytes is tokenized at once, in order; short texts wait for no long one."""
 
 import asyncio
 import ctypes
@@ -72,7 +72,7 @@ async def test_texts_wait_in_order_and_one_larger_than_all_goes_alone(works: Wor
         works.start(name, units * SHORT_BYTES)
     await works.until("a", "b")
     await works.end("a")
-    await works.until("b")  # there is room for `c`, but it came behind `huge`
+    await works.until("b")  # there is room for `c`, but it came after `huge`
     await works.end("b")
     await works.until("huge")
     await works.end("huge")

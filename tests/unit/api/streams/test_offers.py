@@ -69,7 +69,7 @@ async def resumes(redis: Redis) -> list[str]:
     return [decode(Resume, fields[b"resume"]).request_id for _, fields in entries]
 
 
-async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: Redis, relay: Relay) -> None:
+async def test_a_request_that_is_gone_is_queued_again_after_its_tokens(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 3)
     stream.answer = b"an answer"
     stream.prompt.num_cached = 16
@@ -98,7 +98,7 @@ async def test_tokens_that_were_lost_are_committed_again_and_their_run_goes_on(
     assert (await ids(redis), (await committed(redis)).attempt, await resumes(redis)) == (IDS[:5], 1, [])
 
 
-async def test_a_run_that_began_before_what_was_shown_is_void(redis: Redis, relay: Relay) -> None:
+async def test_a_run_that_began_before_the_shown_tokens_is_void(redis: Redis, relay: Relay) -> None:
     """Its worker made other tokens than the one that the broker forgot."""
     stream = await shown(relay, 5)
     await put(redis, 2, "w2", attempt=2, base=2)
@@ -164,7 +164,7 @@ async def test_an_undisturbed_request_is_left_as_it_is(redis: Redis, relay: Rela
     assert await redis.keys(KEYS.control) == await redis.keys(KEYS.requests) == []
 
 
-async def test_what_a_former_reader_has_gives_way(redis: Redis, relay: Relay) -> None:
+async def test_tokens_of_a_former_reader_give_way(redis: Redis, relay: Relay) -> None:
     """The newest one was shown other tokens, after the broker lost those."""
     stream = await shown(relay, 3)
     await put(redis, 0, "w2", attempt=2)
