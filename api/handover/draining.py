@@ -26,8 +26,8 @@ SERVING_TICK_S = 1.0
 DRAINING_TICK_S = 0.1
 """Each tick wakes the process, which slows a busy engine beside it by some microseconds a token."""
 FIRST_REQUEST_TICKS = 20
-"""Ticks that an open connection has for its first request; sockets are read before each tick, also on a busy
-machine.
+"""Ticks that an open connection has for its first request. Sockets are read before each tick, so it has more
+time on a busy machine.
 """
 KEEPER_GOES_S = 1.0
 """How long the launcher's keeper may outlive a gateway's SIGTERM if all processes got it at once. A gateway

@@ -34,9 +34,10 @@ class KeeperChannel:
     """The channel; `is_open` says whether there is a keeper.
 
     Attributes:
-        inherit: continues answers of other gateways. handovers: a function for each answer whose socket is
-            kept, which hands it over to another gateway. outgoing: datagrams that are not sent yet, each with
-            the socket to send beside it, and the future of its sender.
+        inherit: continues answers of other gateways.
+        handovers: a function for each answer whose socket is kept, which hands it over to another gateway.
+        outgoing: datagrams that are not sent yet, each with the socket to send beside it, and the future of
+            its sender.
     """
 
     def __init__(self, channel: socket.socket | None) -> None:

@@ -44,9 +44,10 @@ class ControlTexts:
     """The texts of a model's control tokens.
 
     Attributes:
-        starts: matches the first character of each control text. beginnings, ends: parts of control texts, of
-            two characters at least: a template may join two of them. guards_all: whether every prompt is
-            guarded, because the tokenizer's normalizer may make control tokens of other texts.
+        starts: matches the first character of each control text.
+        beginnings, ends: parts of control texts, of two characters at least: a template may join two of them.
+        guards_all: whether every prompt is guarded, because the tokenizer's normalizer may make control
+            tokens of other texts.
     """
 
     def __init__(self, texts: Iterable[str] = (), guards_all: bool = False) -> None:

@@ -223,7 +223,7 @@ class ModelTokenizer:
         chat_template: None if the model has none.
         sampling_defaults: defaults of /v1 (GENERATION_CONFIG).
         budget: shared by all tokenizers of this gateway.
-        bound: None if the number of tokens is not known without tokenizing.
+        bound: how many tokens a text has at least; None if only tokenizing tells.
     """
 
     backend: Tokenizer

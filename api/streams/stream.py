@@ -89,9 +89,10 @@ class ScoredPrompt:
     No event carries them: they are read from Redis, and no token is shown before them.
 
     Attributes:
-        records: packed records of the prompt's tokens but the first; None until they have come. is_missing:
-            whether the request asks for them and they have not come. num_cached: number of the prompt's
-            tokens whose KV was in the worker's prefix cache; known with the first generated token.
+        records: packed records of the prompt's tokens but the first; None until they have come.
+        is_missing: whether the request asks for them and they have not come.
+        num_cached: number of the prompt's tokens whose KV was in the worker's prefix cache; known with the
+            first generated token.
     """
 
     def __init__(self, request: Generate, ids: Sequence[int]) -> None:
@@ -125,9 +126,10 @@ class StreamTimes:
     """Monotonic times of one stream, which begins when this is made, and the latencies that follow from them.
 
     Attributes:
-        service_class: of its request. heard_s, last_event_s: the last event; the last event or fill.
-            placed_s: its start on a worker; if that event was lost, the first token. first_token_s, token_s,
-            ended_s: first token, last token and end. These and `placed_s` are 0 until then.
+        service_class: of its request.
+        heard_s, last_event_s: the last event; the last event or fill.
+        placed_s: its start on a worker; if that event was lost, the first token.
+        first_token_s, token_s, ended_s: first token, last token, end. These and `placed_s` are 0 until then.
     """
 
     def __init__(self, service_class: str) -> None:
