@@ -73,8 +73,8 @@ WITHOUT_KEY = (health, info, vllm_version, models, page, metrics)
 def build(
     gateway: Gateway, draining: Draining | None = None, channel: KeeperChannel | None = None
 ) -> ASGIApp:
-    """Make the application; the gateway runs from its startup to its shutdown. `channel` leads to the keeper
-    of its answers' sockets.
+    """Make the application of a gateway, which runs while the application does. `channel` leads to the socket
+    keeper.
     """
 
     @contextlib.asynccontextmanager
@@ -82,7 +82,7 @@ def build(
         async with gateway.running(), publishing_metrics(gateway.pool.client):
             yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
-    logging.getLogger("sse_starlette").setLevel(logging.INFO)  # below that it logs what it sends
+    logging.getLogger("sse_starlette").setLevel(logging.INFO)  # at DEBUG it logs every event
     AppStatus.enable_automatic_graceful_drain = False  # a gateway that drains finishes its answers
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
@@ -123,8 +123,8 @@ def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
 
 
 def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """Let browsers hand responses to pages of the allowed origins: those of CORS_ALLOW_ORIGIN, else any where
-    there is a key, else those of this machine.
+    """Let browsers give responses to pages of the allowed origins: those of CORS_ALLOW_ORIGIN; without it all
+    origins if there is a key, else those of this machine.
     """
     origins = settings.cors_allow_origin or (("*",) if settings.api_key else ())
     return CORSMiddleware(
@@ -138,5 +138,5 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 
 def build_heir(gateway: Gateway, channel: KeeperChannel) -> ASGIApp:
-    """Make the application that goes on with answers of other gateways."""
+    """Make the application that continues answers of other gateways."""
     return wrap(add_cors(partial(write_inherited, gateway.pools), gateway.settings), channel)

@@ -11,6 +11,23 @@ from common.messages.events import Terminal
 MAX_QUOTED_CHARS = 200
 MAX_TEXT_CHARS = 2000
 
+PREFIXES = {
+    "validation": "Input validation error: ",
+    "template_error": "Template error: ",
+    "tool_error": "Tool error: ",
+}
+"""TGI's prefixes of an error's text, by its type."""
+OPENAI_STATUS = {422: 400, 424: 500}
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout",
+    429: "rate_limit_exceeded",
+}
+OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+ADMITTED = (408, 424)
+"""Statuses of requests that were admitted and then failed, or missed their deadline."""
+
 
 def cut(text: str) -> str:
     """The beginning of what a client wrote, for an error that repeats it."""
@@ -27,10 +44,10 @@ class ApiError(Exception):
 
     Attributes:
         status, error_type: those of TGI's routes; OpenAI's follow from them.
-        text: what a person reads; what it repeats of a client's input is `quoted` or `cut`.
+        text: for people; input of a client is repeated in it only `quoted` or `cut`.
         param: the field at fault, by the name that the client used.
-        code: OpenAI's word for the cause, where its clients look for one.
-        retry_after_s: when to ask again; None where that is not known.
+        code: OpenAI's word for the cause, if its clients look for one.
+        retry_after_s: when to ask again; None if that is not known.
     """
 
     def __init__(
@@ -44,7 +61,7 @@ class ApiError(Exception):
     ) -> None:
         self.status = status
         self.error_type = error_type
-        self.text = text[:MAX_TEXT_CHARS]  # it may be a library's, and that may repeat anything
+        self.text = text[:MAX_TEXT_CHARS]  # a library's text may repeat anything
         self.param = param and cut(param)
         self.code = code
         self.retry_after_s = retry_after_s
@@ -55,20 +72,6 @@ class ApiError(Exception):
 
 Family = Callable[[ApiError], tuple[int, dict[str, Any]]]
 """Status and error object of an error, as the clients of one API expect them."""
-
-PREFIXES = {
-    "validation": "Input validation error: ",
-    "template_error": "Template error: ",
-    "tool_error": "Tool error: ",
-}
-OPENAI_STATUS = {422: 400, 424: 500}
-OPENAI_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    408: "timeout",
-    429: "rate_limit_exceeded",
-}
-OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
 def tgi(error: ApiError) -> tuple[int, dict[str, Any]]:
@@ -121,14 +124,10 @@ def internal_error(text: str = "Internal error") -> ApiError:
     return ApiError(500, "internal", text)
 
 
-ADMITTED = (408, 424)
-"""Statuses of requests that were admitted and did not finish well: their deadline passed, or they failed."""
-
-
 def failed(terminal: Terminal) -> ApiError:
-    """The error of a request that was admitted and did not finish well. Its type is OpenAI's code, too.
+    """The error of a request that was admitted and did not finish. Its type is OpenAI's code, too.
 
-    A grammar that proves to lead nowhere is the request's own fault.
+    It is the client's error (422) if no token fits the grammar any more.
     """
     kind = terminal.error_type or "generation"
     status = {"timeout": 408, "grammar": 422}.get(kind, 424)
@@ -147,7 +146,7 @@ def broker_errors() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def asking_broker() -> AsyncIterator[None]:
-    """Turn the broker's errors into ApiError (503), and a missing answer, too."""
+    """Turn the broker's errors into ApiError (503), and an answer that does not come in time."""
     with broker_errors():
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             yield

@@ -1,19 +1,7 @@
-"""Retry: repeat a step until it succeeds; a policy decides after each failure whether to give up or to
-wait.
+"""Event loop of a gateway: no work may hold it for long, because all streams wait meanwhile.
 
-Background tasks: loops that run for as long as the gateway, or one of its pools, is open.
-
-Loop watch: measures for how long a gateway's event loop is held.
-
-While one task works, all streams wait. So long work goes in slices (`api/event_loop.py`) or in a thread
-(`api/event_loop.py`), and this metric shows where neither was done.
-
-Offload: runs long work in a thread, because on the event loop it would delay every stream of the
-gateway.
-
-Pace: long work gives way to the other tasks of the event loop.
-
-A loop does it after each slice of its work; many tasks that begin at once take turns.
+Long work runs in slices (`Pace`, `PacedQueue`), begins in turns (`Turns`) or runs in a thread (`offload`);
+`watch_loop` measures where none of these was done. Background tasks and retries stand here, too.
 """
 
 import asyncio
@@ -37,11 +25,23 @@ Result = TypeVar("Result")
 Policy = Callable[[Exception], Awaitable[None]]
 """Called after a failure: raises to give up, or returns when it is time for the next attempt."""
 
-PAUSE_S = 0.2
+RETRY_PAUSE_S = 0.2
+WATCH_INTERVAL_S = 0.1
+"""A timer wakes the process, which costs some 100 µs where caches are cold, also without requests. A hold
+that is shorter than this is seen if the timer was due in it.
+"""
+LONG_SIZE = 4000
+"""Size of work that takes about a millisecond: characters to tokenise, bytes of JSON, or tokens to render."""
+SLICE_UNITS = 32
+SLICE_S = 0.001
+
+# --- retries ------------------------------------------------------------------------------------------------
 
 
 async def attempt(step: Callable[[], Awaitable[Result]], policy: Policy) -> Result:
-    """The result of `step`, or what the policy raises. Failures are ApiError and the broker's errors."""
+    """Repeat `step` until it succeeds: its result, or what the policy raises after a failure. Failures are
+    ApiError and the broker's errors.
+    """
     while True:
         try:
             return await step()
@@ -57,7 +57,7 @@ async def fail_fast(error: Exception) -> None:
 async def retry_forever(error: Exception) -> None:
     """Policy of a step that must be done, however long the broker is away."""
     log.debug("retrying after: %s", describe_error(error))
-    await asyncio.sleep(PAUSE_S)
+    await asyncio.sleep(RETRY_PAUSE_S)
 
 
 async def repeat_forever(step: Callable[[], Awaitable[None]], name: str) -> None:
@@ -67,15 +67,18 @@ async def repeat_forever(step: Callable[[], Awaitable[None]], name: str) -> None
         with failures.caught():
             await step()
             continue
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+
+# --- background tasks ---------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
 async def background_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a loop while the context is open. If the loop ends by itself, so does the process: it could serve
+    """Run a loop while the context is open. If the loop ends by itself, the process exits: it could serve
     nobody any more.
     """
-    # A context of its own: the loop serves no single request, although one may have started it.
+    # An own context: the loop belongs to no request, although one may have started it.
     task = asyncio.create_task(loop, context=Context())
     task.add_done_callback(exit_unless_cancelled)
     try:
@@ -91,42 +94,31 @@ def exit_unless_cancelled(task: asyncio.Task[None]) -> None:
         os._exit(1)  # no stream can go on; the next gateway process serves new ones
 
 
-INTERVAL_S = 0.1
-"""A timer wakes the process, which costs some 100 µs where caches are cold, also without requests. A shorter
-hold is seen if a timer was due in it: as often as anything else that came would have had to wait.
-"""
-
-
 async def watch_loop() -> None:
-    """Observe how late a timer is, and how much of that is work of this thread. Never returns."""
+    """Observe how late a timer is (`LOOP_HOLD`), and how much of that is work of this thread. Never
+    returns.
+    """
     while True:
-        began_s, began_cpu_s, pause_s = time.perf_counter(), time.thread_time(), until_beat(INTERVAL_S)
+        began_s, began_cpu_s, pause_s = time.perf_counter(), time.thread_time(), until_beat(WATCH_INTERVAL_S)
         await asyncio.sleep(pause_s)
         held_s = max(0.0, time.perf_counter() - began_s - pause_s)
         LOOP_HOLD.observe(held_s, "wall")
         LOOP_HOLD.observe(min(held_s, time.thread_time() - began_cpu_s), "cpu")
 
 
-LONG = 4000
-"""Size of work that takes about a millisecond: characters to tokenise, bytes of JSON, or tokens to render."""
+# --- long work ----------------------------------------------------------------------------------------------
 
 
 async def offload(size: int, work: Callable[[], Result]) -> Result:
-    """The result of `work`, or its exception; it runs in a thread if `size`, in the units of LONG, is
-    large.
-    """
-    return work() if size < LONG else await asyncio.to_thread(work)
-
-
-MAX_UNITS = 32
-MAX_S = 0.001
+    """The result of `work`, or its exception; it runs in a thread from LONG_SIZE on."""
+    return work() if size < LONG_SIZE else await asyncio.to_thread(work)
 
 
 class Pace:
-    """Pace of one loop: a slice ends after MAX_UNITS units of work or MAX_S seconds.
+    """Pace of one loop: a slice ends after SLICE_UNITS units of work or SLICE_S seconds.
 
     A unit is a stream that got something: its frame is written in the same call, or by a task that has about
-    as much to do. So both the slice and what it causes are short.
+    as much to do. So the slice is short, and so is the work that it causes.
     """
 
     def __init__(self) -> None:
@@ -140,24 +132,24 @@ class Pace:
     def count(self, num_units: int = 1) -> bool:
         """Count a piece of work. Returns whether the slice ends with it."""
         self.num_units += num_units
-        return self.num_units >= MAX_UNITS or time.perf_counter() - self.began_s > MAX_S
+        return self.num_units >= SLICE_UNITS or time.perf_counter() - self.began_s > SLICE_S
 
     async def step(self, num_units: int = 1) -> None:
-        """Call after each piece of work: returns at once, or when the other tasks have had their turn."""
+        """Count a piece of work. If the slice ends with it, let the other tasks have their turn."""
         if self.count(num_units):
             await asyncio.sleep(0)
             self.begin()
 
 
 class PacedQueue:
-    """Work that comes in parts, each done in order and in slices: at once as far as a slice goes, the rest in
-    later turns of the event loop.
+    """Work in parts, done in order and in slices: at once as far as the slice goes, the rest in later turns
+    of the event loop.
 
-    A part is an iterator that does a piece of work with each step, and yields its units; it costs one itself.
+    A part is an iterator: each step does a piece of work and yields its units. A part costs one unit itself.
 
     Attributes:
         parts: those that are not done, in order.
-        turn_s: the loop's time when the slice began; uvloop's stands still within a turn.
+        turn_s: the loop's time when the slice began; with uvloop it stands still within a turn.
     """
 
     def __init__(self) -> None:
@@ -167,7 +159,7 @@ class PacedQueue:
         self.left_over = asyncio.Event()
 
     def add(self, part: Iterator[int]) -> None:
-        """Begin a part, unless others come before it."""
+        """Add a part, and begin it unless others come before it."""
         self.parts.append(part)
         if len(self.parts) > 1:
             return
@@ -201,7 +193,7 @@ class PacedQueue:
 
 
 class Turns:
-    """Lets `num_tasks` tasks begin in one turn of the event loop; the others queue up."""
+    """Lets `num_tasks` tasks begin in one turn of the event loop; the others wait for later turns."""
 
     def __init__(self, num_tasks: int) -> None:
         self.num_tasks = num_tasks

@@ -1,4 +1,4 @@
-"""JSON: the encoder of all responses and job answers."""
+"""JSON: the encoder of all responses and of the answers to jobs."""
 
 import json
 from collections.abc import Iterable
@@ -7,14 +7,14 @@ from typing import Any
 
 import orjson
 
-NUM_AT_ONCE = 1024
+ITEMS_AT_ONCE = 1024
 
 
 def to_json(value: Any) -> bytes:
     """Compact JSON as bytes; a number that JSON cannot express (NaN, infinity) is null.
 
-    A whole number beyond 64 bits, which a client's JSON schema may have, becomes the nearest float, as when
-    it is read.
+    An integer beyond 64 bits becomes the nearest float, as when it is read; a client's JSON schema may have
+    one.
     """
     try:
         return orjson.dumps(value)
@@ -23,7 +23,7 @@ def to_json(value: Any) -> bytes:
 
 
 def list_to_json(items: Iterable[Any]) -> bytes:
-    """A list, of which only a few items are there at once."""
+    """JSON of a list; at most ITEMS_AT_ONCE of its items are in memory at a time."""
     left = iter(items)
-    parts = iter(lambda: to_json([*islice(left, NUM_AT_ONCE)])[1:-1], b"")
+    parts = iter(lambda: to_json([*islice(left, ITEMS_AT_ONCE)])[1:-1], b"")
     return b"[%b]" % b",".join(parts)

@@ -15,8 +15,8 @@ from common.settings.settings import Settings
 
 
 class Gateway:
-    """One gateway: its own pool, the registry of pools that its clients name, and the consumer of its own
-    pool's jobs.
+    """One gateway: its own pool, the registry of pools that clients name, and the consumer of its own pool's
+    jobs.
     """
 
     def __init__(
@@ -34,13 +34,15 @@ class Gateway:
         self.limits = ConnectionLimits(settings)
 
     def show_draining(self) -> None:
-        """Have its heartbeats say that it drains: a batcher that ends at the same time stays for its
+        """Say in heartbeats that the gateway drains: a batcher that shuts down too then waits for its
         streams.
         """
         self.pool.workers.state = "draining"
 
     def fail_streams(self) -> None:
-        """End the streams of clients with an error, and their requests. Jobs go on at other gateways."""
+        """End the streams of clients with an error, which cancels their requests. Jobs go on at other
+        gateways.
+        """
         for pool in self.pools.all():
             for stream in list(pool.relay.streams.values()):
                 if stream.request.gateway and not (stream.terminal or stream.left):
@@ -48,7 +50,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
-        """Serve while the context is open. Foreign pools are closed first, the own pool last."""
+        """Serve while the context is open. Other pools are closed first, the gateway's own last."""
         async with (
             background_task(watch_loop()),
             background_task(self.unread.watch()),

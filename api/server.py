@@ -1,4 +1,4 @@
-"""Gateway process: its listeners, and the server that runs until SIGTERM."""
+"""Gateway process: its listeners, and its HTTP server, which runs until SIGTERM."""
 
 import logging
 import os
@@ -35,8 +35,8 @@ CLOSE_S = 3
 
 
 def main() -> None:
-    """Serve until SIGTERM, with `--preload` from when this process has its place in the fleet on; exits with
-    EX_CONFIG if a setting cannot be served.
+    """Serve until SIGTERM; with `--preload` wait first until this process has a place in the fleet. Exits
+    with EX_CONFIG if a setting cannot be served.
     """
     with exit_when_unservable():
         preloaded = preload() if sys.argv[1:] == [FLAG] else None
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def preload() -> ModelTokenizer:
-    """Load the tokenizer, and return it when this process has its place in the fleet. Raises SettingError."""
+    """Load the tokenizer, and return it when this process has a place in the fleet. Raises SettingError."""
     parent_death.die_with_parent()
     settings = Settings.read([])
     logs.set_up(PRELOADED, settings.log_level, settings.json_output)
@@ -81,7 +81,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         incarnation,
         " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
     )
-    # what is no HTTP is counted and logged by the limits, many requests in one line
+    # requests that are no HTTP are counted and logged by ConnectionLimits, many in one line
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNREADABLE)
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -91,7 +91,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
 
 
 class GatewayServer(DrainingServer):
-    """A server that also goes on with answers of other gateways; `heir_app` writes them."""
+    """A server that also continues answers of other gateways; `heir_app` writes them."""
 
     heir_app: ASGIApp
 
@@ -105,7 +105,7 @@ class GatewayServer(DrainingServer):
 
 
 def shared_listener(host: str, port: int) -> socket.socket:
-    """Listener on PORT, which all gateways of a machine share: the kernel spreads connections over them."""
+    """Listener on PORT, shared by all gateways of a machine: the kernel spreads connections over them."""
     return bind_listener(host, port, "port", socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
@@ -130,7 +130,9 @@ def bind_listener(host: str, port: int, name: str, *options: int) -> socket.sock
 
 
 def lossy(text: str) -> Callable[[], bool] | None:
-    """A function that drops a share of all messages (`0.1` or `0.1:seed`), for tests of the relay."""
+    """For tests of the relay: a function that says which messages are dropped, a share of all (`0.1` or
+    `0.1:seed`); None for an empty text.
+    """
     if not text:
         return None
     share, _, seed = text.partition(":")

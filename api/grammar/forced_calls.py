@@ -9,7 +9,7 @@ from typing import Any
 from api.answers.call_formats import HARMONY, CallFormat, ReasoningFormat
 from api.answers.scanner import Tool
 from api.errors import ApiError, cut, invalid
-from api.event_loop import LONG, offload
+from api.event_loop import LONG_SIZE, offload
 from api.grammar.call_rules import (
     RULES,
     CallsRule,
@@ -83,7 +83,7 @@ async def call_grammar(
     thinking = thinking_after(reasoning, prompt)
     marks = {*calls.marks, *(thinking.form.marks if thinking.form else ())}
     ids = tuple((mark, special_ids[mark]) for mark in sorted(marks) if mark in special_ids)
-    return await offload(LONG, lambda: compile_calls(calls.name, key, choice, ids, thinking))
+    return await offload(LONG_SIZE, lambda: compile_calls(calls.name, key, choice, ids, thinking))
 
 
 @functools.lru_cache(maxsize=64)

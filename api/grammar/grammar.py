@@ -14,7 +14,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
-from api.event_loop import LONG, offload
+from api.event_loop import LONG_SIZE, offload
 from api.grammar.check import BYTES, Vocabulary, error_of, is_space
 from api.grammar.json_schema import WHITESPACE, all_schemas, close_objects, list_names, map_schemas
 from api.grammar.lark import Lark, literal
@@ -80,7 +80,7 @@ async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
             grammar.field,
         )
     named = vocabulary if grammar.kind == "structural_tag" else BYTES
-    return await offload(LONG, lambda: compile_cached(grammar, named))
+    return await offload(LONG_SIZE, lambda: compile_cached(grammar, named))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,5 +1,5 @@
-"""Answer socket: the connection under one answer, which the socket keeper holds from the beginning of the
-answer until its last byte is with the kernel.
+"""Answer socket: the connection of one answer. The socket keeper holds a copy of it until the kernel has the
+answer's last byte.
 """
 
 import asyncio
@@ -19,17 +19,18 @@ from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
 
-STATE_KEY = "answer_socket"
+ANSWER_SOCKET = "answer_socket"
+"""Key of a request's state: its AnswerSocket."""
 FORMAT = "6"
-"""Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway
-of another format cannot go on in the middle of an answer.
+"""Version of the bytes that this code renders. It changes with every change of frames, chunks or whole
+responses: a gateway of another format cannot go on in the middle of an answer.
 """
-HEADERS = (b"origin", b"x-request-id")
+KEPT_HEADERS = (b"origin", b"x-request-id")
 """Headers of a request that the head of its response depends on."""
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""What may be written before the head of a response; clients of HTTP/1.1 skip it."""
+"""An interim response, which may come before the head of a response; clients of HTTP/1.1 skip it."""
 TELL_S = 5.0
-"""How long an answer's head waits for a keeper that does not read, as on a machine with too much to do."""
+"""How long an answer's head waits for a keeper that does not read, as on an overloaded machine."""
 
 
 class AnswerSocket:
@@ -37,10 +38,10 @@ class AnswerSocket:
 
     Attributes:
         cycle: the server's object for this request; it has the transport and its flow control.
-        answer: what the keeper is told; None where the socket is not kept.
-        is_told: whether the keeper may know of it.
+        answer: what the keeper is told; None if the socket is not kept.
+        is_told: whether the keeper may know of the answer.
         is_handed_over: whether another gateway goes on with it.
-        is_closed: set when this gateway writes nothing more to a socket that it has handed over.
+        is_closed: set when this gateway can write nothing more to a socket that it has handed over.
     """
 
     def __init__(self, channel: KeeperChannel, cycle: Any, answer: KeptAnswer | None = None) -> None:
@@ -65,9 +66,9 @@ class AnswerSocket:
         extra: Mapping[str, str] | None,
         requests: KeptRequests | None,
     ) -> None:
-        """Have the socket kept; its `requests` are admitted. A stream's socket is kept when its head is
-        known, a whole answer's at once, with those headers of the response that another gateway does not know
-        (`extra`).
+        """Have the socket kept, with the answer's admitted requests. A stream's socket is kept when its head
+        is known; a whole answer's at once, with the headers of the response that another gateway does not
+        know (`extra`).
         """
         if self.answer is not None or not self.channel.is_open:
             return
@@ -80,7 +81,7 @@ class AnswerSocket:
         except OSError as error:
             warn_once(f"streams end with this gateway: {error}")
             return
-        headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
+        headers = [(name, value) for name, value in scope["headers"] if name in KEPT_HEADERS]
         self.answer = KeptAnswer(
             request_id=request_id,
             base=base,
@@ -96,7 +97,7 @@ class AnswerSocket:
             await self.tell(replace(self.answer, extra=list(extra.items())))
 
     async def start(self, message: Message, send: Send) -> None:
-        """Write the head of the response, after the keeper was told its bytes."""
+        """Tell the keeper the bytes of the response's head, then write them."""
         if self.answer is None:
             await send(message)
             return
@@ -113,7 +114,7 @@ class AnswerSocket:
             transport.write(self.answer.head if self.answer else written.head)
 
     async def tell(self, answer: KeptAnswer) -> None:
-        """Tell the keeper of an answer. Where that fails, its socket is not kept."""
+        """Tell the keeper of an answer. If that fails, its socket is not kept."""
         beside = None if self.is_told else self.cycle.transport.get_extra_info("socket")
         self.is_told, self.answer = True, answer
         self.channel.handovers.add(self.hand_over)
@@ -121,7 +122,7 @@ class AnswerSocket:
             async with asyncio.timeout(TELL_S):
                 await self.channel.post(KeeperMessage(keep=answer), beside)
         except (OSError, TimeoutError) as error:
-            if self.channel.is_open:  # else the launcher has closed it, since the whole fleet ends
+            if self.channel.is_open:  # else the whole fleet ends, and the launcher has closed it
                 warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
             self.answer = None
             self.channel.handovers.discard(self.hand_over)
@@ -130,7 +131,7 @@ class AnswerSocket:
     # --- middle ---------------------------------------------------------------------------------------------
 
     def may_comment(self) -> bool:
-        """Whether a keep-alive comment may be written now, without waiting: the keeper knows its place."""
+        """Whether a keep-alive comment may be written now, without waiting. The keeper is told its offset."""
         if self.cycle.flow.write_paused:
             return False  # there is more to write than the client reads
         if self.answer is None:
@@ -144,8 +145,8 @@ class AnswerSocket:
         return True
 
     def probe(self) -> None:
-        """Write an interim response in front of the answer: a client that sends no more skips it if it reads,
-        and its kernel refuses it if it has gone.
+        """Write an interim response before the answer: a client that still reads skips it, and the kernel of
+        a client that has gone refuses it.
         """
         transport = self.cycle.transport
         if isinstance(transport, RestOfAnswer):
@@ -169,7 +170,9 @@ class AnswerSocket:
             asyncio.get_running_loop().call_soon(self.is_closed.set)  # comes after the end of the transport
 
     async def finish(self) -> None:
-        """Called when the application has written everything, or the client has gone."""
+        """Tell the keeper that the answer is over here: all is written, the client has gone, or the answer
+        was handed over.
+        """
         if self.answer is None or not self.is_told:
             return
         if not self.is_handed_over:
@@ -197,7 +200,7 @@ async def flush(cycle: Any) -> None:
 
 def position(transport: Any, answer: KeptAnswer) -> int | None:
     """The offset in the answer up to which it was written, to the kernel or to the transport's buffer; None
-    where it is not known.
+    if it is not known.
     """
     if isinstance(transport, RestOfAnswer):
         transport.insert_comments()
@@ -216,18 +219,19 @@ def warn_once(text: str) -> None:
 
 
 def socket_of(scope: Scope) -> AnswerSocket | None:
-    """The socket of a request's answer; None where no keeper listens, and in tests without a server."""
-    found: AnswerSocket | None = scope["state"].get(STATE_KEY)
+    """The socket of a request's answer; None in tests without a server."""
+    found: AnswerSocket | None = scope["state"].get(ANSWER_SOCKET)
     return found
 
 
-def is_handed_over(scope: Scope) -> bool:
-    answer_socket = socket_of(scope)
-    return answer_socket is not None and answer_socket.is_handed_over
+async def probe_client(scope: Scope) -> None:
+    """Find out whether a client that has closed its side still reads."""
+    if (answer_socket := socket_of(scope)) is not None:
+        answer_socket.probe()
 
 
 async def flush_socket(scope: Scope) -> None:
-    """Wait until the kernel has every byte of a response, so that no death of the gateway takes one away."""
+    """Wait until the kernel has every byte of a response: then a death of the gateway loses none of them."""
     if (cycle := scope.get("extensions", {}).get(CYCLE)) is not None:
         await flush(cycle)
 
@@ -235,12 +239,12 @@ async def flush_socket(scope: Scope) -> None:
 async def give_answer_socket(
     channel: KeeperChannel, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """The middleware that gives each HTTP request the socket of its answer, which a route may have kept."""
+    """The middleware that gives each HTTP request its AnswerSocket; a route may have the socket kept."""
     cycle = scope.get("extensions", {}).get(CYCLE)
     if cycle is None:
         await app(scope, receive, send)
         return
-    answer_socket: AnswerSocket = scope["state"].setdefault(STATE_KEY, AnswerSocket(channel, cycle))
+    answer_socket: AnswerSocket = scope["state"].setdefault(ANSWER_SOCKET, AnswerSocket(channel, cycle))
 
     async def send_start(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,9 +1,9 @@
 """Draining: what a gateway does from its first SIGTERM until it ends.
 
-It takes no new connections, so that a proxy tries another gateway, and finishes every request on those that
-it has. Where a socket keeper listens, it hands its answers over to other gateways, or to its own successor.
-The gateways of a launcher that ends its whole fleet go on listening and refuse new requests, since nobody
-else would answer. What is not finished in time gets an error.
+It accepts no new connections, so that a proxy tries another gateway, and finishes the requests on those that
+it has. If there is a socket keeper, it hands its answers over to other gateways, or to its own successor. If
+the launcher ends its whole fleet, gateways go on listening and refuse new requests, since nobody else would
+answer. Requests that do not finish in time get an error.
 """
 
 import asyncio
@@ -24,25 +24,26 @@ from common.process.event_loop import until_beat
 
 SERVING_TICK_S = 1.0
 DRAINING_TICK_S = 0.1
-"""Each tick wakes the process, which costs a token some microseconds beside a busy engine."""
-FIRST_REQUEST_LOOKS = 20
-"""Ticks that a connection which is open already has for its first request, and more on a busy machine: the
-sockets are read before each look.
+"""Each tick wakes the process, which slows a busy engine beside it by some microseconds a token."""
+FIRST_REQUEST_TICKS = 20
+"""Ticks that an open connection has for its first request. Sockets are read before each tick, so it has more
+time on a busy machine.
 """
 KEEPER_GOES_S = 1.0
 """How long the launcher's keeper may outlive a gateway's SIGTERM if all processes got it at once. A gateway
-hands nothing over before.
+hands nothing over before that.
 """
 
 
 class Draining:
-    """Whether the gateway drains, and until when at most (monotonic clock).
+    """Whether the gateway drains.
 
     Attributes:
+        since_s: monotonic time since which it drains; None while it serves.
         is_last: whether nobody else listens on its port when its keeper has gone.
         refuses: whether it refuses new requests.
-        on_start: called once, when it begins.
-        on_timeout: called once, when its time is over; it ends the requests that are left.
+        on_start: called once, when it begins to drain.
+        on_timeout: called when the time is over; ends the requests that are left.
     """
 
     def __init__(
@@ -64,8 +65,12 @@ class Draining:
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that ends when the requests are finished on all connections that the kernel has accepted for
-    it; uvicorn's own cuts those that it had not taken yet.
+    """A server that ends when the requests on all its connections are finished. These include connections
+    that only the kernel has accepted so far; uvicorn's own server cuts them.
+
+    Attributes:
+        ticks_since_closed: ticks since it accepts no new connections; -1 before.
+        signalled: set by a signal.
     """
 
     def __init__(
@@ -75,9 +80,9 @@ class DrainingServer(uvicorn.Server):
         self.draining = draining
         self.timeout_s = timeout_s
         self.channel = channel
-        self.looks_since_left = -1
+        self.ticks_since_closed = -1
         self.acceptor = Acceptor((), self.serve_connection)
-        self.told = asyncio.Event()
+        self.signalled = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -89,24 +94,24 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown([])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM drains, however often it comes: from the machine and from the launcher. A second Ctrl-C
-        ends the drain.
+        """Drain at the first signal. Later SIGTERMs are ignored, since both the machine and the launcher may
+        send one; a second Ctrl-C ends the drain.
         """
         if self.draining.since_s is None:
             self.draining.since_s = time.monotonic()
             self.draining.on_start()
         elif sig == signal.SIGINT:
             super().handle_exit(sig, frame)
-        self.told.set()
+        self.signalled.set()
 
     async def main_loop(self) -> None:
-        """Call `on_tick` at intervals until it says that the server stops; at once when it is told to end."""
+        """Call `on_tick` at intervals, and at a signal, until it returns that the server stops."""
         while not await self.on_tick(0):
             if self.draining.since_s is not None:
                 await asyncio.sleep(DRAINING_TICK_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.told.wait(), until_beat(SERVING_TICK_S))
+                await asyncio.wait_for(self.signalled.wait(), until_beat(SERVING_TICK_S))
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server stops."""
@@ -130,9 +135,9 @@ class DrainingServer(uvicorn.Server):
         return stops or is_idle or is_late
 
     def stop_accepting(self) -> None:
-        """Take no new connections, and no further request on those that are open."""
-        self.looks_since_left += 1
-        if self.looks_since_left == 0:
+        """Accept no new connections, and no further requests on those that are open."""
+        self.ticks_since_closed += 1
+        if self.ticks_since_closed == 0:
             self.acceptor.close()
             self.server_state.tasks |= self.acceptor.beginning
             for task in self.acceptor.beginning:
@@ -144,7 +149,7 @@ class DrainingServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(self.new_protocol, connection)
-        except OSError:  # it has gone meanwhile
+        except OSError:  # its client has gone
             connection.close()
 
     def new_protocol(self) -> asyncio.Protocol:
@@ -154,7 +159,7 @@ class DrainingServer(uvicorn.Server):
 
     def newly_connected(self) -> set[Any]:
         """Connections whose first request may be on its way."""
-        if not 0 <= self.looks_since_left <= FIRST_REQUEST_LOOKS:
+        if not 0 <= self.ticks_since_closed <= FIRST_REQUEST_TICKS:
             return set()
-        open_now: set[Any] = {*self.server_state.connections}
-        return {connection for connection in open_now if connection.cycle is None}
+        connections: set[Any] = self.server_state.connections
+        return {connection for connection in connections if connection.cycle is None}

@@ -1,4 +1,4 @@
-"""Heir: goes on with the answers of gateways that have ended, each at the byte that its client waits for."""
+"""Heir: continues answers of gateways that have ended, each at the byte that its client waits for."""
 
 import asyncio
 import logging
@@ -11,32 +11,33 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from api.handover.answer_socket import FORMAT, INTERIM, STATE_KEY, AnswerSocket
+from api.handover.answer_socket import ANSWER_SOCKET, FORMAT, INTERIM, AnswerSocket
 from api.handover.keeper_channel import KeeperChannel
 from api.handover.rest_of_answer import RestOfAnswer
-from api.http.sse import CYCLE, framed
+from api.http.sse import CYCLE, as_chunk
 from api.http.unread import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer
 
 log = logging.getLogger(__name__)
 
 INHERITED = "inherited"
-"""Key of a scope's state: the answer that was inherited."""
-
-
-NewConnection = Callable[[], H11Protocol]
-"""Makes a connection of the server that reads nothing."""
+"""Key of a request's state: the KeptAnswer that was inherited."""
 
 
 class Heir:
     """Serves inherited answers beside a server's own requests.
 
     Args:
-        app: writes a whole answer as if it began now; `scope["state"]["inherited"]` is the `KeptAnswer`.
+        new_connection: makes a connection of the server that reads nothing.
+        app: writes a whole answer from its first byte on; `scope["state"][INHERITED]` says which.
     """
 
     def __init__(
-        self, new_connection: NewConnection, state: ServerState, app: ASGIApp, channel: KeeperChannel
+        self,
+        new_connection: Callable[[], H11Protocol],
+        state: ServerState,
+        app: ASGIApp,
+        channel: KeeperChannel,
     ) -> None:
         self.new_connection = new_connection
         self.state = state
@@ -44,7 +45,7 @@ class Heir:
         self.channel = channel
 
     def inherit(self, answer: KeptAnswer, connection: socket.socket) -> None:
-        """Go on with an answer in a task of the server, which waits for it before it ends."""
+        """Continue an answer in a task of the server, which waits for it before it ends."""
         task = asyncio.create_task(self.go_on(answer, connection))
         self.state.tasks.add(task)
         task.add_done_callback(self.state.tasks.discard)
@@ -64,7 +65,7 @@ class Heir:
             self.channel.post(KeeperMessage(drop=answer.name))
             return
         log.debug("request %s goes on here at byte %d of its answer", answer.request_id, num_written)
-        comment = framed(answer.comment, answer.http_version)
+        comment = as_chunk(answer.comment, answer.http_version)
         rest = RestOfAnswer(transport, num_written, comment, answer.comments)
         cycle = self.new_cycle(answer, protocol, rest)
         try:
@@ -74,7 +75,7 @@ class Heir:
             transport.abort()
 
     def new_cycle(self, answer: KeptAnswer, protocol: H11Protocol, rest: RestOfAnswer) -> Any:
-        """The server's object for a request that has arrived and is answered on an inherited connection."""
+        """uvicorn's object for a request whose body has arrived, and which is answered on this connection."""
         read_request(protocol.conn, answer.http_version)
         state = protocol.app_state | {"request_id": answer.request_id, INHERITED: answer}
         scope: Any = {
@@ -108,12 +109,12 @@ class Heir:
         cycle.message_event.set()  # its body has arrived
         protocol.cycle = cycle
         scope["extensions"] = {CYCLE: cycle}
-        state[STATE_KEY] = AnswerSocket(self.channel, cycle, answer)
+        state[ANSWER_SOCKET] = AnswerSocket(self.channel, cycle, answer)
         return cycle
 
 
 def read_request(connection: h11.Connection, http_version: str) -> None:
-    """Have a connection read a request like the one that its first gateway has read; it is the last one."""
+    """Let h11 read a request like the one that the first gateway has read, and no request after it."""
     connection.receive_data(f"POST / HTTP/{http_version}\r\nhost: -\r\nconnection: close\r\n\r\n".encode())
     while not isinstance(connection.next_event(), h11.EndOfMessage):
         pass

@@ -1,6 +1,5 @@
-"""Keeper channel: a gateway's end of the channel to the launcher's socket keeper.
-
-A gateway that was started alone has none, and keeps nothing.
+"""Keeper channel: a gateway's end of the channel to the launcher's socket keeper. A gateway that was started
+alone has no keeper.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from common.messages.kept_answer import (
 log = logging.getLogger(__name__)
 
 Inherit = Callable[[KeptAnswer, socket.socket], None]
-"""Takes an answer of another gateway, with its socket."""
+"""Continues an answer of another gateway, on its socket."""
 
 
 def refuse(answer: KeptAnswer, connection: socket.socket) -> None:
@@ -32,14 +31,13 @@ def refuse(answer: KeptAnswer, connection: socket.socket) -> None:
 
 
 class KeeperChannel:
-    """The channel, or the place of one.
+    """The channel; `is_open` says whether there is a keeper.
 
     Attributes:
-        is_open: whether a keeper listens.
-        inherit: takes answers of other gateways.
-        handovers: of each answer whose socket is kept, what hands it over to another gateway.
-        outgoing: datagrams that the keeper has no room for yet, each with the socket beside it and whoever
-            waits until it is sent.
+        inherit: continues answers of other gateways.
+        handovers: a function for each answer whose socket is kept, which hands it over to another gateway.
+        outgoing: datagrams that are not sent yet, each with the socket to send beside it, and the future of
+            its sender.
     """
 
     def __init__(self, channel: socket.socket | None) -> None:
@@ -55,19 +53,19 @@ class KeeperChannel:
         return self.channel is not None
 
     def listen(self, inherit: Inherit) -> None:
-        """Take answers of other gateways from now on."""
+        """Receive answers of other gateways from now on."""
         if self.channel is not None:
             self.inherit = inherit
             asyncio.get_running_loop().add_reader(self.channel, self.receive_all)
             self.post(KeeperMessage(takes=True))
 
     def is_kept(self) -> bool:
-        """Whether there is a keeper: the launcher closes it before it ends the fleet."""
+        """Whether there is still a keeper: the launcher closes it before it ends the fleet."""
         self.receive_all()
         return self.is_open
 
     def hand_over(self) -> None:
-        """Have other gateways go on with all answers that are kept, and take none."""
+        """Hand all kept answers over to other gateways, and receive none any more."""
         if self.inherit is not refuse:
             self.inherit = refuse
             self.post(KeeperMessage(takes=False))
@@ -86,7 +84,7 @@ class KeeperChannel:
                     beside.close()
 
     def close(self) -> None:
-        """Keep nothing from now on: there is no keeper any more."""
+        """Close the channel: there is no keeper any more."""
         if self.channel is not None:
             loop = asyncio.get_running_loop()
             loop.remove_reader(self.channel)
@@ -94,13 +92,13 @@ class KeeperChannel:
             self.channel.close()
             self.channel = None
         while self.outgoing:
-            self.sent(ConnectionError("the socket keeper has gone"))
+            self.settle_first(ConnectionError("the socket keeper has gone"))
 
     # --- sending --------------------------------------------------------------------------------------------
 
     def post(self, message: KeeperMessage, beside: socket.socket | None = None) -> asyncio.Future[None]:
-        """Send a message as soon as there is room, after those before it. The future is done when the kernel
-        has it, or has an OSError.
+        """Send a message as soon as there is room, in order. The future is done when the kernel has the
+        message; it may have an OSError.
         """
         future = asyncio.get_running_loop().create_future()
         future.add_done_callback(ignore_failure)
@@ -116,7 +114,7 @@ class KeeperChannel:
         return future
 
     def send_now(self, message: KeeperMessage) -> bool:
-        """Send a message at once, or never. Returns whether the kernel has it."""
+        """Send a message only if that is possible at once. Returns whether the kernel has it."""
         if self.channel is None or self.outgoing:
             return False
         try:
@@ -135,16 +133,16 @@ class KeeperChannel:
                 loop.add_writer(self.channel, self.send_all)
                 return
             except OSError as error:
-                self.sent(error)
+                self.settle_first(error)
                 if isinstance(error, ConnectionError):
                     self.close()
             else:
-                self.sent(None)
+                self.settle_first(None)
         if self.channel is not None:
             loop.remove_writer(self.channel)
 
-    def sent(self, error: OSError | None) -> None:
-        """Remove the first datagram: it is sent, or never will be."""
+    def settle_first(self, error: OSError | None) -> None:
+        """Remove the first datagram: it was sent, or failed with `error`."""
         _, beside, future = self.outgoing.popleft()
         if beside is not None:
             beside.close()
@@ -153,13 +151,13 @@ class KeeperChannel:
 
 
 def ignore_failure(future: asyncio.Future[None]) -> None:
-    """Mark the failure as seen: not every sender waits for it."""
+    """Mark the failure as seen: asyncio logs no failure for senders that do not wait."""
     if not future.cancelled():
         future.exception()
 
 
 def inherited_channel() -> KeeperChannel:
-    """The channel that the launcher has left to this process."""
+    """The channel to the keeper, as the launcher has passed it to this process."""
     handle = os.environ.pop(HANDLE_VARIABLE, "")
     with contextlib.suppress(ValueError, OSError):
         return KeeperChannel(socket.socket(fileno=int(handle)))

@@ -1,5 +1,5 @@
-"""Rest of an answer: a transport through which a gateway renders an answer from its first byte, and which
-writes only what its predecessor has not.
+"""Rest of an answer: a transport to which a gateway writes an answer from its first byte on, and which passes
+on only the bytes that its predecessor has not written.
 """
 
 import logging
@@ -10,12 +10,12 @@ log = logging.getLogger(__name__)
 
 
 class RestOfAnswer:
-    """Leaves out the first `num_written` bytes, and puts back the comments that the predecessor sent.
+    """Skips the first `num_written` bytes, and inserts the comments that the predecessor has sent.
 
     Attributes:
-        comment: as it stands in the body.
+        comment: a comment's bytes in the body.
         position: offset in the answer up to which it was rendered.
-        comments: offsets of comments that have not been put back yet.
+        comments: offsets of the comments that are not inserted yet.
     """
 
     def __init__(self, transport: Any, num_written: int, comment: bytes, comments: Sequence[int]) -> None:
@@ -35,11 +35,11 @@ class RestOfAnswer:
 
     @property
     def untouched(self) -> Any:
-        """The connection, as long as no byte of the answer is on it; else None."""
+        """The connection, while no byte of the answer is written on it; else None."""
         return None if max(self.position, self.num_written) > 0 else self.transport
 
     def write(self, data: bytes) -> None:
-        """Write what is new of `data`: the head, a chunk, or a whole body."""
+        """Write the new bytes of `data`: the head, a chunk, or a whole body."""
         self.insert_comments()
         self.put(data)
 
@@ -62,13 +62,13 @@ class RestOfAnswer:
         self.transport.close()
 
     def cut(self, why: str) -> None:
-        """Cut the connection: what is rendered here is not what was written, so nothing may follow it."""
+        """Cut the connection: the bytes rendered here differ from those that were written."""
         log.error("an inherited answer is cut: %s", why)
         self.transport.abort()
 
 
 class WrittenHead:
-    """A transport for the head of one response: it keeps the bytes."""
+    """A transport that keeps the head of one response."""
 
     def __init__(self) -> None:
         self.head = b""

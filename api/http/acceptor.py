@@ -1,7 +1,7 @@
-"""Acceptor: takes new connections as they come, and lets them begin in turn by their addresses.
+"""Acceptor: takes new connections at once, and serves them in turn by their addresses.
 
-The kernel has one queue for all, of two thousand places. A client would wait in it until each connection of a
-flood from another address has cost what it costs.
+The kernel has one queue for all addresses. In it a client would wait until every connection of a flood from
+another address has been served.
 """
 
 import asyncio
@@ -12,23 +12,24 @@ from typing import Any
 
 BACKLOG = 2048
 MAX_ACCEPTED = 256
-"""Connections that are taken from the kernel in one turn of the event loop; each takes some microseconds."""
+"""Connections taken from the kernel in one turn of the event loop; each takes some microseconds."""
 MAX_BEGUN = 4
-"""Connections that begin in one turn; the first request of each may take a millisecond and more."""
+"""Connections that begin in one turn; the first request of each may take a millisecond or more."""
 MAX_WAITING = 4096
-PAUSE_S = 0.1
-"""How long nothing is accepted where the process has no descriptor left."""
+FULL_PAUSE_S = 0.1
+"""How long nothing is accepted when the process has no descriptor left."""
 
 
 class Acceptor:
     """The listeners of a gateway, and the connections that have not begun.
 
     Args:
-        begin: serves a connection from its beginning on.
+        begin: serves a connection.
 
     Attributes:
-        waiting: connections by their addresses; the address whose turn it is comes first.
+        waiting: connections by address; the address whose turn it is comes first.
         beginning: tasks of `begin`.
+        has_turn: whether `on_turn` is due.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Acceptor:
         self.has_turn = False
 
     def open(self) -> None:
-        """Listen, and take what comes."""
+        """Listen, and take connections as they come."""
         for listener in self.listeners:
             listener.setblocking(False)
             listener.listen(BACKLOG)
@@ -55,7 +56,9 @@ class Acceptor:
             asyncio.get_running_loop().add_reader(listener, self.accept, listener)
 
     def close(self) -> None:
-        """Take no more, and let all begin that the kernel has accepted: it cuts them with the listener."""
+        """Stop listening, and let all accepted connections begin: closing a listener would reset those that
+        are still in its queue.
+        """
         loop = asyncio.get_running_loop()
         while self.listeners:
             listener = self.listeners.pop()
@@ -68,25 +71,25 @@ class Acceptor:
     # --- accepting ------------------------------------------------------------------------------------------
 
     def accept(self, listener: socket.socket) -> int:
-        """Take what the kernel has accepted; returns how many that were."""
+        """Take up to MAX_ACCEPTED connections that the kernel has accepted. Returns their number."""
         for number in range(MAX_ACCEPTED):
             try:
                 connection, address = listener.accept()
             except BlockingIOError:
                 return number
-            except ConnectionError:  # this one has gone
+            except ConnectionError:  # its client has gone
                 continue
             except OSError:
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
-                loop.call_later(PAUSE_S, self.watch, listener)
+                loop.call_later(FULL_PAUSE_S, self.watch, listener)
                 return 0
             connection.setblocking(False)
             self.add(address[0], connection)
         return MAX_ACCEPTED
 
     def add(self, address: str, connection: socket.socket) -> None:
-        """Have a connection wait for its turn. Beyond MAX_WAITING the longest queue loses its oldest."""
+        """Let a connection wait for its turn. Beyond MAX_WAITING the longest queue loses its oldest one."""
         self.waiting.setdefault(address, deque()).append(connection)
         self.num_waiting += 1
         if self.num_waiting > MAX_WAITING:

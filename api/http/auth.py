@@ -1,5 +1,7 @@
-"""Access to the routes that take a prompt or show the fleet. With an API key whoever sends it has access, as
-`Authorization: Bearer <key>`; without one everybody who reaches the port, but no web page of another origin.
+"""Access to the routes that take a prompt or show the fleet.
+
+If API_KEY is set, a request needs the header `Authorization: Bearer <key>`. Otherwise every client that
+reaches the port has access, but no web page of another origin.
 """
 
 import ipaddress
@@ -16,7 +18,7 @@ LOCAL_ORIGINS = (
     r"https?://(localhost|127(\.\d+){3}|\[::1\]|0\.0\.0\.0)(:\d+)?"
     r"|(app|tauri|vscode-webview|vscode-file|[a-z]+-extension)://.+"
 )
-"""Origins of pages that come from this machine, or from a program on it: no website has one. As in Ollama."""
+"""Origins of pages of this machine or of a program on it: no website has one. As in Ollama."""
 LOCAL_NAME = re.compile(r"[^.]*|.+\.(localhost|local|internal)")
 """Names of hosts that nobody can register in the public DNS. As in Ollama."""
 
@@ -32,25 +34,26 @@ async def check_key(key: str, request: Request) -> None:
 
 
 async def check_page(allowed: Collection[str], request: Request) -> None:
-    """Raises ApiError (403) for what a browser sends for a page of another origin, unless that is allowed.
+    """Raises ApiError (403) for a request that a browser sends for a page of another origin, unless that
+    origin is allowed.
 
-    That browsers keep the answer from such a page is not enough: a request may act without being read. A page
-    whose host's name leads to this machine (DNS rebinding) has our origin as far as its browser knows. So
-    over a loopback address only names that lead nowhere else are taken.
+    A browser hides the answer from such a page, but the request would act all the same. A page may also give
+    its own name this machine's address (DNS rebinding); its browser then takes our origin for the page's. So
+    over a loopback address the `Host` must be a name that cannot lead elsewhere.
     """
     if "*" in allowed:
         return
     host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
     if origin is not None and host_of(origin) != host and not is_allowed(origin, allowed):
-        raise refused(f"pages of the origin {quoted(origin)}")
+        raise forbidden(f"pages of the origin {quoted(origin)}")
     if origin is None and request.headers.get("sec-fetch-site") == "cross-site":
-        raise refused("pages of other sites")
+        raise forbidden("pages of other sites")
     server, _ = request.scope.get("server") or ("", None)
     if is_loopback(server) and not is_local(host) and host not in map(host_of, allowed):
-        raise refused(f"pages of the host {quoted(host)}, which is not known to be this machine,")
+        raise forbidden(f"pages of the host {quoted(host)}, which is not known to be this machine,")
 
 
-def refused(who: str) -> ApiError:
+def forbidden(who: str) -> ApiError:
     why = f"{who} may not call here: while there is no API_KEY, CORS_ALLOW_ORIGIN names who else may"
     return ApiError(403, "forbidden", why[0].upper() + why[1:])
 
@@ -64,7 +67,7 @@ def is_allowed(origin: str, allowed: Collection[str]) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a `Host` header has an address, or a name that no stranger's DNS makes lead here."""
+    """Whether a `Host` header is an address, or a name that cannot be registered in the public DNS."""
     name = re.sub(r":\d*$", "", host).strip("[]")
     return is_address(name) or LOCAL_NAME.fullmatch(name) is not None or name == socket.gethostname().lower()
 

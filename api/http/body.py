@@ -1,5 +1,6 @@
-"""Body: reads the JSON body of a request, validates it against a schema, and refuses fields by name: a client
-would take silence for support.
+"""Body: reads the JSON body of a request, and validates it against a schema.
+
+Unsupported fields are refused by name: a client would take silence for support.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,15 +14,15 @@ from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
 
 Schema = TypeVar("Schema", bound=BaseModel)
-MAX_PROBLEMS = 5
 UnsupportedFields = Mapping[str, Collection[object]]
-"""Fields that an API has and this server does not support → values (besides null) that are accepted,
-because they ask for what happens anyway.
+"""Fields of an API that this server does not support → values (besides null) that are accepted, because they
+ask for what happens anyway.
 """
+MAX_PROBLEMS = 5
 
 
 class AnyBody(BaseModel):
-    """A JSON object of which only the names of its fields are of interest."""
+    """A JSON object with any fields: only their names are read."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,13 +34,13 @@ async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
-    """The body, which claims to be plain JSON. Raises ApiError: 413, 415."""
+    """The bytes of a body whose headers say that it is plain JSON. Raises ApiError: 413, 415."""
     check_content_type(request)
     return await read_bytes(request, max_bytes)
 
 
 async def names_in(data: bytes) -> set[str]:
-    """The fields of a body. Raises ApiError as `parse_body`."""
+    """Names of the fields of a body. Raises ApiError as `parse_body`."""
     return (await offload(len(data), lambda: parse_body(AnyBody, data))).model_fields_set
 
 
@@ -60,13 +61,13 @@ def schema_error(error: ValidationError) -> ApiError:
 
 
 def words_of(problem: ErrorDetails) -> str:
-    """What is wrong; where one of a few values is expected, with the one that was given."""
+    """What is wrong; with the given value if one of a few is expected."""
     given = f". Given: {quoted(problem['input'])}" if problem["type"] == "literal_error" else ""
     return problem["msg"] + given
 
 
 def field_name(path: Sequence[str | int]) -> str:
-    """`messages[0].content`, of the names and indices that lead to a field; `body` for none."""
+    """A path to a field as text: `messages[0].content`, or `body` if it is empty."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return cut("".join(steps).removeprefix(".")) or "body"
 
@@ -84,7 +85,7 @@ def check_content_type(request: Request) -> None:
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body; nothing is read beyond its limit."""
+    """The body; reading stops beyond its limit. Raises ApiError (413)."""
     too_large = ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:

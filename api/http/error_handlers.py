@@ -1,4 +1,4 @@
-"""Error handlers: turn exceptions of routes into responses in the words of the route's API family."""
+"""Error handlers: turn exceptions of routes into error responses of the route's API family."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """The response of the route with this path to an error."""
+    """An error as the response of the route with this path."""
     status, body = family_of(path)(error)
     all_headers = dict(headers or {})
     if error.status == 401:
@@ -29,8 +29,8 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
     if error.retry_after_s is not None:
         all_headers["retry-after"] = str(error.retry_after_s)
     if error.status in ADMITTED:
-        # OpenAI's clients retry after a 408 or a 500: a request that kills workers must not come back, nor
-        # one whose answer its client wanted by now.
+        # OpenAI's clients retry after a 408 or a 500. A request that kills workers must not come back, nor
+        # one whose deadline has passed.
         all_headers["x-should-retry"] = "false"
     return Response(to_json(body), status, all_headers, "application/json")
 
@@ -41,16 +41,16 @@ async def handle_api_error(count: CountError, request: Request, error: ApiError)
 
 
 async def handle_query(count: CountError, request: Request, exception: RequestValidationError) -> Response:
-    """Answer a request whose query is wrong; routes read their bodies themselves."""
+    """Answer a request with a wrong query; routes read their bodies themselves."""
     problem = exception.errors()[0]
     name = str(problem["loc"][-1])
     return await handle_api_error(count, request, invalid(f"`{name}`: {problem['msg']}", name))
 
 
 async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
-    """Answer a request for no route, or with a method that the route does not have."""
+    """Answer a request whose path or method no route has."""
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
-    hint = what_exists(request) if status == 404 else ""
+    hint = path_hint(request) if status == 404 else ""
     asked = f"{cut(request.method)} {cut(request.url.path)}"
     error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
     headers = {"allow": allowed_methods(request)} if status == 405 else exception.headers
@@ -58,7 +58,7 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
 
 
 def allowed_methods(request: Request) -> str:
-    """The methods of a path, over all its routes; Starlette names those of the first one only."""
+    """The methods of all routes with this path; Starlette names only those of the first one."""
     routes = request.app.routes
     return ", ".join(
         method
@@ -67,9 +67,9 @@ def allowed_methods(request: Request) -> str:
     )
 
 
-def what_exists(request: Request) -> str:
-    """What a client that asks for a path which is not there may mean: the paths of OpenAI's API, or its own
-    with `/v1`.
+def path_hint(request: Request) -> str:
+    """What a client may have meant by a path that does not exist: a path of OpenAI's API, or its own path
+    after `/v1`.
     """
     path, paths = request.url.path, build_document(request.app)["paths"]
     own = [known for known in paths if known.startswith("/v1/") and "{" not in known]
@@ -86,7 +86,7 @@ async def handle_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def handle_crash(request: Request, error: Exception) -> Response:
-    """Answer 500; the log has the traceback, because Starlette raises the error again."""
+    """Answer 500. Starlette raises the error again, so the log has the traceback."""
     return error_response(internal_error(), request.url.path)
 
 

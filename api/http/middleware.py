@@ -1,9 +1,8 @@
 """Middlewares: what HTTP requests pass on their way to an application; here they get their ids, and their
 arrival is counted.
 
-Request id: in the header `x-request-id` of every response, in log lines, and in Redis.
-
-A client may send an id of its own, which is echoed to it; inside the fleet the request has the gateway's id.
+A request id is in the header `x-request-id` of the response, in log lines and in Redis. If a client sends an
+id, the response echoes that one; inside the fleet the request has the gateway's id.
 """
 
 import logging
@@ -20,29 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.event_loop import Turns
 from common.process.logs import REQUEST_ID
 
-HEADER = "x-request-id"
-ACCEPTED = re.compile(rb"[\x21-\x7e]{1,128}")
-
-
-def client_request_id(scope: Scope) -> str:
-    """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
-    for name, value in scope["headers"]:
-        if name == HEADER.encode() and ACCEPTED.fullmatch(value):
-            return cast(bytes, value).decode()
-    return ""
-
-
-def request_id(request: Request) -> str:
-    """The request's id inside the fleet; its n-th choice adds `.{n}`."""
-    return cast(str, request.state.request_id)
-
-
 log = logging.getLogger(__name__)
 
 Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
-"""Calls the application behind it with an HTTP request."""
+"""Handles an HTTP request by calling the application that it is given."""
+REQUEST_ID_HEADER = "x-request-id"
+ACCEPTED_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 MAX_ARRIVALS = 4
-"""Each takes up to a millisecond until it waits for the broker."""
+"""Requests that begin in one turn of the event loop; each takes up to a millisecond until it waits for the
+broker.
+"""
 COUNTED_ROUTES = (
     "/",
     "/generate",
@@ -53,6 +39,19 @@ COUNTED_ROUTES = (
     "/invocations",
     "/vertex",
 )
+
+
+def client_request_id(scope: Scope) -> str:
+    """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER.encode() and ACCEPTED_ID.fullmatch(value):
+            return cast(bytes, value).decode()
+    return ""
+
+
+def request_id(request: Request) -> str:
+    """The request's id inside the fleet; choice n has this id and `.{n}`."""
+    return cast(str, request.state.request_id)
 
 
 def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
@@ -77,7 +76,7 @@ async def give_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Se
 
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[HEADER] = theirs or ours
+            MutableHeaders(scope=message)[REQUEST_ID_HEADER] = theirs or ours
         await send(message)
 
     try:
@@ -95,9 +94,7 @@ async def note_arrival(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Count a request for tokens when it arrives; of many that arrive at once, only some begin in one turn of
-    the event loop.
-    """
+    """Count a request for tokens when it arrives, and let it wait for its turn if many arrive at once."""
     if scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
         count_arrival()
         await turns.wait_turn()

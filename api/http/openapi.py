@@ -1,7 +1,7 @@
-"""OpenAPI: the document at /api-doc/openapi.json, which /docs shows.
+"""OpenAPI: the document at /api-doc/openapi.json, which /docs shows, and what routes say for it.
 
-Each route names the shape of its body here (`openapi_extra`), and reads and validates it itself
-(api/http/body.py). FastAPI would do both, but it reads a body of any size, and before the key is checked.
+Each route names the model of its body (`openapi_extra=json_body(…)`), but reads and validates the body itself
+(api/http/body.py): FastAPI would read a body of any size, and before the key is checked.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from common.settings.settings import Settings
 
-REFERENCE = "#/components/schemas/{model}"
+SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 TGI = "TGI API"
 OPENAI = "OpenAI API"
@@ -37,13 +37,13 @@ TAGS = [
 
 
 class ApiObject(BaseModel):
-    """An object in a response."""
+    """An object in a response: it has no fields but those of its schema."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 Absent: Any = None
-"""The default of a field that is absent, not null."""
+"""Default of a response's field that is left out, never null."""
 RequestId = Annotated[str, Path(description="It is in the header `x-request-id` of the answer.")]
 ResponseId = Annotated[str, Path(description="The `id` of a response that was stored.")]
 ErrorResponses = dict[int | str, dict[str, Any]]
@@ -74,20 +74,20 @@ text-generation-inference use `http://localhost:{settings.port}`.
 """
 
 
-def json_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """A route's `openapi_extra`: its body is JSON of this shape; /docs proposes the example."""
-    content = {"schema": schema(shape, "validation"), "example": example}
+def json_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its body is JSON of this model; /docs proposes the example."""
+    content = {"schema": json_schema(model, "validation"), "example": example}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def event_stream(shapes: Sequence[type[BaseModel]], *texts: str) -> dict[str, Any]:
-    """The content of a response that is a stream of server-sent events: objects of these shapes, or one of
-    these texts.
+def event_stream(models: Sequence[type[BaseModel]], *texts: str) -> dict[str, Any]:
+    """The content of a response that is a stream of server-sent events: their data is an object of one of
+    these models, or one of these texts.
     """
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [schema(shape, "serialization") for shape in shapes]},
+        "contentSchema": {"anyOf": [json_schema(model, "serialization") for model in models]},
     }
     if texts:
         data = {"anyOf": [{"enum": list(texts)}, data]}
@@ -98,33 +98,33 @@ def event_stream(shapes: Sequence[type[BaseModel]], *texts: str) -> dict[str, An
     }
 
 
-def error_responses(shape: type[BaseModel], descriptions: dict[int, str]) -> ErrorResponses:
-    """A route's error responses by status; the body is of this shape."""
+def error_responses(model: type[BaseModel], descriptions: dict[int, str]) -> ErrorResponses:
+    """A route's error responses by status; their bodies are of this model."""
     return {
-        status: {"model": shape, "description": description} for status, description in descriptions.items()
+        status: {"model": model, "description": description} for status, description in descriptions.items()
     }
 
 
 @cache
-def schema(shape: type[BaseModel], mode: Any) -> dict[str, Any]:
-    """The JSON schema of a shape; schemas that it refers to are under `$defs` (see `hoist_definitions`)."""
-    return shape.model_json_schema(ref_template=REFERENCE, mode=mode)
+def json_schema(model: type[BaseModel], mode: Any) -> dict[str, Any]:
+    """The JSON schema of a model; schemas that it refers to are under `$defs` (see `hoist_definitions`)."""
+    return model.model_json_schema(ref_template=SCHEMA_REFERENCE, mode=mode)
 
 
 def build_document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document of an application; it is computed once."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
-        drop_derived_refusals(document)
+        drop_derived_errors(document)
         definitions: dict[str, Any] = {}
         document["paths"] = hoist_definitions(document["paths"], definitions)
         document["components"]["schemas"] |= definitions
     return FastAPI.openapi(app)
 
 
-def drop_derived_refusals(document: dict[str, Any]) -> None:
-    """Remove the response 422 that FastAPI adds to each route with parameters: ours have the shape of their
-    API (api/http/error_handlers.py), and each route names them.
+def drop_derived_errors(document: dict[str, Any]) -> None:
+    """Remove the response 422 that FastAPI adds to each route with parameters: our routes name their errors
+    themselves, which have the form of their API (api/http/error_handlers.py).
     """
     schemas = document["components"]["schemas"]
     del schemas["HTTPValidationError"], schemas["ValidationError"]
@@ -135,7 +135,7 @@ def drop_derived_refusals(document: dict[str, Any]) -> None:
 
 
 def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
-    """A copy of `node` without `$defs`; their content goes into `definitions`."""
+    """A copy of a JSON value without `$defs`; their content is moved into `definitions`."""
     if isinstance(node, list):
         return [hoist_definitions(item, definitions) for item in node]
     if not isinstance(node, dict):

@@ -1,9 +1,7 @@
-"""HTTP protocol: uvicorn's on h11, with the bounds of what a connection may cost, and TGI's error object for
-requests that it cannot read and that reach no route.
+"""HTTP protocol: uvicorn's on h11, with the rules that h11 leaves to servers (RFC 9110, RFC 9112), and bounds
+of what a connection may cost.
 
-Request reader: the requests on one connection, as RFC 9110 and RFC 9112 have them read.
-
-h11 parses; here stand the rules that it leaves to servers, and the bounds of what a request may cost.
+A request that cannot be read reaches no route: its client gets TGI's error object.
 """
 
 import asyncio
@@ -19,81 +17,87 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.errors import ApiError, tgi
 from api.http.limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
-from api.http.middleware import HEADER
+from api.http.middleware import REQUEST_ID_HEADER
 from api.http.sse import CYCLE
 from api.http.unread import UNREAD, Unread, UnreadAnswers
 from api.json import to_json
 
 MAX_HEADERS = 128
-"""Header fields of a request; each costs some microseconds, however short it is."""
+"""Header fields of a request; each costs some microseconds, even a short one."""
 FREE_CHUNKS = 512
 BYTES_A_CHUNK = 64
 """A body may come in FREE_CHUNKS chunks, and one more for each BYTES_A_CHUNK of its bytes: a chunk takes as
-long as some kilobytes, so a body in chunks of single bytes costs a thousand times what it weighs.
+long as some kilobytes, however small it is.
+"""
+REQUEST_PARTS = {h11.IDLE: "head", h11.SEND_BODY: "body"}
+"""The part of a request that a client sends, by h11's state of the client."""
+MAX_DRAINED_BYTES = 16 * 2**20
+DRAIN_S = 10.0
+"""How much is read of a request that is answered or refused already, and for how long: a client that is still
+sending reads the answer only if the connection stays open meanwhile (RFC 9112, 9.6).
 """
 UNREADABLE = "Invalid HTTP request received."
-EMPTY_LINES = b"\r\n"
-
 TOO_LARGE, NOT_IMPLEMENTED, VERSION_NOT_SUPPORTED = 431, 501, 505
 
 
 class Refusal(h11.RemoteProtocolError):
-    """A request that h11 would accept; its text is for the client."""
+    """A request that h11 accepts and this server refuses; the text is for the client."""
 
 
 class RequestReader(h11.Connection):
-    """Reads requests, and keeps track of the responses.
+    """Reads the requests of one connection, and keeps track of the responses.
 
     Attributes:
-        refusal: status and text for a client whose bytes are no HTTP, or not served; None if they are.
+        refusal: status and text for a client that sent no HTTP, or HTTP that is not served; else None.
+        num_chunks, body_bytes: of the request's body so far.
     """
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
         self.max_head_bytes = max_head_bytes
         self.refusal: tuple[int, str] | None = None
-        self.chunks = 0
+        self.num_chunks = 0
         self.body_bytes = 0
 
     @property
     def has_unread_bytes(self) -> bool:
-        """Whether the client has sent something that is no part of a request yet."""
+        """Whether the client has sent bytes that are not parsed yet."""
         return bool(self.trailing_data[0])
 
     def receive_data(self, data: bytes) -> None:
-        """Take bytes of the client. Empty lines before a request are no part of it (RFC 9112, 2.2)."""
+        """Parse bytes of the client. Empty lines before a request are skipped (RFC 9112, 2.2)."""
         if self.their_state is h11.IDLE and data[:1] in (b"\r", b"\n") and not self.has_unread_bytes:
-            data = data.lstrip(EMPTY_LINES)
-        if data:  # h11 takes no bytes for the end of the connection
+            data = data.lstrip(b"\r\n")
+        if data:  # for h11 no bytes are the end of the connection
             super().receive_data(data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event of a request that is served. Raises h11.RemoteProtocolError; `refusal` says why."""
+        """The next event of h11. Raises h11.RemoteProtocolError if it is not served: `refusal` says why."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):
-                self.chunks = self.body_bytes = 0
+                self.num_chunks = self.body_bytes = 0
                 check_size(event, self.max_head_bytes)
                 check_framing(event)
-                return served(event)
+                return served_request(event)
             if isinstance(event, h11.Data):
                 self.count(event)
             return event
         except h11.RemoteProtocolError as error:
-            # not the error itself: its traceback holds this reader, and all bytes in it
+            # the error itself is not kept: its traceback holds this reader, with all bytes in it
             text = str(error) if isinstance(error, Refusal) else UNREADABLE
             self.refusal = (error.error_status_hint, text)
             raise
 
     def count(self, data: h11.Data) -> None:
-        self.chunks += data.chunk_start
+        self.num_chunks += data.chunk_start
         self.body_bytes += len(data.data)
-        if self.chunks > FREE_CHUNKS + self.body_bytes // BYTES_A_CHUNK:
-            raise Refusal(f"The body's chunks are too small: {self.chunks} for {self.body_bytes} bytes")
+        if self.num_chunks > FREE_CHUNKS + self.body_bytes // BYTES_A_CHUNK:
+            raise Refusal(f"The body's chunks are too small: {self.num_chunks} for {self.body_bytes} bytes")
 
 
 def check_size(request: h11.Request, max_head_bytes: int) -> None:
-    """Raises Refusal for a head beyond its bounds; h11 bounds only those that come in parts."""
+    """Raises Refusal if the head is too large; h11 checks this only if it comes in parts."""
     size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
     if size > max_head_bytes:
         raise Refusal(f"The request's head is longer than {max_head_bytes} bytes (MAX_HEAD_BYTES)", TOO_LARGE)
@@ -102,8 +106,8 @@ def check_size(request: h11.Request, max_head_bytes: int) -> None:
 
 
 def check_framing(request: h11.Request) -> None:
-    """Raises Refusal for a request of which a proxy on its way may have read another length (RFC 9112, 6.1),
-    and for one that no origin server serves.
+    """Raises Refusal if a proxy may have read another length of the request (RFC 9112, 6.1), or if only a
+    proxy or another version of HTTP serves it.
     """
     names = {name for name, _ in request.headers}
     if not request.http_version.startswith(b"1."):
@@ -117,9 +121,10 @@ def check_framing(request: h11.Request) -> None:
         raise Refusal("A request of HTTP/1.0 cannot have Transfer-Encoding")
 
 
-def served(request: h11.Request) -> h11.Request:
-    """The request as the application sees it: without upgrades, of which none is supported (RFC 9110, 7.8);
-    where its target is a whole URL, with the path and the host of that (RFC 9112, 3.2.2). Raises Refusal.
+def served_request(request: h11.Request) -> h11.Request:
+    """The request as the application sees it: without the header `Upgrade`, since no upgrade is supported
+    (RFC 9110, 7.8). A target that is a whole URL becomes a path and the header `Host` (RFC 9112, 3.2.2).
+    Raises Refusal.
     """
     headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
     target = request.target
@@ -135,29 +140,20 @@ def served(request: h11.Request) -> h11.Request:
 
 def host_and_path(target: bytes) -> tuple[bytes, bytes]:
     """The host of a URL, and its path and query. Raises Refusal."""
-    with contextlib.suppress(ValueError):  # of a host between brackets
+    with contextlib.suppress(ValueError):  # from a malformed host between brackets
         url = urlsplit(target)
         if url.scheme.lower() in (b"http", b"https") and url.netloc:
             return url.netloc, (url.path or b"/") + (b"?" + url.query if url.query else b"")
     raise Refusal("The request's target is neither a path nor a URL")
 
 
-PARTS = {h11.IDLE: "head", h11.SEND_BODY: "body"}
-"""The part of a request that a client sends, by its state."""
-MAX_DRAINED_BYTES = 16 * 2**20
-DRAIN_S = 10.0
-"""What is read of a request that is answered or refused already, and for how long: a client that is still
-sending reads the answer only if the connection stays open meanwhile (RFC 9112, 9.6).
-"""
-
-
 class HttpProtocol(H11Protocol):
     """One connection of a client.
 
     Attributes:
-        unread: what its client has not read yet; watched by the gateway (`api/http/unread.py`).
-        awaited: the part of a request that its client has begun, and has to finish in time.
-        is_refused: whether its client was told that its request is not read. No other one is.
+        unread: what its client has not read yet; watched by UnreadAnswers.
+        awaited: the part of a request that its client has begun, and must finish in time.
+        is_refused: whether its client was told that its request is not read; later ones are not read either.
         num_drained: bytes of its last request that came after the answer.
     """
 
@@ -187,7 +183,7 @@ class HttpProtocol(H11Protocol):
         self.enter()
 
     def enter(self) -> None:
-        """Take a place among the connections of the gateway."""
+        """Have the connection counted; one beyond the limits serves only health and metrics."""
         if self.limits.open(self):
             self.expect("head")
         else:
@@ -200,7 +196,7 @@ class HttpProtocol(H11Protocol):
         self.expect(None)
         super().connection_lost(exc)
 
-    def close_unused(self) -> None:
+    def close_idle(self) -> None:
         self.transport.close()
 
     # --- reading --------------------------------------------------------------------------------------------
@@ -212,7 +208,7 @@ class HttpProtocol(H11Protocol):
         super().data_received(data)
         if self.is_refused:
             return
-        self.expect(PARTS.get(self.conn.their_state))
+        self.expect(REQUEST_PARTS.get(self.conn.their_state))
         if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
             self.drain(len(data))
 
@@ -220,7 +216,7 @@ class HttpProtocol(H11Protocol):
         last = self.cycle
         super().handle_events()
         if self.cycle is not None and self.cycle is not last:
-            self.limits.use(self)
+            self.limits.set_busy(self)
             self.num_drained = 0
             extensions: dict[str, Any] = {CYCLE: self.cycle}
             self.cycle.scope["extensions"] = extensions
@@ -235,12 +231,12 @@ class HttpProtocol(H11Protocol):
         elif self.conn.their_state is h11.SEND_BODY:
             self.expect("body", DRAIN_S)
         else:
-            self.limits.unuse(self)
+            self.limits.set_idle(self)
             self.expect("head" if self.conn.has_unread_bytes else None)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that sends no more, but has sent its whole request: it may still
-        read. Whoever waits for its disconnect is woken, and finds out whether it does.
+        """Keep the connection of a client that has closed its side after a whole request: it may still read.
+        The task that waits for its disconnect is woken, and tests whether it does.
         """
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete or self.is_refused:
@@ -252,8 +248,8 @@ class HttpProtocol(H11Protocol):
     # --- limits ---------------------------------------------------------------------------------------------
 
     def expect(self, part: str | None, timeout_s: float | None = None) -> None:
-        """Have the client finish the part of a request that it has begun (`head`, `body`) in time. The time
-        does not begin anew while that is the same part, unless `timeout_s` is given.
+        """Expect that the client finishes this part of its request (`head`, `body`) in time. The time goes on
+        while the part is the same, and begins anew if `timeout_s` is given.
         """
         if part == self.awaited and timeout_s is None:
             return
@@ -270,25 +266,25 @@ class HttpProtocol(H11Protocol):
         elif part == "body" and self.flow.read_paused:
             self.expect(part)  # the client waits for this gateway
         elif part == "body" and self.cycle.response_complete:
-            self.limits.refuse("drain")
+            self.limits.count_cut("drain")
             self.transport.abort()
         elif part == "body" or self.conn.has_unread_bytes:
             assert part is not None
-            self.limits.refuse(part)
+            self.limits.count_cut(part)
             setting = f"{part.upper()}_TIMEOUT_S"
             self.refuse(408, f"The {part} did not come within {self.limits.timeouts_s[part]:g} s ({setting})")
         else:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what h11 cannot read, or `RequestReader` does not serve."""
+        """Refuse a request that h11 cannot read, or that RequestReader refuses."""
         status, why = self.conn.refusal or (400, UNREADABLE)
-        self.limits.refuse("size" if status == 431 else "protocol")
+        self.limits.count_cut("size" if status == 431 else "protocol")
         self.refuse(status, why)
 
     def refuse(self, status: int, why: str) -> None:
-        """Tell the client why its request is not read, and leave it the time to read that: a connection that
-        is closed with unread bytes is reset, and the answer is lost.
+        """Tell the client why its request is not read, and keep the connection until it has read this:
+        closing a connection with unread bytes resets it, and the answer is lost.
         """
         cycle = self.cycle
         is_answered = cycle is not None and cycle.response_complete
@@ -308,38 +304,38 @@ class HttpProtocol(H11Protocol):
         self.expect("body", DRAIN_S)
 
     def drain(self, num_bytes: int) -> None:
-        """Read and drop what a client sends of a request that is answered, up to a limit."""
+        """Count dropped bytes of a request that is answered; cut the connection beyond MAX_DRAINED_BYTES."""
         self.num_drained += num_bytes
         if self.num_drained > MAX_DRAINED_BYTES:
-            self.limits.refuse("drain")
+            self.limits.count_cut("drain")
             self.transport.abort()
 
 
 def whole_response(status: int, body: bytes) -> bytes:
-    """A response after which the connection is closed."""
+    """The bytes of a JSON response after which the connection is closed."""
     head = [
         f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
         "content-type: application/json",
         f"content-length: {len(body)}",
-        f"{HEADER}: {uuid.uuid4().hex}",
+        f"{REQUEST_ID_HEADER}: {uuid.uuid4().hex}",
         "connection: close",
     ]
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
 class InheritedConnection(HttpProtocol):
-    """A connection that ends with the answer on it; another gateway has read the request. What its client
-    sends meanwhile (a pipelined request, of which that gateway may have had the first part) is not answered.
+    """A connection whose request another gateway has read; it is closed after the answer. What its client
+    sends meanwhile is ignored: of a pipelined request that gateway may have read the first part.
     """
 
     def enter(self) -> None:
-        """An inherited connection is within no limit: its client was let in before."""
+        """Count no inherited connection: its client was let in before."""
 
     def data_received(self, data: bytes) -> None:
         pass
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection: its client sent the whole request, before it came here."""
+        """Keep the connection: its client has sent the whole request before."""
         self.unread.is_half_closed = True
         if self.cycle is not None:
             self.cycle.message_event.set()

@@ -1,17 +1,9 @@
-"""Server-sent events: the frames of a token stream, its headers, and the comments between frames.
+"""Server-sent events: the feed of an answer's frames, and the response that writes them.
 
-A frame is a function of the request as it was admitted (`HttpAnswer`) and of its tokens: no clock, no name of
-a gateway, nothing of how tokens were grouped on their way. Frames come in one order, also those of several
-choices, and each is one chunk of HTTP. So every gateway that renders an answer from its first token sends the
-same bytes. Comments that keep the connection alive are the only bytes besides.
-
-Feed: what is sent of an answer, in order, as far as its tokens have come.
-
-Raw send: the one place that goes past the middlewares.
-
-The frames of a token stream are written with the server's own ASGI `send`: no middleware changes anything
-after the start of a response. A frame that is ready while its client reads is written to the connection in
-the call that brings its token: to wake a task for it takes twice the time of all else.
+Every gateway that renders an answer from its first token sends the same bytes, apart from keep-alive
+comments. A frame depends only on the admitted request (`HttpAnswer`) and its tokens: on no clock, no
+gateway's name, no grouping of tokens on their way. The frames of all choices have one order, and each is one
+chunk of HTTP.
 """
 
 import asyncio
@@ -23,7 +15,7 @@ from typing import Generic, TypeVar
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.http.unread import is_half_closed
+from api.http.unread import wait_for_disconnect
 from common.messages.answer import HttpAnswer
 from common.process.event_loop import run_until_one_ends
 
@@ -32,13 +24,29 @@ S = TypeVar("S")
 
 MAX_ITEMS = 128
 """Items that are rendered before other streams have their turn."""
+CYCLE = "tokenfleet.cycle"
+"""Extension of a scope: uvicorn's object for a request and its response."""
+RAW_SEND = "raw_send"
+"""Key of a request's state: the server's own `send`."""
+SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+KEEP_ALIVE_S = 15.0
+COMMENT = b": \n\n"
+"""A keep-alive comment between two frames. It is an event of its own, for clients that split a stream at
+empty lines.
+"""
+COMMENT_AMONG_IDS = b": \n"
+"""A keep-alive comment if frames have ids: after the first id the `openai` package reads an event without
+data at every empty line.
+"""
+
+# --- feeds --------------------------------------------------------------------------------------------------
 
 
 class Change(asyncio.Event):
-    """Set whenever an answer has something new.
+    """An event that is set when an answer has something new.
 
     Attributes:
-        listener: what is called at once in place of that, if anything.
+        listener: if there is one, `set` calls it instead.
     """
 
     listener: Callable[[], None] | None = None
@@ -51,11 +59,11 @@ class Change(asyncio.Event):
 
 
 class Feed(AsyncIterator[list[T]], Generic[T]):
-    """The items of one answer: `take` returns those that are ready, an iteration waits for them.
+    """The items of one answer, in order: `take` returns those that are ready, an iteration waits for them.
 
     Attributes:
         changed: set when there may be more.
-        ended: whether all were taken; then `take` is not called again.
+        ended: whether all have been taken; then `take` must not be called again.
     """
 
     def __init__(self, changed: Change) -> None:
@@ -64,18 +72,18 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
 
     @abstractmethod
     def take(self) -> list[T]:
-        """The next items, MAX_ITEMS or a few more at most; none if no more are ready."""
+        """The next items, about MAX_ITEMS at most; none if no more are ready."""
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `take` may be called without `prepare`, from here on."""
+        """Whether `take` may be called without `prepare` from now on."""
         return True
 
     async def prepare(self) -> None:
-        """Do what takes long before the next items can be taken."""
+        """Do long work that the next items need."""
 
     async def __anext__(self) -> list[T]:
-        """Items that are ready, at least one, after other tasks have had their turn."""
+        """Items that are ready, at least one; other tasks have their turn first."""
         await asyncio.sleep(0)
         while not self.ended:
             await self.prepare()
@@ -88,7 +96,7 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
 
 
 class MappedFeed(Feed[T], Generic[S, T]):
-    """What a function makes of each item of another feed, and the `last` items behind them."""
+    """The results of a function for each item of another feed, then the `last` items."""
 
     def __init__(self, source: Feed[S], function: Callable[[S], T], last: Sequence[T] = ()) -> None:
         super().__init__(source.changed)
@@ -109,12 +117,12 @@ class MappedFeed(Feed[T], Generic[S, T]):
         await self.source.prepare()
 
 
-class FeedBehind(Feed[T]):
-    """Another feed without its first items, which `prepare` skips as far as they are ready.
+class RestOfFeed(Feed[T]):
+    """Another feed without its first `num_seen` items; `prepare` skips those that are ready.
 
     Attributes:
-        num_seen: how many are still to be skipped.
-        first: items that came with the last of those.
+        num_seen: number of items that are still to be skipped.
+        first: items that came together with the last one skipped.
     """
 
     def __init__(self, source: Feed[T], num_seen: int) -> None:
@@ -142,21 +150,26 @@ class FeedBehind(Feed[T]):
             await self.source.prepare()
 
 
-CYCLE = "tokenfleet.cycle"
-"""Extension of a scope: the server's own object for a request and its response."""
-STATE_KEY = "raw_send"
-KEEP_ALIVE_S = 15.0
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def sse_frames(answer: HttpAnswer, bodies: Feed[bytes]) -> Feed[bytes]:
+    """The frames of an answer; a frame's id is its number, counted from 1."""
+    if not answer.numbered:
+        return MappedFeed(bodies, lambda body: b"data: %b\n\n" % body)
+    ordinals = count(1)
+    return MappedFeed(bodies, lambda body: b"id: %d\ndata: %b\n\n" % (next(ordinals), body))
 
 
 async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """The outermost middleware: keeps the server's `send` in the request's state."""
-    scope.setdefault("state", {})[STATE_KEY] = send
+    """The outermost middleware: keeps the server's `send` in the request's state, for FeedResponse."""
+    scope.setdefault("state", {})[RAW_SEND] = send
     await app(scope, receive, send)
-    scope.clear()  # what is in it refers to it: it would stay until a full garbage collection
+    scope.clear()  # it refers to itself, and would stay until a full garbage collection
 
 
-def framed(part: bytes, http_version: str) -> bytes:
-    """A part of a body of unknown length, as h11 frames it: a chunk, which HTTP/1.0 does not have."""
+def as_chunk(part: bytes, http_version: str) -> bytes:
+    """A part of a body of unknown length, as h11 writes it; HTTP/1.0 has no chunks."""
     return b"%x\r\n%b\r\n" % (len(part), part) if http_version >= "1.1" else part
 
 
@@ -164,10 +177,15 @@ class FeedResponse(Response):
     """Server-sent events of the hot path: a plain ASGI response, since sse-starlette would encode, log and
     time every frame.
 
+    Only the head and the end of the response pass the middlewares. A frame that is ready while its client
+    reads is written in the call that brings its token: to wake a task would take twice the time of all other
+    work.
+
     Attributes:
-        frames: bytes already, and sent without the middlewares.
         comment: keeps the connection alive, every `ping_interval` seconds.
         may_comment: whether a comment may be written now, without waiting.
+        raw_send: the server's own `send`, for frames that cannot be written at once.
+        cycle: uvicorn's object for the request: it has the transport and its flow control.
     """
 
     def __init__(self, frames: Feed[bytes], comment: bytes, headers: Mapping[str, str]) -> None:
@@ -182,20 +200,21 @@ class FeedResponse(Response):
         self.send_lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response until the client has gone. There is no task group: its cancelled tasks keep the
-        whole response in a circle, which only a full garbage collection frees, and that holds the event loop.
+        """Send the response until the client has gone. A task group is not used: its cancelled tasks would
+        keep the response in a reference cycle until a full garbage collection, which holds the event loop.
         """
-        self.raw_send: Send = scope["state"][STATE_KEY]
+        self.raw_send: Send = scope["state"][RAW_SEND]
         self.cycle = scope["extensions"][CYCLE]
         self.scope = scope
-        await run_until_one_ends(self.send_frames(send), self.wait_for_disconnect(receive), self.ping())
+        gone = wait_for_disconnect(scope, receive, self.send_comment)
+        await run_until_one_ends(self.send_frames(send), gone, self.ping())
 
     async def send_frames(self, send: Send) -> None:
         async with self.send_lock:
             head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(head)
         async for frames in self.frames:
-            for frame in frames:  # each is a chunk of its own, so chunks do not tell how frames were grouped
+            for frame in frames:  # a chunk each: chunks do not depend on how frames were grouped
                 await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
             if len(frames) < MAX_ITEMS and self.frames.is_prepared:
                 await self.write_as_they_come()
@@ -204,11 +223,11 @@ class FeedResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def write_as_they_come(self) -> None:
-        """Return when there may be frames that cannot be written at once, or after the last one."""
+        """Write frames when they come. Return after the last one, or when one cannot be written at once."""
         self.interrupted = asyncio.get_running_loop().create_future()
         self.frames.changed.listener = self.write_now
         try:
-            self.write_now()  # what came since the last were taken
+            self.write_now()  # frames that have come since the last `take`
             await self.interrupted
         finally:
             self.frames.changed.listener = None
@@ -223,7 +242,7 @@ class FeedResponse(Response):
                 return
             new = self.frames.take()
             for frame in new:
-                self.cycle.transport.write(framed(frame, self.scope["http_version"]))
+                self.cycle.transport.write(as_chunk(frame, self.scope["http_version"]))
             if self.frames.ended or len(new) >= MAX_ITEMS:
                 self.interrupted.set_result(None)
         except Exception as error:
@@ -235,36 +254,7 @@ class FeedResponse(Response):
             await asyncio.sleep(self.ping_interval)
             await self.send_comment()
 
-    async def wait_for_disconnect(self, receive: Receive) -> None:
-        """Return when the client has gone. One that sends no more may still read: a comment shows whether it
-        does, since the kernel of one that has gone refuses it.
-        """
-        is_connected = True
-        while is_connected:
-            if is_half_closed(self.scope):  # perhaps long ago: looked at before each wait
-                await self.send_comment()
-            is_connected = (await receive())["type"] != "http.disconnect"
-
     async def send_comment(self) -> None:
         async with self.send_lock:
             if self.is_open and self.may_comment():
                 await self.raw_send({"type": "http.response.body", "body": self.comment, "more_body": True})
-
-
-COMMENT = b": \n\n"
-"""A keep-alive comment between two frames of a stream: an event of its own, for clients that cut a stream at
-its empty lines.
-"""
-COMMENT_AMONG_IDS = b": \n"
-"""The same where frames have ids: behind the first of these the `openai` package reads an event without data
-at every empty line.
-"""
-HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-def sse_frames(answer: HttpAnswer, bodies: Feed[bytes]) -> Feed[bytes]:
-    """The frames of an answer; an id is a frame's ordinal, counted from 1."""
-    if not answer.numbered:
-        return MappedFeed(bodies, lambda body: b"data: %b\n\n" % body)
-    ordinals = count(1)
-    return MappedFeed(bodies, lambda body: b"id: %d\ndata: %b\n\n" % (next(ordinals), body))

@@ -1,14 +1,8 @@
 """Unread answers: what clients do not read is bounded, in time and in bytes.
 
-An answer that ended counts to no limit of live requests any more, but a gateway holds it until its client has
-read it. So a connection is cut whose client takes nothing for WRITE_TIMEOUT_S; and while more than
-MAX_UNREAD_BYTES wait, the one that has waited longest. The request of a cut connection is cancelled, as of
-every client that leaves.
-
-Bytes written: how many bytes this and other processes have given to the kernel on a TCP connection.
-
-The kernel's count is what a killed gateway cannot take with it: bytes in a process's own buffer are in
-neither this count nor the connection. Linux only.
+A gateway holds an answer that has ended until its client has read it. A connection is cut if its client takes
+nothing for WRITE_TIMEOUT_S; and while more than MAX_UNREAD_BYTES wait, the one that has waited longest is
+cut. Its request is cancelled, as that of every client that leaves.
 """
 
 import asyncio
@@ -20,29 +14,39 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from api.event_loop import Pace
 from common.metrics import catalogue
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 
+log = logging.getLogger(__name__)
+
+UNREAD = "unread"
+"""Key of UnreadAnswers in the server's state, and of a connection's Unread in a request's state."""
+CHECK_S = 0.5
+RECORD_BYTES = 128
+"""About what a token takes in memory: id, log-probability and text, as objects in lists."""
 BYTES_ACKED = struct.Struct("<Q")
 BYTES_ACKED_AT = 120
-"""Where `tcpi_bytes_acked` is in `struct tcp_info` (Linux 4.1 and later)."""
+"""Offset of `tcpi_bytes_acked` in `struct tcp_info` (Linux 4.1 and later)."""
 INT = struct.Struct("=i")
 STATE_CLOSED = 7
 """`TCP_CLOSE`, in the first byte of `struct tcp_info`."""
 
+# --- the kernel's counts ------------------------------------------------------------------------------------
+
 
 def bytes_written(connection: socket.socket) -> int:
-    """Bytes written on a connection since it was opened, plus a constant of the connection; what the client
-    has acknowledged and what is still in the kernel. Nobody may write meanwhile. Raises OSError.
+    """Bytes that all processes have given to the kernel on a connection, plus a constant of the connection.
+    They survive the death of a gateway, unlike bytes in its own buffer. Nobody may write meanwhile. Linux
+    only: raises OSError elsewhere.
 
-    Not `bytes_sent - bytes_retrans + notsent_bytes`: a packet that this machine's own queue drops is sent
-    anew, is no retransmission, and is counted twice.
+    `bytes_sent - bytes_retrans + notsent_bytes` would count a packet twice that this machine's own queue
+    drops: it is sent anew without being a retransmission.
     """
     while True:
         acked = bytes_acked(connection)
@@ -68,7 +72,7 @@ def bytes_queued(connection: socket.socket) -> int:
 
 
 def is_reset(connection: socket.socket | None) -> bool:
-    """Whether the client has refused what was written since it closed the connection."""
+    """Whether the client closed the connection and then refused what was written."""
     if connection is None or sys.platform != "linux":
         return False
     with contextlib.suppress(OSError):  # no TCP, or closed here
@@ -76,25 +80,19 @@ def is_reset(connection: socket.socket | None) -> bool:
     return False
 
 
-log = logging.getLogger(__name__)
-
-UNREAD = "unread"
-"""Key in the server's state of UnreadAnswers, and in a request's of the Unread of its connection."""
-CHECK_S = 0.5
-RECORD_BYTES = 128
-"""About what a token takes in memory: id, log-probability and text, as objects in lists."""
+# --- connections --------------------------------------------------------------------------------------------
 
 
 class Unread:
-    """What one connection has not got rid of yet.
+    """What the client of one connection has not read yet.
 
     Attributes:
         answer_id: id of the answer that is being written; empty for none.
-        count_ended: counts the records of that answer which have ended and are not rendered yet.
-        since_s: monotonic time since when something waits; None if nothing does.
-        taken: what `bytes_taken` was at the last look; 0 when nothing waited.
-        taken_s: monotonic time since when it has taken no more.
-        is_half_closed: whether its client sends no more. It may still read.
+        count_ended: counts the records of that answer that are complete and not rendered yet.
+        since_s: monotonic time since which something waits; None if nothing does.
+        taken: result of `bytes_taken` at the last check; 0 if nothing waited.
+        taken_s: monotonic time since which the client has taken nothing.
+        is_half_closed: whether the client has closed its side. It may still read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -108,12 +106,12 @@ class Unread:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait to be written, and those of answers that ended and are not rendered yet."""
+        """Bytes that wait to be written, and about those of a complete answer that is not rendered yet."""
         num_records = self.count_ended() if self.count_ended is not None else 0
         return self.transport.get_write_buffer_size() + RECORD_BYTES * num_records
 
-    def look(self, now_s: float) -> None:
-        """Note whether the client has taken something since the last look."""
+    def check(self, now_s: float) -> None:
+        """Note whether the client has taken something since the last check."""
         taken = bytes_taken(self.transport) if self.transport.get_write_buffer_size() else 0
         if not taken or taken != self.taken:
             self.taken, self.taken_s = taken, now_s
@@ -132,14 +130,20 @@ def bytes_taken(transport: asyncio.Transport) -> int:
     return -transport.get_write_buffer_size()
 
 
-def is_half_closed(scope: Scope) -> bool:
-    """Whether the client of a request sends no more."""
+async def wait_for_disconnect(scope: Scope, receive: Receive, probe: Callable[[], Awaitable[None]]) -> None:
+    """Return when the client of a request has gone. A client that has closed its side may still read: `probe`
+    then writes something, which the kernel of a client that has gone refuses.
+    """
     unread: Unread | None = scope["state"].get(UNREAD)
-    return unread is not None and unread.is_half_closed
+    is_connected = True
+    while is_connected:
+        if unread is not None and unread.is_half_closed:  # checked before each wait: it may be so since long
+            await probe()
+        is_connected = (await receive())["type"] != "http.disconnect"
 
 
 class UnreadAnswers:
-    """The connections of a gateway, and the limits of what they may hold."""
+    """The connections of a gateway, and the bounds of what they may hold."""
 
     def __init__(self, settings: Settings) -> None:
         self.timeout_s = settings.write_timeout_s
@@ -157,9 +161,9 @@ class UnreadAnswers:
         pace = Pace()
         for unread in [*self.connections]:
             if unread.is_half_closed and is_reset(unread.transport.get_extra_info("socket")):
-                unread.transport.abort()  # nothing is read from it, so the kernel tells nobody
+                unread.transport.abort()  # it is not read from, so asyncio does not notice
                 continue
-            unread.look(time.monotonic())
+            unread.check(time.monotonic())
             if time.monotonic() - unread.taken_s > self.timeout_s and unread in self.connections:
                 self.cut(unread, "timeout", f"it took nothing for {self.timeout_s:g} s (WRITE_TIMEOUT_S)")
             await pace.step(0)
@@ -177,7 +181,7 @@ class UnreadAnswers:
             self.cut(unread, "bytes", f"unread answers held more than {self.max_bytes} (MAX_UNREAD_BYTES)")
 
     def cut(self, unread: Unread, reason: str, why: str) -> None:
-        """Cut a connection at once: what waits for its client is dropped."""
+        """Cut a connection at once, and drop what waits for its client."""
         answer_id, num_bytes = unread.answer_id or "none", unread.num_bytes
         log.warning("a client is cut off with %d bytes unread: %s (request: %s)", num_bytes, why, answer_id)
         catalogue.UNREAD_CUT.add(1, reason)

@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
-from api.event_loop import PAUSE_S, attempt, offload
+from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.jobs import result
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.reply import Frame, Reply
@@ -127,7 +127,7 @@ class JobRun:
             raise unavailable(describe_error(error)) from error
         await self.check_cancelled()
         await left_ms(self.pool, self.job)
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(RETRY_PAUSE_S)
 
     async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_cancelled()
@@ -153,7 +153,7 @@ class JobRun:
             raise overloaded()
         if await self.admission.admit(stream, self.wait):
             await self.subscribe_first_channel(stream)
-        self.relay.filler.request([stream])
+        self.relay.filler.request_fill([stream])
 
     async def subscribe_first_channel(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""

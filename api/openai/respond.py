@@ -17,8 +17,8 @@ from api.openai.render import ChatCompletionRenderer, ChoicesRenderer, Completio
 from api.openai.request_schemas import OpenAIRequest
 from api.requests.pool import Pool
 from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, total_headers
+from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from api.streams.whole import Whole
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 

@@ -18,8 +18,8 @@ from api.json import to_json
 from api.openai.choice import TextPiece, new_choices
 from api.openai.response_items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
 from api.requests.respond import AnswerRenderer, total_headers
+from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from api.streams.whole import Whole
 from common.messages.answer import HttpAnswer
 
 ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}

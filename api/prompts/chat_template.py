@@ -1,9 +1,7 @@
 """Chat template: renders messages as the text of a prompt, exactly as transformers' `apply_chat_template`
 does.
 
-A template is a program of the model's makers: it runs in Jinja's sandbox and sees plain data only.
-
-Environment: what chat templates may use of Jinja, in its sandbox.
+A template is a program of the model's makers: it runs in Jinja's sandbox and sees only plain data.
 """
 
 import json
@@ -24,6 +22,16 @@ from jinja2.utils import Namespace
 from api.errors import ApiError, cut
 from common.model_config import read_json
 from common.settings.settings import SettingError
+
+Message = Mapping[str, Any]
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables that every template gets; a client's own variables have other names."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of the last message's content; with a space, which a template that trims content removes."""
+ARGUMENTS = {"place": "Rome"}
+
+# --- environment --------------------------------------------------------------------------------------------
 
 
 def environment() -> ImmutableSandboxedEnvironment:
@@ -63,7 +71,7 @@ def strftime_now(format: str) -> str:
 
 
 class Generation(Extension):
-    """`{% generation %}`: marks an assistant's text for training; here its content is rendered unchanged."""
+    """`{% generation %}`, which marks an assistant's text for training: its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # the library's own type
 
@@ -73,7 +81,7 @@ class Generation(Extension):
 
 
 class Dict:
-    """`dict(…)` without the class: its attributes would lead out of the sandbox."""
+    """`dict(…)` as a function: attributes of the class would lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -101,19 +109,14 @@ def check_name(name: str) -> None:
         raise SecurityError(f"a namespace cannot have {name!r}")
 
 
-Message = Mapping[str, Any]
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables that every template gets; a client's own variables have other names."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-ARGUMENTS = {"place": "Rome"}
+# --- template -----------------------------------------------------------------------------------------------
 
 
 class ChatTemplate:
     """A template and its variables `bos_token`, `eos_token`, …
 
     Attributes:
-        for_tools: the template of requests with tools, where that is another one.
+        for_tools: the template of requests with tools; by default the same one.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str = "") -> None:
@@ -125,13 +128,14 @@ class ChatTemplate:
     def load(
         cls, path: Path, config_path: str | None = None, own_path: str | None = None
     ) -> "ChatTemplate | None":
-        """Load the template at `own_path`, else of the tokenizer config at `config_path`, else of the model
-        in the directory `path`, if it has one. Raises SettingError.
+        """Load the template at `own_path`, else that of the tokenizer config at `config_path`, else that of
+        the model in the directory `path`, if any. Raises SettingError.
         """
         other = read_tokenizer_config(Path(config_path)) if config_path else {}
         config = read_json(path / "tokenizer_config.json") | other
+        file = path / "chat_template.jinja"
         own = (
-            template_file(path)
+            (file.read_text(encoding="utf-8") if file.is_file() else None)
             or read_json(path / "chat_template.json").get("chat_template")
             or config.get("chat_template")
         )
@@ -150,7 +154,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that it reads and does not set."""
+        """The names that the template reads and does not set."""
         return frozenset(meta.find_undeclared_variables(environment().parse(self.source)))
 
     @property
@@ -159,8 +163,8 @@ class ChatTemplate:
 
     @cached_property
     def wants_text_arguments(self) -> bool:
-        """Whether the arguments of earlier calls must be JSON texts: objects it refuses, or writes as Python
-        does.
+        """Whether arguments of earlier calls must be JSON texts, because the template refuses objects or
+        writes them as Python does.
         """
         try:
             return str(ARGUMENTS) in self.render(earlier_call(ARGUMENTS), False, {})
@@ -179,8 +183,8 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt up to the start of the next message, or with `add_generation_prompt` of its content.
-        Raises ApiError.
+        """The prompt up to the start of the next message; with `add_generation_prompt` up to the start of its
+        content. Raises ApiError.
         """
         own = {
             "messages": messages,
@@ -190,7 +194,7 @@ class ChatTemplate:
         }
         try:
             return self.compiled.render({**self.special_tokens, **variables, **own})
-        except Exception as error:  # any error is the template's
+        except Exception as error:  # a template may raise anything
             raise template_error(str(error) or type(error).__name__) from error
 
     def render_open(
@@ -199,16 +203,13 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt up to the end of the last message's content, which the model is to continue. Raises
-        ApiError.
-        """
+        """The prompt up to the end of the last message's content: the model continues it. Raises ApiError."""
         *before, last = messages
         marked = [*before, {**last, "content": last["content"] + END_MARK}]
         rendered = self.render(marked, False, variables, tools)
         text, mark, rest = rendered.rpartition(END_MARK.strip())
         if not mark or last["content"].strip() not in text:
             raise template_error("the chat template changes the last message, so it cannot be continued")
-        # The mark ends with a space: a template that trims content has trimmed that space.
         return text if rest.startswith(" ") else text.rstrip()
 
 
@@ -241,13 +242,8 @@ def read_template(path: Path) -> str:
     return source
 
 
-def template_file(path: Path) -> str | None:
-    file = path / "chat_template.jinja"
-    return file.read_text(encoding="utf-8") if file.is_file() else None
-
-
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens of a tokenizer config, where each is a text or an object around it."""
+    """Special tokens of a tokenizer config; each is a text there, or an object with its `content`."""
     tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
     texts = {
         name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()

@@ -1,35 +1,52 @@
-"""Model tokenizer: prompts to token ids, with the model's special tokens and chat template.
+"""Model tokenizer: turns prompts into token ids, and has the model's special tokens and chat template.
 
-Text budget: how much text one gateway tokenizes at once, because a byte takes some two hundred bytes of
-memory until its tokens are rendered.
+A byte of text takes some two hundred bytes of memory until its tokens are rendered. So `TextBudget` limits
+how much text a gateway tokenizes at once, and `TextBound` tells that a text has too many tokens without
+tokenizing it.
 """
 
 import asyncio
 import ctypes
+import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
-from api.event_loop import LONG
+from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate
-from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, TextBound, control_texts, text_bound
+from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, control_texts
 from common import model_config
 from common.settings.fields import SettingFields
 
 Result = TypeVar("Result")
 
 SHORT_BYTES = 2**16
-"""Texts up to this have a lane of their own, so that none of them waits for seconds behind long ones."""
+"""Texts up to this size have a lane of their own: they do not wait for long ones, which take seconds."""
+SHRINKS = {"Prepend": 1, "NFC": 4}
+"""Normalizers → the most characters that become one; 4 is Unicode's longest composition."""
+SPLITTERS = ("ByteLevel", "Metaspace", "Digits", "Punctuation")
+"""Pre-tokenizers that drop no character."""
+
+BYTE_TOKENS = {f"<0x{number:02X}>" for number in range(256)}
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+"""Bytes that ByteLevel writes as the character of the same number; the others follow in order from 256 on."""
+BYTE_LEVEL = {chr(number): number for number in PRINTABLE} | {
+    chr(256 + i): number for i, number in enumerate(sorted({*range(256)} - {*PRINTABLE}))
+}
+"""ByteLevel's characters → bytes."""
+
+# --- budget -------------------------------------------------------------------------------------------------
 
 
 class Lane:
-    """Bytes of texts that are tokenized at once, first come, first served. A text that is larger than the
-    lane has it alone.
+    """Room for `max_bytes` of text that is tokenized at once; first come, first served. A larger text takes
+    the whole lane.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -38,7 +55,7 @@ class Lane:
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> int:
-        """Return the bytes that were taken, which `release` gives back."""
+        """Wait for room, and return the bytes taken: `release` gives them back."""
         size = min(size, self.max_bytes)
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append((size, turn))
@@ -66,17 +83,17 @@ class Lane:
 
 
 class TextBudget:
-    """Runs work on texts: short work at once, longer work in a thread, when its lane has room."""
+    """Runs work on texts: up to LONG_SIZE at once, longer work in a thread when its lane has room."""
 
     def __init__(self, max_bytes: int = SettingFields().max_tokenized_bytes) -> None:
         self.short = Lane(max_bytes // 4)
         self.long = Lane(max_bytes - max_bytes // 4)
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
-        """The result of `work` on so many bytes, or its exception. A caller that is cancelled leaves its room
-        when its work has ended, because a thread cannot be stopped.
+        """The result of `work` on `size` bytes, or its exception. If the caller is cancelled, its room is
+        released when the work has ended, because a thread cannot be stopped.
         """
-        if size < LONG:
+        if size < LONG_SIZE:
             return work()
         is_short = size <= SHORT_BYTES
         lane = self.short if is_short else self.long
@@ -87,23 +104,19 @@ class TextBudget:
 
 
 def then_trimmed(work: Callable[[], Result]) -> Callable[[], Result]:
-    """The work, and then its memory goes back to the system: glibc keeps what a thread has freed for that
-    thread's next work.
+    """`work`, after which its memory goes back to the system: glibc would keep memory that a thread has freed
+    for that thread.
     """
 
     def run() -> Result:
         try:
             return work()
         finally:
-            trim_memory()
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "malloc_trim"):  # glibc only: others return memory by themselves
+                libc.malloc_trim(0)
 
     return run
-
-
-def trim_memory() -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc; others give memory back by themselves
-        libc.malloc_trim(0)
 
 
 def utf8_size(text: str) -> int:
@@ -111,20 +124,106 @@ def utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
+# --- bound --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextBound:
+    """How many tokens a text has at least.
+
+    Attributes:
+        max_chars: the most characters that one token stands for.
+        dropped: characters of which no token is made.
+    """
+
+    max_chars: int
+    dropped: str = ""
+
+    def least_tokens(self, text: str) -> int:
+        num_chars = len(text) - sum(text.count(character) for character in self.dropped)
+        return -(-num_chars // self.max_chars)
+
+
+def text_bound(tokenizer: Tokenizer) -> TextBound | None:
+    """The bound of a tokenizer; None if one token may stand for any number of characters."""
+    splitters = [*parts_of(tokenizer.pre_tokenizer)]
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    dropped = dropped_characters(tokenizer, splitters)
+    if strips or dropped is None or not all(map(keeps_characters, splitters)):
+        return None
+    shrinks = [shrink_of(one) for one in parts_of(tokenizer.normalizer)]
+    if None in shrinks:
+        return None
+    # a token has a character for each character of its part of the text, or with ByteLevel for each byte
+    longest = max(map(len, tokenizer.get_vocab())) * max([1, *(shrink for shrink in shrinks if shrink)])
+    return TextBound(longest, dropped)
+
+
+def dropped_characters(tokenizer: Tokenizer, splitters: Iterable[Mapping[str, Any]]) -> str | None:
+    """Characters of which no token is made; None if any may be dropped, or if several unknown ones may become
+    one token.
+    """
+    model = tokenizer.model
+    if not isinstance(model, BPE):
+        return None
+    known = tokenizer.get_vocab().keys()
+    if any(one["type"] == "ByteLevel" for one in splitters):
+        unknown = BYTE_LEVEL.keys() - known
+        # a character beyond ASCII begins with one of these bytes, so it has a token
+        within = all(BYTE_LEVEL[spelled] < 0x80 or BYTE_LEVEL[spelled] >= 0xC0 for spelled in unknown)
+        ascii_only = "".join(chr(BYTE_LEVEL[spelled]) for spelled in unknown if BYTE_LEVEL[spelled] < 0x80)
+        return ascii_only if within else None
+    if model.byte_fallback and known >= BYTE_TOKENS:
+        return ""
+    return "" if model.unk_token is not None and not model.fuse_unk else None
+
+
+def parts_of(component: Any) -> Iterator[Mapping[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer, as in tokenizer.json."""
+    if component is not None:
+        yield from flatten(json.loads(component.__getstate__()))
+
+
+def flatten(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    if inner is None:
+        yield part
+    else:
+        for one in inner:
+            yield from flatten(one)
+
+
+def keeps_characters(splitter: Mapping[str, Any]) -> bool:
+    kind, behavior = splitter["type"], splitter.get("behavior")
+    return behavior != "Removed" and (kind in SPLITTERS or kind == "Split")
+
+
+def shrink_of(normalizer: Mapping[str, Any]) -> int | None:
+    """The most characters that a normalizer turns into one; None if any number."""
+    if normalizer["type"] == "Replace":
+        replaced = normalizer["pattern"].get("String")
+        keeps = replaced is not None and len(replaced) <= len(normalizer["content"])
+        return 1 if keeps else None
+    return SHRINKS.get(normalizer["type"])
+
+
+# --- tokenizer ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTokenizer:
-    """A model's tokenizer, its special ids, and its chat template. Grammars know it as their vocabulary.
+    """A model's tokenizer, its special ids and its chat template; for grammars it is the vocabulary.
 
     Attributes:
         backend: the tokenizer of the library `tokenizers`.
         special_ids: ids that are control, not text.
         ending_ids: the model's end-of-sequence ids: no other special token ends a generation by itself.
-        controls: control texts that stay text where a client writes them in messages.
-        plain: gives the copy that tokenizes prompts with such texts; it is made when one comes.
+        controls: control texts that stay text if a client writes them in messages.
+        plain: returns the copy that tokenizes prompts with such texts; it is made at the first call.
         chat_template: None if the model has none.
-        sampling_defaults: what /v1 takes where a request says nothing (GENERATION_CONFIG).
-        budget: how much text this gateway tokenizes at once, with all its tokenizers.
-        bound: how many tokens a text has at least; None where that is not known without tokenizing it.
+        sampling_defaults: defaults of /v1 (GENERATION_CONFIG).
+        budget: shared by all tokenizers of this gateway.
+        bound: how many tokens a text has at least; None if only tokenizing tells.
     """
 
     backend: Tokenizer
@@ -184,8 +283,8 @@ class ModelTokenizer:
         return ids[0] if is_one else None
 
     async def run(self, prompt: Rendered, work: Callable[[], Result]) -> Result:
-        """The result of work that tokenizes a prompt, or its exception; if the prompt is long, in a thread,
-        when the gateway's budget has room for it.
+        """The result of work that tokenizes a prompt, or its exception; a long prompt's runs in a thread when
+        the budget has room for it.
         """
         if prompt.guarded is not None:
             await asyncio.to_thread(self.plain)
@@ -202,23 +301,23 @@ class ModelTokenizer:
         return ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a raw text, in which the texts of control tokens are those tokens."""
+        """Token ids of a raw text; texts of control tokens in it become those tokens."""
         # Unlike `encode`, `encode_batch_fast` releases the GIL.
         encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded[0].ids
         return ids
 
     def spans(self, prompt: Rendered, add_special_tokens: bool) -> Iterator[tuple[int, int, int]]:
-        """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character
-        all span it; special tokens that were added span nothing. Raises ApiError.
+        """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character all
+        span it; added special tokens span nothing. Raises ApiError.
         """
         if prompt.guarded is None:
             encoded = self.backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)[0]
         else:
             encoded = self.plain().encode(prompt.guarded, add_special_tokens)
-        for place, token_id in enumerate(encoded.ids):
-            # One by one: a list of all offsets would be larger than the encoding.
-            start, end = encoded.token_to_chars(place) or (0, 0)
+        for index, token_id in enumerate(encoded.ids):
+            # one by one: a list of all offsets would be larger than the encoding
+            start, end = encoded.token_to_chars(index) or (0, 0)
             yield token_id, start, end
 
     def spellings(self, word: str) -> list[list[int]]:

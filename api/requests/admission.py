@@ -140,7 +140,7 @@ class Admission:
         """
         self.relay.add(stream)
         outcome = await attempt(lambda: self.admit_once(stream.request, stream.answer), policy)
-        self.relay.admitted(stream)
+        self.relay.note_admitted(stream)
         return outcome == "attached"
 
     async def admit_once(self, request: Generate, answer: bytes) -> str:
@@ -229,7 +229,7 @@ class Admission:
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
                 if (stream.ended_here or not stream.terminal) and await self.cancel(request_id, reader):
-                    self.relay.admitted(stream)
+                    self.relay.note_admitted(stream)
                     await stream.ended.wait()
                 await self.retry_forever(lambda: self.client.run(forget))
         except TimeoutError:

@@ -20,9 +20,8 @@ from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
 from api.requests.service_terms import on_terms
 from api.streams.answer import describe_answer
+from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
 from api.streams.stream import Stream
-from api.streams.token_stream import TokenStream
-from api.streams.whole import RenderWhole, respond_with_whole
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 from common.settings.settings import Settings

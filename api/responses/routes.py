@@ -13,7 +13,7 @@ from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
 from api.http.middleware import request_id
 from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream
-from api.http.sse import HEADERS, FeedBehind
+from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
 from api.openai.params import CHARS_OF_MESSAGE
 from api.openai.response_object import ResponseFrames
@@ -40,7 +40,7 @@ from api.responses.stored import (
     render_response,
 )
 from api.resume import attach
-from api.streams.token_stream import TokenStream
+from api.streams.http_response import TokenStream
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
@@ -114,8 +114,9 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        rest = FeedBehind(ResponseFrames(answer, [stream]), num_seen)
-        return EventSourceResponse((frame async for new in rest for frame in new), headers=HEADERS, sep="\n")
+        rest = RestOfFeed(ResponseFrames(answer, [stream]), num_seen)
+        frames = (frame async for new in rest for frame in new)
+        return EventSourceResponse(frames, headers=SSE_HEADERS, sep="\n")
     try:
         streams, behind = await attach.read_behind(pool, answer, channel, num_seen)
     except ApiError as error:
@@ -124,7 +125,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
             raise invalid(f"{text}. Given: {quoted(num_seen - 1)}", "starting_after") from error
         raise
     if behind is None:
-        return Response(b"", 200, HEADERS)
+        return Response(b"", 200, SSE_HEADERS)
     reader = await attach.become_reader(pool, streams)
     return TokenStream(
         answer,

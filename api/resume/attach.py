@@ -16,7 +16,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
-from api.http.sse import Feed, FeedBehind
+from api.http.sse import Feed, RestOfFeed
 from api.openai import respond
 from api.openai import response_object as response_frames
 from api.requests.pool import Pool
@@ -151,7 +151,7 @@ async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen:
     """The frames behind those that the client has; None if it has all. Raises ApiError: 424, and 422 if there
     are not so many yet: a client has only frames that are committed.
     """
-    frames = FeedBehind(renderer_of(answer).frames(answer, streams), num_seen)
+    frames = RestOfFeed(renderer_of(answer).frames(answer, streams), num_seen)
     await frames.prepare()
     failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
     if frames.num_seen and failure:  # the tokens of a request that failed are not kept
@@ -200,5 +200,5 @@ def give_events(pool: Pool, stream: Stream) -> None:
     if stream.request.channel != relay.channel:
         relay.follow_channel(stream.request.channel)
     relay.add(stream)
-    relay.admitted(stream)
-    relay.filler.request([stream])
+    relay.note_admitted(stream)
+    relay.filler.request_fill([stream])

@@ -16,18 +16,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ApiError, asking_broker, invalid
-from api.event_loop import PAUSE_S, attempt
+from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
-from api.http.middleware import HEADER
-from api.http.sse import CYCLE, FeedBehind
+from api.http.middleware import REQUEST_ID_HEADER
+from api.http.sse import CYCLE, RestOfFeed
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.attach import find
+from api.streams.http_response import TokenStream, respond_with_whole
 from api.streams.stream import Stream
-from api.streams.token_stream import TokenStream
-from api.streams.whole import respond_with_whole
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode
 from common.messages.kept_answer import KeptAnswer, KeptRequests
@@ -64,7 +63,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
     )
     release, renderer = pool.admission.release, attach.renderer_of(answer)
     if answer.streamed:
-        frames = FeedBehind(renderer.frames(answer, streams), kept.num_seen)
+        frames = RestOfFeed(renderer.frames(answer, streams), kept.num_seen)
         return TokenStream(
             answer,
             frames=frames,
@@ -138,7 +137,7 @@ async def wait_for_broker(cycle: Any, kept: KeptAnswer, error: Exception) -> Non
     """
     if isinstance(error, ApiError) and error.error_type != "unavailable":
         raise error
-    await asyncio.sleep(PAUSE_S)
+    await asyncio.sleep(RETRY_PAUSE_S)
     if cycle.disconnected and not (kept.requests and kept.requests.outlives_client):
         raise ClientDisconnect
 
@@ -154,10 +153,10 @@ async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     headers = Headers(scope=scope) if is_post else Headers()
     if attach.HEADER not in headers:
         await app(scope, receive, send)
-    elif HEADER not in headers:
-        text = f"`{attach.HEADER}` needs the request's id in `{HEADER}`: see `content-location`"
+    elif REQUEST_ID_HEADER not in headers:
+        text = f"`{attach.HEADER}` needs the request's id in `{REQUEST_ID_HEADER}`: see `content-location`"
         await error_response(invalid(text, attach.HEADER), scope["path"])(scope, receive, send)
     else:
-        path = f"/requests/{headers[HEADER]}/stream"
+        path = f"/requests/{headers[REQUEST_ID_HEADER]}/stream"
         scope.update(method="GET", path=path, raw_path=path.encode())
         await app(scope, receive, send)

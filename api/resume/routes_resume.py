@@ -10,7 +10,7 @@ from api.errors import invalid, quoted
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.resume import attach
 from api.resume.attach import find_own
-from api.streams.token_stream import TokenStream
+from api.streams.http_response import TokenStream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 ORDINAL = re.compile(r"[0-9]{1,9}")

@@ -1,5 +1,5 @@
-"""Answer: describes an answer when its request is accepted; says who reads it, how long and where it is
-kept.
+"""Answer: describes an answer when its request is accepted, and says in its requests who reads it and how
+long it is kept.
 """
 
 import hashlib
@@ -9,10 +9,9 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from common.block_hashes import prompt_hashes
-from common.broker.keys import RESULT_TTL_MS, Keys, pool_of
+from common.broker.keys import RESULT_TTL_MS, Keys
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.codec import encode
-from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.messages.request import Generate
 from common.settings.settings import Settings
 
@@ -36,7 +35,7 @@ def describe_answer(
 
     Args:
         prefixes: for each prompt, the text with which its choices begin.
-        created_s: now if it is not given.
+        created_s: Unix time; by default now.
     """
     n = len(requests) // len(prefixes)
     return HttpAnswer(
@@ -59,7 +58,7 @@ def address(settings: Settings, gateway: str, request: Generate, request_id: str
     """A validated request with its id, its digest, and the gateway that is its reader."""
     content = replace(
         request,
-        result_ttl_ms=round(settings.request_timeout_s * 1000),  # for slow clients of a dead gateway
+        result_ttl_ms=round(settings.request_timeout_s * 1000),  # for slow clients of a gateway that has died
         channel=Keys(settings.pool).events(gateway),
         gateway=gateway,
         grace_ms=round(settings.gateway_grace_s * 1000),
@@ -71,23 +70,14 @@ def address(settings: Settings, gateway: str, request: Generate, request_id: str
 
 
 def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
-    """A choice's request; it goes on without its client, and keeps its result, as the answer's terms say."""
+    """A choice's request with the answer's terms: how long it goes on without its client, and how long its
+    result is kept.
+    """
     terms = answer.terms
     kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.stored_ms]
-    if len(answer.requests) > 1:  # the first choice that ends must not be lost before the last one
+    if len(answer.requests) > 1:  # the first choice that ends must outlive the last one
         kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
     if terms.detached:
         return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(*kept_ms, RESULT_TTL_MS))
     grace_ms = request.grace_ms if terms.resume_ms is None else terms.resume_ms
     return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))
-
-
-def keep_requests(packed: bytes, requests: Sequence[Generate], keep_s: float) -> KeptRequests | None:
-    """What another gateway needs to queue the admitted requests of a packed answer again, which go on for
-    `keep_s` without their client; None if that is too long for the socket keeper.
-    """
-    digests = [request.digest for request in requests]
-    if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
-        return None
-    channel = requests[0].channel
-    return KeptRequests(pool_of(channel), channel, digests, packed, keep_s > 0)

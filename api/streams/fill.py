@@ -1,10 +1,8 @@
-"""Filler: reads from Redis what messages did not bring to the streams of a gateway.
+"""Filler: reads from Redis what lost messages did not bring to the streams of a gateway.
 
-It reads as little as it can, in this order: of a source's log the flushes that were lost; of a request that
-this leaves in doubt its hash, and its string from the first missing token on; where that is not enough, the
-log of the worker that holds it. It works in slices, so the event loop is never held for long.
-
-Sources: what this gateway has heard of each process that publishes to it.
+It reads as little as it can, in this order: the lost flushes of a source's log; for requests that are still
+in doubt the hash, and the string from the first missing token on; if that is not enough, the log of the
+worker that holds the request. It works in slices, so the event loop is never held for long.
 """
 
 import asyncio
@@ -20,29 +18,41 @@ from api.streams.stream import Stream
 from common.broker.client import FailureLog
 from common.broker.committed import Committed, read_log, read_tails, tokens_of
 from common.broker.pool_client import PoolClient
-from common.messages import events
 from common.messages.codec import WireError
-from common.messages.events import Events, Terminal, Tokens
+from common.messages.events import FINISHED, Events, Terminal, Tokens
 from common.messages.records import RECORD, unpack_records
 
+log = logging.getLogger(__name__)
+
 MAX_SOURCES = 4096
-"""Sources that are remembered, on each channel: those heard last."""
+"""Pairs of source and channel that are remembered: those heard last."""
+RETRY_S = 1.0
+STREAMS_IN_ONE_READ = 64
+"""Streams whose strings are read at once."""
+TOKENS_AT_ONCE = 256
+"""Tokens that one stream gets at once; its reader then renders as many."""
+TOKENS_PER_UNIT = 8
+JITTER_PER_STREAM_S = 0.0001
+"""Longest pause before a fill, for each stream in doubt: so gateways that lost the same message do not all
+read at once.
+"""
+MAX_JITTER_S = 0.25
 
 
 class Sources:
-    """The last message of each source on each channel.
+    """The last message of each source (a process that publishes to this gateway) on each channel.
 
     Attributes:
-        last: (source, channel) → (its sequence number, its flush), those heard last at the end.
+        last: (source, channel) → (its sequence number, its flush); those heard last are at the end.
     """
 
     def __init__(self) -> None:
         self.last: dict[tuple[str, str], tuple[int, int]] = {}
 
     def note(self, events: Events, channel: str) -> int | None:
-        """Note a message. Returns None, or if messages before it were lost, the flush after which they came.
+        """Note a message. If messages before it were lost, return the flush after which they came, else None.
 
-        A message without events repeats the last number. A source may be silent for as long as it likes.
+        A message without events repeats the last number, so that the loss of the last message is noticed.
         """
         key = events.source, channel
         number, flush = self.last.pop(key, (0, 0))
@@ -57,26 +67,13 @@ class Sources:
         return self.last.get((source, channel), (0, 0))[1]
 
 
-log = logging.getLogger(__name__)
-
-RETRY_S = 1.0
-NUM_STREAMS = 64
-"""Streams whose strings are read at once."""
-NUM_TOKENS = 256
-"""Tokens that one stream gets at once; its reader then renders as many."""
-TOKENS_A_UNIT = 8
-JITTER_S = 0.0001
-"""Longest pause before a fill, for each stream in doubt: gateways that lost the same do not read at once."""
-MAX_JITTER_S = 0.25
-
-
 class Filler:
-    """Fills the streams of one gateway, a round at a time; what is requested meanwhile goes into the next.
+    """Fills the streams of one gateway in rounds; what is requested during a round is filled in the next one.
 
     Attributes:
         streams: the relay's, by request id.
-        lost: source → (after, until): the flushes that were lost; 0 for until its newest.
-        offers: what Redis turns out to lack.
+        lost: source → (after, until): its lost flushes; `until` is 0 for its newest one.
+        offers: offers the streams that Redis turns out to lack.
         doubtful: request id → monotonic time; an event after it shows that the stream misses nothing.
     """
 
@@ -92,7 +89,7 @@ class Filler:
         self.num_fills = 0
         self.failures = FailureLog(log, "filling streams")
 
-    def request(self, streams: Iterable[Stream], since_s: float = math.inf) -> None:
+    def request_fill(self, streams: Iterable[Stream], since_s: float = math.inf) -> None:
         """Request a fill of these streams, unless they get an event after `since_s` that fits."""
         for stream in streams:
             request_id = stream.request.request_id
@@ -100,7 +97,7 @@ class Filler:
             self.requested.set()
 
     def request_flushes(self, source: str, after: int, until: int) -> None:
-        """Request the tokens of a source's flushes: those behind `after`, up to `until` or the newest."""
+        """Request the tokens of a source's flushes after `after`, up to `until`; 0 is the newest."""
         first, last = self.lost.get(source, (after, until))
         self.lost[source] = min(first, after), max(last, until) if last and until else 0
         self.requested.set()
@@ -114,7 +111,8 @@ class Filler:
         """Never returns."""
         while True:
             await self.requested.wait()
-            await asyncio.sleep(random.uniform(0, min(MAX_JITTER_S, JITTER_S * len(self.doubtful))))
+            jitter_s = min(MAX_JITTER_S, JITTER_PER_STREAM_S * len(self.doubtful))
+            await asyncio.sleep(random.uniform(0, jitter_s))
             self.requested.clear()
             lost, self.lost = self.lost, {}
             doubtful = self.take_admitted()
@@ -125,7 +123,7 @@ class Filler:
             await asyncio.sleep(RETRY_S)
 
     def take_admitted(self) -> dict[str, float]:
-        """Remove and return the doubtful streams that Redis knows."""
+        """Remove and return the doubtful streams whose requests are admitted."""
         taken = {name: since_s for name, since_s in self.doubtful.items() if self.streams[name].admitted}
         for name in taken:
             del self.doubtful[name]
@@ -136,22 +134,22 @@ class Filler:
             self.request_flushes(source, after, until)
         for name, since_s in doubtful.items():
             if name in self.streams:
-                self.request([self.streams[name]], since_s)
+                self.request_fill([self.streams[name]], since_s)
 
     async def fill(self, lost: dict[str, tuple[int, int]], doubtful: dict[str, float]) -> None:
         if not lost and not doubtful:
             return
         self.num_fills += 1
         for source, (after, until) in lost.items():
-            await self.read_log(source, after, until)
+            await self.fill_from_log(source, after, until)
         unsure = [name for name, since_s in doubtful.items() if self.is_unsure(name, since_s)]
-        for i in range(0, len(unsure), NUM_STREAMS):
-            await self.read_strings(unsure[i : i + NUM_STREAMS])
+        for i in range(0, len(unsure), STREAMS_IN_ONE_READ):
+            await self.fill_from_strings(unsure[i : i + STREAMS_IN_ONE_READ])
         for worker, streams in self.group_by_worker(unsure, lost).items():
-            await self.read_log(worker, min(self.first_missing(stream, worker) for stream in streams), 0)
+            await self.fill_from_log(worker, min(self.first_missing(stream, worker) for stream in streams), 0)
 
     def is_unsure(self, request_id: str, since_s: float) -> bool:
-        """Whether no event since then has shown that a stream misses nothing."""
+        """Whether no event after `since_s` has shown that a stream misses nothing."""
         stream = self.streams.get(request_id)
         return (
             stream is not None and not stream.terminal and (stream.has_gap or stream.times.heard_s < since_s)
@@ -161,7 +159,7 @@ class Filler:
         """The streams whose strings were not enough, by the worker whose log has the rest.
 
         Args:
-            read: workers of whose log the end was read in this round.
+            read: workers whose logs were read up to the end in this round.
         """
         groups: dict[str, list[Stream]] = {}
         for name in request_ids:
@@ -173,14 +171,14 @@ class Filler:
         return groups
 
     def first_missing(self, stream: Stream, worker: str) -> int:
-        """The flush of a worker's log behind which a stream may miss tokens."""
+        """The flush of a worker's log after which a stream may miss tokens."""
         if stream.has_gap or stream.source != worker:
             return 0
         return self.sources.last_flush(worker, stream.request.channel)
 
     # --- logs -----------------------------------------------------------------------------------------------
 
-    async def read_log(self, worker: str, after: int, until: int) -> None:
+    async def fill_from_log(self, worker: str, after: int, until: int) -> None:
         async for entry in read_log(self.client, worker, after, until):
             for tokens in tokens_of(entry, self.streams):
                 await self.add_logged(tokens, worker)
@@ -196,44 +194,48 @@ class Filler:
 
     # --- strings and ends -----------------------------------------------------------------------------------
 
-    async def read_strings(self, request_ids: list[str]) -> None:
+    async def fill_from_strings(self, request_ids: list[str]) -> None:
         streams = [self.streams[name] for name in request_ids if name in self.streams]
         offsets = {
             stream.request.request_id: stream.num_tokens * stream.request.width * RECORD.size
             for stream in streams
         }
-        begun = [stream for stream in streams if stream.prompt.is_missing and stream.has_gap]
+        lacked_prompt = [stream for stream in streams if stream.prompt.is_missing and stream.has_gap]
         states = await read_tails(self.client, offsets)
         for stream in streams:
             name = stream.request.request_id
-            await self.apply(stream, states[name], offsets[name])
-            if stream in begun and stream.prompt.is_missing and not stream.terminal:
+            await self.apply_state(stream, states[name], offsets[name])
+            if stream in lacked_prompt and stream.prompt.is_missing and not stream.terminal:
                 stream.fail_prompt()
             await self.pace.step()
 
-    async def apply(self, stream: Stream, state: Committed, offset: int) -> None:
-        """Add what Redis has and this stream has not: tokens from a byte of the string on, and the end."""
+    async def apply_state(self, stream: Stream, state: Committed, offset: int) -> None:
+        """Add the end and the tokens that this stream lacks.
+
+        Args:
+            offset: byte of the request's string where the state's records begin.
+        """
         if not state.known:
-            self.offers.find_unknown(stream)
+            self.offers.offer_unknown(stream)
         elif state.terminal:
             stream.note_state(state)
             await self.apply_end(stream, state)
         elif state.worker and not stream.lineage.check(
             state.worker, state.attempt, state.base, stream.num_tokens
         ):
-            self.offers.request([stream])
+            self.offers.request_offer([stream])
         else:
             stream.note_state(state)
             await self.add_records(stream, offset, state.records)
 
     async def apply_end(self, stream: Stream, state: Committed) -> None:
-        width, is_answer = stream.request.width, state.terminal in events.FINISHED
+        width, is_answer = stream.request.width, state.terminal in FINISHED
         if is_answer and (state.width != width or state.num_tokens != state.num_final):
-            stream.fail("its result cannot be read")  # somebody wrote to the key
+            stream.fail("its result cannot be read")  # somebody else wrote to the key
             return
         shown = state.records[: stream.num_tokens * state.token_bytes]
         if is_answer and unpack_records(shown, width)[0] != stream.ids:
-            self.offers.request([stream], reopen=True)
+            self.offers.request_offer([stream], reopen=True)
             return
         if is_answer:
             await self.add_records(stream, 0, state.records)
@@ -242,19 +244,19 @@ class Filler:
         stream.end(Terminal(request_id, state.terminal, num_tokens, state.error, state.error_type))
 
     async def add_records(self, stream: Stream, offset: int, records: bytes) -> None:
-        """Add the tokens from a byte of the string on, in slices, without their texts."""
+        """Add tokens without their texts, in slices; `offset` is where the records begin in the string."""
         width = stream.request.width
         token_bytes = width * RECORD.size
-        index, num_bytes = offset // token_bytes, NUM_TOKENS * token_bytes
+        index, num_bytes = offset // token_bytes, TOKENS_AT_ONCE * token_bytes
         for i in range(0, len(records), num_bytes):
             await self.detokenize_late(stream)
             ids, logprobs, tops = unpack_records(records[i : i + num_bytes], width)
-            if index + NUM_TOKENS > stream.num_tokens:
+            if index + TOKENS_AT_ONCE > stream.num_tokens:
                 stream.add_committed(index, ids, logprobs, tops)
-                await self.pace.step(len(ids) // TOKENS_A_UNIT)
-            index += NUM_TOKENS
+                await self.pace.step(len(ids) // TOKENS_PER_UNIT)
+            index += TOKENS_AT_ONCE
 
     async def detokenize_late(self, stream: Stream) -> None:
         """Let the stream's detokenizer see the tokens that came with their text."""
-        while stream.late_text.see(stream.ids, NUM_TOKENS):
-            await self.pace.step(NUM_TOKENS // TOKENS_A_UNIT)
+        while stream.late_text.see(stream.ids, TOKENS_AT_ONCE):
+            await self.pace.step(TOKENS_AT_ONCE // TOKENS_PER_UNIT)

@@ -1,8 +1,8 @@
-"""Offers: what the streams of a gateway have, for a broker that may have lost it.
+"""Offers: a gateway tells a broker that may have lost requests what its streams have.
 
-A broker that was restored lacks what was written last: requests, placements, tokens that clients have seen.
-A gateway knows all of that of its own streams, and what was shown is a fact: it is committed again, and the
-request goes on from there.
+A restored broker lacks what was written last: requests, placements, tokens that clients have seen. The
+gateway has these in its streams. Tokens that a client has seen are committed again, and the request goes on
+after them.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from api.event_loop import PAUSE_S, attempt, repeat_forever, retry_forever
+from api.event_loop import RETRY_PAUSE_S, attempt, repeat_forever, retry_forever
 from api.streams.stream import Stream
 from common.broker import request_scripts
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, read_server_id
@@ -25,12 +25,11 @@ from common.process.logs import for_request, plural
 log = logging.getLogger(__name__)
 
 FORGOTTEN = "the broker does not know the request any more: its data was deleted, or lost"
-NUM_STREAMS = 16
-"""Streams that are offered at once."""
+STREAMS_AT_ONCE = 16
 
 
 def time_out(stream: Stream) -> None:
-    """End a stream in the words of the fleet, which has not done it."""
+    """End a stream with the error of a missed deadline, which the fleet has not sent."""
     error_type, why = events.ERRORS["timeout"]
     stream.fail(why, error_type)
 
@@ -42,13 +41,14 @@ def supersede(stream: Stream) -> None:
 
 
 class Offers:
-    """Offers streams, those that are requested; and all of them whenever the broker turns out to be another
-    server than before, as after a restart or a failover.
+    """Offers streams on request; and all of them when the broker is another server than before, as after a
+    restart or a failover.
 
     Attributes:
         streams: the relay's, by request id.
-        pending: ids of streams to offer → whether it has ended in Redis with other tokens.
-        server_id: of the broker, as last seen.
+        pending: id of a stream to offer → whether its request has ended in Redis with other tokens.
+        connected: set when a connection to the broker was made.
+        server_id: the last known id of the broker's server.
     """
 
     def __init__(self, client: PoolClient, streams: dict[str, Stream]) -> None:
@@ -67,23 +67,24 @@ class Offers:
             tasks.create_task(self.offer_pending())
             tasks.create_task(repeat_forever(self.watch_server, "asking which server the broker is"))
 
-    def request(self, streams: Iterable[Stream], reopen: bool = False) -> None:
+    def request_offer(self, streams: Iterable[Stream], reopen: bool = False) -> None:
+        """Offer these streams soon. `reopen`: their requests have ended in Redis with other tokens."""
         for stream in streams:
             name = stream.request.request_id
             self.pending[name] = reopen or self.pending.get(name, False)
             self.requested.set()
 
-    def find_unknown(self, stream: Stream) -> None:
-        """Offer a stream whose keys are gone; end it if they expired, some time after its deadline."""
+    def offer_unknown(self, stream: Stream) -> None:
+        """Offer a stream whose keys are gone; end it after its deadline, because then they have expired."""
         if time.monotonic() > stream.deadline_s:
             time_out(stream)
         elif stream.released:
             stream.fail(FORGOTTEN)
         else:
-            self.request([stream])
+            self.request_offer([stream])
 
     async def watch_server(self) -> None:
-        """Offer all streams, once connected, to a broker that is not the one before."""
+        """Once connected, offer all streams if the broker is not the server of before."""
         await self.connected.wait()
         self.connected.clear()
         try:
@@ -95,7 +96,7 @@ class Offers:
         if self.server_id and server_id != self.server_id:
             num_streams = plural(len(self.streams), "stream")
             log.warning("the broker was restarted or replaced: offering it %s", num_streams)
-            self.request(self.streams.values())
+            self.request_offer(self.streams.values())
         self.server_id = server_id
 
     async def offer_pending(self) -> None:
@@ -103,16 +104,16 @@ class Offers:
             await self.requested.wait()
             self.requested.clear()
             names, self.pending = list(self.pending.items()), {}
-            for i in range(0, len(names), NUM_STREAMS):
+            for i in range(0, len(names), STREAMS_AT_ONCE):
                 part = [
                     (self.streams[name], reopen)
-                    for name, reopen in names[i : i + NUM_STREAMS]
+                    for name, reopen in names[i : i + STREAMS_AT_ONCE]
                     if name in self.streams
                 ]
                 await asyncio.gather(*(self.offer(stream, reopen) for stream, reopen in part))
 
     async def offer(self, stream: Stream, reopen: bool) -> None:
-        """Offer one stream; later again if the broker fails."""
+        """Offer one stream; if the broker fails, request it again."""
         if not stream.admitted or stream.terminal or stream.released:
             return
         ttl_ms = stream.request.ttl_ms - round((time.monotonic() - stream.times.started_s) * 1000)
@@ -122,42 +123,39 @@ class Offers:
         with self.failures.caught():
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reply = await self.send(stream, ttl_ms, reopen)
-            await self.on_reply(stream, reply)
+            self.num_offers += 1
+            self.apply(stream, reply)
+            if reply.outcome == "queued" and (stream.terminal or stream.released):
+                await self.cancel(stream)
             return
-        await asyncio.sleep(PAUSE_S)
-        self.request([stream], reopen)
-
-    async def on_reply(self, stream: Stream, reply: OfferReply) -> None:
-        """Apply the reply to an offer."""
-        self.num_offers += 1
-        self.apply(stream, reply)
-        if reply.outcome == "queued" and (stream.terminal or stream.released):
-            await self.cancel(stream)
+        await asyncio.sleep(RETRY_PAUSE_S)
+        self.request_offer([stream], reopen)
 
     async def cancel(self, stream: Stream) -> None:
-        """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
+        """Cancel a request whose stream ended here while it was offered. Its keys expire."""
         name = stream.request.request_id
         await attempt(
             lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S), retry_forever
         )
 
     def apply(self, stream: Stream, reply: OfferReply) -> None:
+        """Apply the reply to an offer."""
         request_id = stream.request.request_id
         extra = for_request(request_id)
         shown = plural(stream.num_tokens, "token")
         match reply.outcome:
             case "queued":
-                log.warning("request %s is queued again, behind %s", request_id, shown, extra=extra)
+                log.warning("request %s is queued again, after %s", request_id, shown, extra=extra)
             case "void":
-                log.warning("request %s goes on behind %s", request_id, shown, extra=extra)
+                log.warning("request %s goes on after %s", request_id, shown, extra=extra)
             case "superseded":
                 supersede(stream)
             case "foreign":
                 stream.fail(FORGOTTEN)
-        stream.offered(reply.attempt)
+        stream.note_offered(reply.attempt)
 
     async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> OfferReply:
-        """The reply of the script `offer`."""
+        """Run the script `offer`."""
         call = request_scripts.offer(
             self.client.keys,
             replace(stream.request, ttl_ms=ttl_ms, num_shown=stream.num_tokens),

@@ -1,8 +1,8 @@
 """Relay: one subscription for all streams of a gateway; gaps are filled from Redis.
 
-Messages may be lost, one by one or with the connection. That shows in a stream (an index beyond its tokens),
-in a source (a skipped sequence number) or in silence; then what is committed is read of the streams that it
-may concern (`api/streams/fill.py`).
+Messages may be lost, one by one or with the connection. A loss shows in a stream (an index beyond its
+tokens), in a source (a skipped sequence number) or in silence. Then the committed tokens of the streams that
+may be concerned are read (`api/streams/fill.py`).
 """
 
 import asyncio
@@ -26,15 +26,18 @@ from common.process.event_loop import until_beat
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
+"""Pauses before a new subscription, doubled each time."""
 AUDIT_S = 1.0
 SILENCE_S = 5.0
+"""A stream without an event or a fill for this time is filled."""
 LATE_S = 5.0
+"""A stream is ended this long after its deadline, if the fleet has not ended it."""
 QUIET_S = 1.0
-"""A stream without an event for so long may have moved to any source, or have been ended by the batcher."""
+"""A stream that is silent for this time may have moved to any source, or have been ended by the batcher."""
 END_UNITS = 4
-"""What an end costs beside a token: the last frames, and the release of the request."""
+"""Cost of an end in units of work: the last frames, and the release of the request."""
 MAX_WAITING = 256
-"""Messages that wait for their turn; then the connection is not read, and the broker keeps the others."""
+"""Messages that wait to be delivered; from then on the connection is not read, the broker keeps the rest."""
 
 
 class Relay:
@@ -42,10 +45,10 @@ class Relay:
 
     Attributes:
         streams: live ones, by request id.
-        followed: channels of other gateways whose requests this one reads → number of streams that need each.
-        lose: for tests: whether the next message is dropped.
+        followed: channel of another gateway whose requests this one reads → number of streams that need it.
+        lose: for tests: returns whether the next message is dropped.
         last_error: why there is no subscription; empty while there is one.
-        messages: those that have come and are not delivered yet.
+        messages: received messages that are not delivered yet.
     """
 
     def __init__(self, client: PoolClient, gateway: str, lose: Callable[[], bool] | None = None) -> None:
@@ -73,10 +76,11 @@ class Relay:
     # --- streams --------------------------------------------------------------------------------------------
 
     def add(self, stream: Stream) -> None:
-        """Give the stream its events from now on. It is filled once it is admitted, which may be later."""
+        """Give the stream its events from now on. It is not filled before its request is admitted."""
         self.streams[stream.request.request_id] = stream
 
-    def admitted(self, stream: Stream) -> None:
+    def note_admitted(self, stream: Stream) -> None:
+        """Note that Redis has the stream's request; its deadline is known now, and it may be filled."""
         stream.admitted = True
         stream.deadline_s = min(stream.deadline_s, time.monotonic() + stream.request.ttl_ms / 1000)
         if stream.request.request_id in self.filler.doubtful:
@@ -84,20 +88,18 @@ class Relay:
 
     def remove(self, stream: Stream) -> None:
         request_id = stream.request.request_id
-        if self.streams.get(request_id) is stream:  # else another reader has taken its place
+        if self.streams.get(request_id) is stream:  # else it was replaced by another reader's
             del self.streams[request_id]
             self.filler.forget(request_id)
 
     def release(self, stream: Stream) -> None:
-        """Remove a stream, and its need of another gateway's channel."""
+        """Remove a stream, and unfollow its channel if that is another gateway's."""
         self.remove(stream)
         if stream.request.channel != self.channel:
             self.unfollow_channel(stream.request.channel)
 
     def follow_channel(self, channel: str) -> None:
-        """Subscribe to another gateway's channel as well; without a connection, with the next
-        subscription.
-        """
+        """Subscribe to another gateway's channel, now or with the next connection."""
         self.followed[channel] += 1
         if self.followed[channel] == 1 and self.connection is not None:
             self.connection.send("SUBSCRIBE", channel)
@@ -158,15 +160,15 @@ class Relay:
             self.connection.set_reading(len(self.messages.parts) < MAX_WAITING)
 
     def deliver(self, data: bytes, channel: str = "") -> Iterator[int]:
-        """Give the events of one message to their streams, one by one, and request what is missing.
-        Yields what each has cost, in units of work.
+        """Give the events of one message to their streams, and request what is missing. Yields the cost of
+        each event in units of work.
         """
         self.throttle()
         try:
             events = decode(Events, data)
         except WireError as error:
             log.error("undecodable message: %s", error)
-            self.filler.request(self.streams.values())
+            self.filler.request_fill(self.streams.values())
             return
         lost_after = self.sources.note(events, channel)
         if lost_after is not None:
@@ -179,22 +181,22 @@ class Relay:
             yield END_UNITS
 
     def give(self, event: Tokens | Terminal, source: str) -> None:
-        """Give an event to its stream, if it is live, and request what it lacks before that."""
+        """Give an event to its stream, if that is live. If tokens before it are missing, request a fill."""
         if (stream := self.streams.get(event.request_id)) is None:
             return
         try:
             fits = stream.add_event(event, source) if isinstance(event, Tokens) else stream.end(event)
         except WireError as error:
             log.error("undecodable event: %s", error)
-            self.filler.request([stream])
+            self.filler.request_fill([stream])
         else:
             if not fits:
-                self.filler.request([stream], stream.times.heard_s)
+                self.filler.request_fill([stream], stream.times.heard_s)
 
     # --- filling --------------------------------------------------------------------------------------------
 
     def request_lost(self, events: Events, after: int) -> None:
-        """Request what was lost before a message: the flushes of its source behind `after`; and streams that
+        """Request what was lost before a message: the flushes of its source after `after`, and streams that
         may have begun or ended there meanwhile, unless an event soon shows that they go on.
         """
         if events.flush:
@@ -206,11 +208,11 @@ class Relay:
             if not stream.terminal
             and (stream.source in (events.source, "") or now - stream.times.heard_s > QUIET_S)
         )
-        self.filler.request(suspects, now)
+        self.filler.request_fill(suspects, now)
 
     def catch_up(self, channel: str) -> None:
-        """Request what was published on a channel before it was subscribed. The gateway's own is the first
-        one of a connection: nothing has been heard on any channel since the last.
+        """Request what was published on a channel before it was subscribed. The gateway's own channel is the
+        first one of a connection, so it stands for all: nothing was heard since the last connection.
         """
         streams = [
             stream for stream in self.streams.values() if channel in (self.channel, stream.request.channel)
@@ -218,7 +220,7 @@ class Relay:
         for source, heard_on in {(stream.source, stream.request.channel) for stream in streams}:
             if flush := self.sources.last_flush(source, heard_on):
                 self.filler.request_flushes(source, flush, 0)
-        self.filler.request(streams)
+        self.filler.request_fill(streams)
 
     async def audit(self) -> None:
         """Never returns."""
@@ -227,7 +229,7 @@ class Relay:
             self.request_overdue()
 
     def request_overdue(self) -> None:
-        """Request fills of silent streams, and of those with a gap; end those LATE_S past their deadline."""
+        """Fill silent streams and those with a gap; end those that are LATE_S past their deadline."""
         now = time.monotonic()
         for stream in self.streams.values():
             if now - stream.deadline_s > LATE_S and not stream.terminal:
@@ -235,4 +237,4 @@ class Relay:
             silent_s = now - stream.times.last_event_s
             if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
                 stream.times.last_event_s = now
-                self.filler.request([stream])
+                self.filler.request_fill([stream])

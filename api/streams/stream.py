@@ -1,13 +1,7 @@
 """Stream: one live request in its gateway, with the tokens that events or fills have brought so far.
 
-Late text: the texts of tokens that came without them, as the worker would have sent them.
-
-Lineage: which run of a request made the tokens that a stream has.
-
-Scored prompt: the tokens of a request's prompt with their log-probabilities, if it asks for them, and how
-many of them were not computed for it.
-
-Stream times: when what came of a stream, by the monotonic clock, and the latencies that follow.
+Its parts come first: texts of tokens that came without (`LateText`), the run that made its tokens
+(`Lineage`), log-probabilities of the prompt (`ScoredPrompt`), and times (`StreamTimes`).
 """
 
 import asyncio
@@ -27,12 +21,15 @@ from common.messages.records import RECORD, TopTokens, unpack_ids, unpack_record
 from common.messages.request import Generate
 from common.metrics import catalogue
 
+MAX_AHEAD = 64
+"""Events that a stream keeps until those before them have come; further ones are read from Redis."""
+
 
 class LateText:
-    """Detokenizes in one stream what came without its text; the tokens before that are only passed over.
+    """Detokenizes tokens that came without their texts: these are the texts that the worker would have sent.
 
     Attributes:
-        num_seen: how many of the stream's tokens the detokenizer has seen.
+        num_seen: number of the stream's tokens that the detokenizer has seen.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -42,7 +39,7 @@ class LateText:
         self.num_seen = 0
 
     def see(self, ids: Sequence[int], num_tokens: int) -> bool:
-        """See some more of the stream's `ids`. Returns whether there are others, not seen yet."""
+        """Show the detokenizer `num_tokens` more of the stream's `ids`. Returns whether some are left."""
         self.detokenizer = self.detokenizer or Detokenizer(self.tokenizer, self.prompt_ids)
         for token_id in ids[self.num_seen : self.num_seen + num_tokens]:
             self.detokenizer.step(token_id)
@@ -59,14 +56,14 @@ class LateText:
 
 @dataclass(slots=True)
 class Lineage:
-    """The run, an attempt on a worker, that made the last token of a stream.
+    """The run (worker and attempt) that made the last token of a stream.
 
-    A run begins behind all tokens that are committed. One that begins before the last token shown, and is not
-    the run that made it, began after the broker lost what was written last: its tokens may differ from those
-    shown, which are facts.
+    A run begins after all committed tokens. If a newer run begins before the last token of the stream, the
+    broker has lost what was written last. The run's tokens may differ from those that the client has seen,
+    and these count.
 
     Attributes:
-        rewound: whether such a run was seen, and what was shown was not offered since.
+        rewound: whether such a run was seen, and the stream's tokens were not offered since.
     """
 
     worker: str = ""
@@ -78,24 +75,24 @@ class Lineage:
         self.worker = worker
         self.attempt = attempt
 
-    def is_behind(self, worker: str, attempt: int) -> bool:
-        """Whether a run began after the one that made the last token."""
-        return attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
-
     def check(self, worker: str, attempt: int, begin: int, num_tokens: int) -> bool:
-        """Return whether tokens of a run from `begin` on fit the `num_tokens` of the stream."""
-        if begin < num_tokens and self.is_behind(worker, attempt):
+        """Return whether tokens from `begin` on of a run continue the `num_tokens` of the stream."""
+        is_newer = attempt > self.attempt or (attempt == self.attempt and worker != self.worker)
+        if begin < num_tokens and is_newer:
             self.rewound = True
         return not self.rewound
 
 
 class ScoredPrompt:
-    """No event carries log-probabilities: they are read from Redis, and tokens are shown after them only.
+    """The prompt's tokens with their log-probabilities, if the request asks for these.
+
+    No event carries them: they are read from Redis, and no token is shown before them.
 
     Attributes:
         records: packed records of the prompt's tokens but the first; None until they have come.
-        is_missing: whether they are requested and have not come.
-        num_cached: tokens of the prompt whose KV its worker had; known with the first generated token.
+        is_missing: whether the request asks for them and they have not come.
+        num_cached: number of the prompt's tokens whose KV was in the worker's prefix cache; known with the
+            first generated token.
     """
 
     def __init__(self, request: Generate, ids: Sequence[int]) -> None:
@@ -110,7 +107,7 @@ class ScoredPrompt:
         return len(self.records or b"") // RECORD.size
 
     def store(self, state: Committed) -> None:
-        """Keep what is committed: the records only if the request asks for them and they are complete."""
+        """Keep `num_cached`, and the records if the request asks for them and they are complete."""
         if state.num_cached is not None:
             self.num_cached = state.num_cached
         records = state.prompt
@@ -120,19 +117,19 @@ class ScoredPrompt:
             self.is_missing = False
 
     def tokens(self) -> list[tuple[int, float | None, TopTokens]]:
-        """Id, log-probability and likeliest tokens of each token; the first one has only its id."""
+        """(id, log-probability, likeliest tokens) of each token; the first one has only its id."""
         ids, logprobs, tops = unpack_records(self.records or b"", self.width)
         return [(self.ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
 
 
 class StreamTimes:
-    """Times of one stream, which begins when this is made.
+    """Monotonic times of one stream, which begins when this is made, and the latencies that follow from them.
 
     Attributes:
         service_class: of its request.
-        heard_s, last_event_s: of the last event, and of the last event or fill.
-        placed_s: when it started on a worker; of the first token, if that event was lost.
-        first_token_s, token_s, ended_s: first token, last token and end; like `placed_s` 0 before that.
+        heard_s, last_event_s: the last event; the last event or fill.
+        placed_s: its start on a worker; if that event was lost, the first token.
+        first_token_s, token_s, ended_s: first token, last token, end. These and `placed_s` are 0 until then.
     """
 
     def __init__(self, service_class: str) -> None:
@@ -149,11 +146,11 @@ class StreamTimes:
         self.heard_s = self.last_event_s = time.monotonic()
 
     def note_start(self, since_start_s: float) -> None:
-        """Note that a worker started the request so long ago."""
+        """Note that a worker started the request `since_start_s` ago."""
         self.placed_s = max(self.started_s, time.monotonic() - since_start_s)
 
     def note_tokens(self, num_new: int) -> None:
-        """Observe the latency of new tokens; those that come together share their time."""
+        """Observe the latency of new tokens; tokens that come together share the time since the last one."""
         if self.first_token_s:
             latency_s = (self.last_event_s - self.token_s) / num_new
             catalogue.TOKEN_LATENCY.observe(latency_s, self.service_class, times=num_new)
@@ -164,28 +161,23 @@ class StreamTimes:
         self.token_s = self.last_event_s
 
 
-MAX_AHEAD = 64
-"""Events that a stream keeps until those before them have come; further ones are read from Redis."""
-
-
 class Stream:
     """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`; any number
     of tasks wait on `ended`.
 
     Attributes:
-        answer: the packed answer that the request begins, if any: Redis keeps it with the request.
+        answer: the packed answer, if this is its first request: Redis keeps it with the request.
         admitted: whether Redis is known to have the request.
         deadline_s: monotonic time by which the fleet must have ended it.
-        ended_here: whether it ended here alone, so that its request must be cancelled.
+        ended_here: whether only this gateway ended it, so that its request must be cancelled.
         tops: parallel to `ids` if the request asks for the likeliest tokens, else empty.
         source: the process that sent the last event; empty before the first one.
-        worker, worker_attempt: the worker that held the request when Redis was last asked, and its attempt.
-        attempt: the newest attempt known; events of older ones are dropped.
-        lineage: which run made its tokens.
+        worker, worker_attempt: the worker that held the request when Redis was last read, and its attempt.
+        attempt: the newest known attempt; events of older ones are dropped.
         left, released: its client has left and may come back; nobody reads it any more.
         reader, connection: numbers of its reader, and of the one on whose connection it is written.
-        ahead: index → source and tokens that came before those in front of them.
-        awaited_end: the end, if it came before the last tokens.
+        ahead: index → (source, tokens) of events that came too early.
+        awaited_end: the terminal, if it came before the last tokens.
     """
 
     def __init__(self, request: Generate, tokenizer: ModelTokenizer, answer: bytes = b"") -> None:
@@ -259,12 +251,12 @@ class Stream:
 
     @property
     def has_gap(self) -> bool:
-        """Whether it is known that tokens are missing, or that they may be others than Redis has."""
+        """Whether tokens are known to be missing, or may differ from those in Redis."""
         return bool(self.ahead) or self.awaited_end is not None or self.lineage.rewound
 
     def add_event(self, tokens: Tokens, source: str = "") -> bool:
-        """Add the new ones of `tokens`. Returns False if tokens before them are missing: then they are kept
-        until those have come. Raises WireError.
+        """Add the new ones of `tokens`. Returns False if tokens before them are missing: these are kept until
+        those have come. Raises WireError.
         """
         self.times.note_event()
         self.source = source
@@ -274,7 +266,7 @@ class Stream:
         return self.add_tokens(tokens, source)
 
     def add_logged(self, tokens: Tokens, worker: str) -> None:
-        """Add the new ones of `tokens`, which a worker's log has."""
+        """Add the new ones of `tokens`, which were read from a worker's log."""
         if not self.terminal:
             self.add_tokens(tokens, worker)
 
@@ -293,8 +285,8 @@ class Stream:
         return True
 
     def end(self, terminal: Terminal) -> bool:
-        """End the stream. Returns False if tokens before the end are missing, or the answer has fewer than
-        the stream: then Redis has the answer.
+        """End the stream. Returns False if tokens before the end are missing, or if the answer has fewer
+        tokens than the stream: then Redis must be read.
         """
         self.times.note_event()
         if self.terminal:
@@ -312,7 +304,7 @@ class Stream:
         return True
 
     def note_state(self, state: Committed) -> None:
-        """Note what Redis says of the request."""
+        """Note the committed state of the request."""
         self.times.last_event_s = time.monotonic()
         self.worker = state.worker
         self.worker_attempt = state.attempt
@@ -321,16 +313,18 @@ class Stream:
         self.add_ahead()
 
     def fail(self, why: str, error_type: str = "") -> None:
-        """End the stream although nobody has said that its request ended."""
+        """End the stream with an error, although its request may go on."""
         self.ended_here = True
         self.end(Terminal(self.request.request_id, "error", 0, why, error_type))
 
     def fail_prompt(self) -> None:
-        """End the stream: its prompt is committed with its first token, so somebody wrote to the key."""
+        """End the stream: the prompt's records are committed with the first token, so the key was changed."""
         self.fail("the log-probabilities of its prompt cannot be read")
 
-    def offered(self, attempt: int = 0) -> None:
-        """Note that Redis has all tokens of the stream. With an attempt, those of earlier ones are void."""
+    def note_offered(self, attempt: int = 0) -> None:
+        """Note that Redis has all tokens of the stream. If `attempt` is given, events of earlier ones are
+        void.
+        """
         self.lineage.rewound = False
         if attempt:
             self.attempt = max(self.attempt, attempt)
@@ -346,11 +340,11 @@ class Stream:
         texts: Sequence[str] = (),
         run: tuple[str, int] | None = None,
     ) -> None:
-        """Add the new ones of tokens from `index` on, then what waited for them.
+        """Add the new ones of tokens from `index` on, then the events that waited for them.
 
         Args:
-            texts: empty if the tokens came without.
-            run: worker and attempt that made them; None for the one that Redis named last.
+            texts: empty if the tokens came without texts.
+            run: worker and attempt that made them; None for those that Redis named last.
         """
         seen = self.num_tokens - index
         if self.terminal or not 0 <= seen < len(ids):
@@ -359,19 +353,19 @@ class Stream:
             self.fail_prompt()
             return
         new_texts = texts[seen:] or self.late_text.texts(self.ids, ids[seen:])
-        self.add(ids[seen:], logprobs[seen:], new_texts, tops[seen:])
+        self.append(ids[seen:], logprobs[seen:], new_texts, tops[seen:])
         self.lineage.note(*run or (self.worker, self.worker_attempt))
         self.add_ahead()
 
     def add_ahead(self) -> None:
-        """Add what came too early and fits by now, and the end."""
+        """Add events that came too early and fit now, and the end."""
         while self.ahead and (index := min(self.ahead)) <= self.num_tokens and not self.prompt.is_missing:
             source, waiting = self.ahead.pop(index)
             self.add_tokens(waiting, source)
         if self.awaited_end and self.num_tokens >= self.awaited_end.num_tokens:
             self.end(self.awaited_end)
 
-    def add(
+    def append(
         self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[TopTokens]
     ) -> None:
         self.times.note_tokens(len(ids))

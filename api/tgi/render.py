@@ -16,8 +16,8 @@ from api.http.sse import MAX_ITEMS, Feed, sse_frames
 from api.json import to_json
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import AnswerRenderer, time_headers, total_headers
+from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from api.streams.whole import Whole
 from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 

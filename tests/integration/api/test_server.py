@@ -16,7 +16,7 @@ import pytest
 
 from api.http.sse import KEEP_ALIVE_S
 from api.server import lossy, shared_listener
-from api.streams.token_stream import TokenStream
+from api.streams.http_response import TokenStream
 from common.settings.settings import SettingError
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, stream

@@ -56,7 +56,7 @@ async def test_a_request_whose_keys_have_expired_is_told_that_it_timed_out(
             [stream] = gateway.pool.relay.streams.values()
             await wait_until(lambda: time.monotonic() > stream.deadline_s)
             await worker.redis.delete(worker.keys.request(stream.request.request_id))
-            gateway.pool.relay.filler.request([stream])
+            gateway.pool.relay.filler.request_fill([stream])
             content = (await response.aread()).decode()
         assert "was not finished before its deadline" in content and '"timeout"' in content
         await nothing_left(gateway, worker)

@@ -109,5 +109,5 @@ async def keeping(
         yield server, port
     finally:
         server.should_exit = True
-        server.told.set()
+        server.signalled.set()
         await task

@@ -19,7 +19,7 @@ from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from api.streams.token_stream import TokenStream
+from api.streams.http_response import TokenStream
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.socket_keeper import SocketKeeper
 from tests.support.broker_state import KEYS

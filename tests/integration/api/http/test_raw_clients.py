@@ -149,7 +149,7 @@ async def test_a_request_that_does_not_end_is_refused_in_time(
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"connection: close" in answer
         assert f"The {part} did not come within 0.2 s ({part.upper()}_TIMEOUT_S)" in answer.decode()
         client.close()
-        await wait_until(lambda: not gateway.limits.within)
+        await wait_until(lambda: not gateway.limits.regular)
     assert cut(part) == num_cut + 1
     assert f"{part.upper()}_TIMEOUT_S" in caplog.text
 
@@ -185,11 +185,11 @@ async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
                 assert (await http.get("/health")).status_code == 200
                 answer = await http.post("/generate", json={"inputs": "x"})
                 assert answer.json()["generated_text"] == TEXT
-        assert len(gateway.limits.within) <= 64 and not gateway.limits.beyond
+        assert len(gateway.limits.regular) <= 64 and not gateway.limits.reserved
         for client in flood:
             client.close()
-        await wait_until(lambda: not gateway.limits.num_of_address.keys() - {"127.0.0.1"})
-        assert len(gateway.limits.unused.connections) == len(gateway.limits.within)
+        await wait_until(lambda: not gateway.limits.num_by_address.keys() - {"127.0.0.1"})
+        assert len(gateway.limits.idle.connections) == len(gateway.limits.regular)
     assert caplog.text.count("MAX_CONNECTIONS;") == 1, "a flood is one line"
 
 
@@ -213,10 +213,10 @@ async def test_where_all_connections_have_requests_health_and_metrics_are_served
             assert b" 200 OK" in await reserved.rest(), "it is closed after its only request"
         waiting = [await RawClient.connect(http.base_url) for _ in range(2 * NUM_RESERVED)]
         assert (await http.get("/health")).status_code == 200
-        assert len(gateway.limits.beyond) <= NUM_RESERVED
+        assert len(gateway.limits.reserved) <= NUM_RESERVED
         for client in (*busy, *waiting):
             client.close()
-        await wait_until(lambda: not worker.live and not gateway.limits.beyond)
+        await wait_until(lambda: not worker.live and not gateway.limits.reserved)
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
 
 

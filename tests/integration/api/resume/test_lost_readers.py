@@ -50,7 +50,7 @@ async def test_an_answer_goes_on_at_any_gateway_after_the_broker_lost_writes(
             request_id, relay = place.split("/")[2], gateway.pool.relay
             before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
             await lose(worker.redis, request_id)
-            relay.filler.offers.request(relay.streams.values())
+            relay.filler.offers.request_offer(relay.streams.values())
             await wait_until(lambda: relay.filler.offers.num_offers)
             assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
             worker.step_s = 0.0
@@ -75,7 +75,7 @@ async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
         await worker.pause()
         before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
         await lose_request(worker.redis, request_id)
-        relay.filler.offers.request(relay.streams.values())
+        relay.filler.offers.request_offer(relay.streams.values())
         await wait_until(lambda: relay.filler.offers.num_offers)
         assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
         worker.step_s = 0.0

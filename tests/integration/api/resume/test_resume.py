@@ -86,7 +86,7 @@ async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Br
         reader = asyncio.create_task(read_frames(client, place, None, last_id=3))
         relay = one.pool.relay
         await wait_until(lambda: relay.streams)
-        relay.filler.offers.request(relay.streams.values())
+        relay.filler.offers.request_offer(relay.streams.values())
         await wait_until(lambda: relay.filler.offers.num_offers)
         worker.step_s = 0.0
         rest, _ = await reader

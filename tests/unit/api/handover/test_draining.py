@@ -54,7 +54,7 @@ async def serving(
         yield server, task, f"http://{host}:{port}"
     finally:
         server.should_exit = True
-        server.told.set()
+        server.signalled.set()
         await task
 
 
@@ -137,7 +137,7 @@ async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) ->
         assert (await client.get("/docs")).status_code == 200
 
 
-async def test_a_server_hears_at_once_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_reacts_to_a_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.handover.draining.SERVING_TICK_S", 3600.0)
     async with serving(SlowApp(), 60) as (server, task, _):
         server.handle_exit(signal.SIGTERM, None)

@@ -52,7 +52,7 @@ async def test_an_address_begins_while_hundreds_of_another_wait(acceptor: Accept
         connection.close()
 
 
-async def test_what_waits_is_bounded_and_the_longest_queue_pays(
+async def test_waiting_connections_are_bounded_and_the_longest_queue_loses(
     acceptor: Acceptor, begun: Begun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor_module, "MAX_WAITING", 50)
@@ -64,9 +64,7 @@ async def test_what_waits_is_bounded_and_the_longest_queue_pays(
         connection.close()
 
 
-async def test_all_that_the_kernel_has_accepted_begin_when_it_is_closed(
-    acceptor: Acceptor, begun: Begun
-) -> None:
+async def test_accepted_connections_begin_when_the_acceptor_closes(acceptor: Acceptor, begun: Begun) -> None:
     waiting = connect(acceptor, "127.0.0.1", 300)
     acceptor.close()
     await wait_until(lambda: not acceptor.beginning)

@@ -208,7 +208,7 @@ def read_by_h11(data: bytes) -> list[Read]:
 
 
 @pytest.mark.parametrize("name", SERVED)
-async def test_a_request_is_read_alike_however_it_is_cut(name: str) -> None:
+async def test_a_request_reads_the_same_however_its_bytes_are_split(name: str) -> None:
     data, expected = SERVED[name]
     for parts in cuts(data):
         served = Served()
@@ -226,7 +226,7 @@ def test_h11_alone_reads_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_no_http_or_not_served_is_refused_however_it_is_cut(name: str) -> None:
+async def test_bytes_that_are_not_served_are_refused_however_they_arrive(name: str) -> None:
     data, status = REFUSED[name]
     for parts in cuts(data):
         served = Served()
@@ -298,7 +298,7 @@ async def test_a_request_that_goes_on_after_its_answer_is_read_up_to_a_limit(
         served.close()
 
 
-async def test_what_is_no_http_after_an_answer_gets_no_second_one() -> None:
+async def test_invalid_bytes_after_an_answer_get_no_second_answer() -> None:
     async def impatient(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 413, "headers": []})
         await send({"type": "http.response.body", "body": b""})

@@ -46,7 +46,7 @@ def read_slowly(client: socket.socket) -> None:
         time.sleep(0.0001)
 
 
-def test_what_another_process_would_see_is_the_same_count(
+def test_another_process_counts_the_same_bytes(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
     server, client = connection

@@ -81,7 +81,7 @@ def test_texts_without_control_texts_are_not_guarded(content: str) -> None:
     assert controls.guard_for(["Is 3 < 4 or 5 > 4?\n", {"a": [None, 1, "<div>"]}], "") is None
 
 
-def test_keys_are_guarded_and_what_is_no_text_stays() -> None:
+def test_keys_are_guarded_and_values_that_are_no_text_stay() -> None:
     given = {"<s>": [1, None, True, ("a<s>",)], "b": {"c": "<s"}}
     assert CONTROLS.guarded(given, "M") == {"<Ms>": [1, None, True, ["a<Ms>"]], "b": {"c": "<Ms"}}
     assert CONTROLS.guard_text("[[INST]]", "M") == "[M[MINST]]"

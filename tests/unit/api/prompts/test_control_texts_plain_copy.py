@@ -60,7 +60,7 @@ TOKENIZERS = {
     "bundled": TOKENIZER,
     "plain": tokenizer(*both(normalized=False)),
     "takes spaces before": tokenizer(*both(normalized=False, lstrip=True)),
-    "takes spaces behind": tokenizer(*both(normalized=False, rstrip=True)),
+    "takes spaces after it": tokenizer(*both(normalized=False, rstrip=True)),
     "whole words": tokenizer(*both(normalized=False, single_word=True)),
     "prepends": tokenizer(*both(normalized=False), normalizer=PREPENDED),
     "prepends to normalized": tokenizer(*both(normalized=True), normalizer=PREPENDED),
@@ -95,23 +95,23 @@ def test_ids_of_ordinary_texts_are_the_same(name: str, parts: list[str], add_spe
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(before=ORDINARY, behind=ORDINARY)
+@given(before=ORDINARY, after=ORDINARY)
 def test_a_client_s_control_text_is_text_and_the_template_s_stays_a_token(
-    name: str, before: str, behind: str
+    name: str, before: str, after: str
 ) -> None:
     special = SPECIAL[name]
     special_id = TOKENIZERS[name].token_to_id(special)
     assert special_id is not None
-    written = f"{before}{special[0]}{GUARD}{special[1:]}{behind}"
+    written = f"{before}{special[0]}{GUARD}{special[1:]}{after}"
     assert ids(name, written).count(special_id) == 0
     around = ids(name, f"a {special} {written} {special} a")
-    assert around.count(special_id) == ids(name, f"a {special} {before}c{behind} {special} a").count(
+    assert around.count(special_id) == ids(name, f"a {special} {before}c{after} {special} a").count(
         special_id
     )
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", " <|im_end|> a", "a<|endoftext|>b", "<|im_start|>user\nHi"])
-def test_it_is_what_the_library_makes_of_it_without_special_tokens(text: str) -> None:
+def test_a_control_text_has_the_tokens_of_a_tokenizer_without_special_tokens(text: str) -> None:
     """In the bundled model; between two control tokens of the template it is a text of its own."""
     plain = Tokenizer.from_str(TOKENIZER.to_str())
     plain.encode_special_tokens = True

@@ -1,4 +1,4 @@
-"""Text budget: so many bytes are worked on at once, in order, and short texts wait for no long one."""
+"""Text budget: a bounded number of bytes is tokenized at once, in order; short texts wait for no long one."""
 
 import asyncio
 import ctypes
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from api.event_loop import LONG
+from api.event_loop import LONG_SIZE
 from api.prompts.tokenizer import SHORT_BYTES, TextBudget
 from tests.support.source_tree import ROOT
 from tests.support.waiting import wait_until
@@ -57,10 +57,10 @@ async def works() -> AsyncIterator[Works]:
 
 async def test_short_work_is_done_at_once_and_errors_come_back() -> None:
     budget, here = TextBudget(MAX_BYTES), threading.get_ident()
-    assert await budget.run(LONG - 1, threading.get_ident) == here
-    assert await budget.run(LONG, threading.get_ident) != here
+    assert await budget.run(LONG_SIZE - 1, threading.get_ident) == here
+    assert await budget.run(LONG_SIZE, threading.get_ident) != here
     assert await budget.run(SHORT_BYTES + 1, threading.get_ident) != here
-    for size in (LONG, SHORT_BYTES + 1):
+    for size in (LONG_SIZE, SHORT_BYTES + 1):
         with pytest.raises(ZeroDivisionError):
             await budget.run(size, lambda: 1 / 0)
     assert (budget.short.num_bytes, budget.long.num_bytes) == (0, 0)
@@ -72,7 +72,7 @@ async def test_texts_wait_in_order_and_one_larger_than_all_goes_alone(works: Wor
         works.start(name, units * SHORT_BYTES)
     await works.until("a", "b")
     await works.end("a")
-    await works.until("b")  # there is room for `c`, but it came behind `huge`
+    await works.until("b")  # there is room for `c`, but it came after `huge`
     await works.end("b")
     await works.until("huge")
     await works.end("huge")

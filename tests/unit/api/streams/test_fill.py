@@ -7,6 +7,7 @@ from dataclasses import replace
 from redis.asyncio import Redis
 
 from api.streams import fill
+from api.streams.fill import Sources
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.messages.codec import encode
@@ -34,7 +35,7 @@ class Source:
             fields = {"digest": "d", "worker": self.name, "attempt": self.attempt, "base": self.num_flushes}
             await self.redis.hset(KEYS.request(stream.request.request_id), mapping=fields)  # type: ignore[misc]
             self.relay.add(stream)
-            self.relay.admitted(stream)
+            self.relay.note_admitted(stream)
 
     def new_tokens(self, streams: list[Stream]) -> list[Tokens]:
         index = self.num_flushes - 1
@@ -140,7 +141,7 @@ async def test_how_much_of_the_prompt_was_cached_is_read_with_the_first_token(
     for source in (in_log, in_string):
         await source.flush(lost=True)
     await in_string.spill()
-    relay.filler.request([*in_log.streams, *in_string.streams])
+    relay.filler.request_fill([*in_log.streams, *in_string.streams])
     await wait_until(lambda: in_log.all_have(1) and in_string.all_have(1))
     assert [one.streams[0].prompt.num_cached for one in (in_log, in_string)] == [48, 32]
 
@@ -157,12 +158,12 @@ async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Rel
     await new.start()
     for _ in range(2):
         await new.flush(lost=True)
-    relay.filler.request(old.streams)
+    relay.filler.request_fill(old.streams)
     await wait_until(lambda: new.all_have(3))
 
 
 async def test_a_long_answer_is_filled_in_slices(redis: Redis, relay: Relay) -> None:
-    """Its reader gets so many tokens at a time, and the other tasks have their turn between them."""
+    """Its reader gets at most TOKENS_AT_ONCE at a time, and other tasks have their turn in between."""
     source, num_tokens = Source(redis, relay, "w0", 1), 2000
     [stream] = source.streams
     await source.start()
@@ -178,9 +179,9 @@ async def test_a_long_answer_is_filled_in_slices(redis: Redis, relay: Relay) -> 
             seen.append(stream.num_tokens)
 
     watcher = asyncio.create_task(watch())
-    relay.filler.request([stream])
+    relay.filler.request_fill([stream])
     await asyncio.wait_for(watcher, 60)
-    assert max(b - a for a, b in itertools.pairwise(seen)) <= 2 * fill.NUM_TOKENS
+    assert max(b - a for a, b in itertools.pairwise(seen)) <= 2 * fill.TOKENS_AT_ONCE
 
 
 async def test_an_end_that_comes_early_waits_for_the_tokens_before_it(redis: Redis, relay: Relay) -> None:
@@ -193,3 +194,31 @@ async def test_an_end_that_comes_early_waits_for_the_tokens_before_it(redis: Red
     await redis.publish(relay.channel, encode(end))
     await wait_until(lambda: source.streams[0].terminal)
     assert source.all_have(2)
+
+
+# --- sources ------------------------------------------------------------------------------------------------
+
+
+def message(number: int, flush: int, source: str = "w0") -> Events:
+    return Events(source, number, terminals=[Terminal("r", "length", 0)], flush=flush)
+
+
+def test_lost_messages_lie_after_the_last_flush_that_was_heard() -> None:
+    heard = Sources()
+    assert heard.note(message(1, 7), "c") is None
+    assert heard.note(message(2, 9), "c") is None
+    assert heard.note(message(4, 12), "c") == 9
+    assert heard.note(Events("w0", 4, flush=12), "c") is None, "the last number, repeated"
+    assert heard.note(Events("w0", 5, flush=13), "c") == 12
+    assert heard.last_flush("w0", "c") == 13 and heard.last_flush("w0", "other") == 0
+
+
+def test_a_source_is_remembered_however_long_it_is_silent() -> None:
+    """It is forgotten only after MAX_SOURCES others were heard."""
+    heard = Sources()
+    heard.note(message(1, 1), "c")
+    for i in range(fill.MAX_SOURCES - 1):
+        heard.note(message(1, 1, f"w{i + 1}"), "c")
+    assert heard.note(message(2, 2), "c") is None
+    heard.note(message(1, 1, "one more"), "c")
+    assert len(heard.last) == fill.MAX_SOURCES and heard.last_flush("w0", "c") == 2

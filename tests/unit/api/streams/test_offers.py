@@ -36,7 +36,7 @@ async def shown(
     """A stream with tokens that a worker made."""
     stream = new_stream(channel=relay.channel, gateway="g0", **options)
     relay.add(stream)
-    relay.admitted(stream)
+    relay.note_admitted(stream)
     if num_tokens:
         await publish(relay, 1, tokens(0, num_tokens, attempt), source=source)
     return stream
@@ -51,7 +51,7 @@ async def put(redis: Redis, num_tokens: int, worker: str = "w1", attempt: int = 
 
 
 async def offer(relay: Relay, stream: Stream) -> None:
-    relay.filler.offers.request([stream])
+    relay.filler.offers.request_offer([stream])
     await wait_until(lambda: relay.filler.offers.num_offers)
 
 
@@ -69,11 +69,11 @@ async def resumes(redis: Redis) -> list[str]:
     return [decode(Resume, fields[b"resume"]).request_id for _, fields in entries]
 
 
-async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: Redis, relay: Relay) -> None:
+async def test_a_request_that_is_gone_is_queued_again_after_its_tokens(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 3)
     stream.answer = b"an answer"
     stream.prompt.num_cached = 16
-    relay.filler.request([stream])
+    relay.filler.request_fill([stream])
     await wait_until(lambda: relay.filler.offers.num_offers)
     [(entry_id, fields)] = await redis.xrange(KEYS.requests)
     request = decode(Generate, fields[b"generate"])
@@ -98,7 +98,7 @@ async def test_tokens_that_were_lost_are_committed_again_and_their_run_goes_on(
     assert (await ids(redis), (await committed(redis)).attempt, await resumes(redis)) == (IDS[:5], 1, [])
 
 
-async def test_a_run_that_began_before_what_was_shown_is_void(redis: Redis, relay: Relay) -> None:
+async def test_a_run_that_began_before_the_shown_tokens_is_void(redis: Redis, relay: Relay) -> None:
     """Its worker made other tokens than the one that the broker forgot."""
     stream = await shown(relay, 5)
     await put(redis, 2, "w2", attempt=2, base=2)
@@ -164,7 +164,7 @@ async def test_an_undisturbed_request_is_left_as_it_is(redis: Redis, relay: Rela
     assert await redis.keys(KEYS.control) == await redis.keys(KEYS.requests) == []
 
 
-async def test_what_a_former_reader_has_gives_way(redis: Redis, relay: Relay) -> None:
+async def test_tokens_of_a_former_reader_give_way(redis: Redis, relay: Relay) -> None:
     """The newest one was shown other tokens, after the broker lost those."""
     stream = await shown(relay, 3)
     await put(redis, 0, "w2", attempt=2)
@@ -206,7 +206,7 @@ async def test_cut_connections_offer_nothing(
 async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 1)
     stream.times.started_s -= 10_000
-    relay.filler.request([stream])
+    relay.filler.request_fill([stream])
     await wait_until(lambda: stream.terminal)
     assert stream.terminal and stream.terminal.error_type == "timeout"
 
@@ -214,8 +214,8 @@ async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, rel
 async def test_log_probabilities_of_the_likeliest_tokens_are_offered(redis: Redis, relay: Relay) -> None:
     stream = new_stream(top_n_tokens=2)
     relay.add(stream)
-    relay.admitted(stream)
-    stream.add([5, 6], [-0.5, -1.0], ["a", "b"], [[(5, -0.5), (7, -2.0)], [(6, -1.0), (8, -3.0)]])
+    relay.note_admitted(stream)
+    stream.append([5, 6], [-0.5, -1.0], ["a", "b"], [[(5, -0.5), (7, -2.0)], [(6, -1.0), (8, -3.0)]])
     await offer(relay, stream)
     assert unpack_records((await committed(redis)).records, 3) == ([5, 6], [-0.5, -1.0], stream.tops)
 
@@ -237,7 +237,7 @@ async def test_a_request_that_ends_while_it_is_offered_is_cancelled(
         return answer
 
     monkeypatch.setattr(relay.filler.offers, "send", send_and_end)
-    relay.filler.offers.request([stream])
+    relay.filler.offers.request_offer([stream])
     [(_, fields)] = await wait_until(lambda: redis.xrange(KEYS.control))
     assert decode(Cancel, fields[b"cancel"]).request_id == "r"
     assert (await committed(redis)).cancelled

@@ -92,7 +92,7 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
 async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) -> None:
     stream = new_stream()
     relay.add(stream)
-    relay.admitted(stream)
+    relay.note_admitted(stream)
     await commit(redis, 3, 6)
     await redis.publish(relay.channel, event_message(1, tokens(0, 1)))
     await redis.publish(relay.channel, event_message(2, tokens(4, 5)))
@@ -112,11 +112,11 @@ async def test_an_overwritten_result_ends_its_own_stream_only(
     spoilt, other = new_stream(), new_stream("other")
     for stream in (spoilt, other):
         relay.add(stream)
-        relay.admitted(stream)
+        relay.note_admitted(stream)
         await commit(redis, 3, 3, stream.request.request_id)
     await redis.hset(KEYS.request("r"), mapping={"terminal": "length", "num_tokens": 3})  # type: ignore[misc]
     await redis.set(KEYS.tokens("r"), garbage)
-    relay.filler.request([spoilt, other])
+    relay.filler.request_fill([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
     assert spoilt.terminal.error == "its result cannot be read" and not other.terminal  # type: ignore[union-attr]
 
@@ -133,7 +133,7 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
     )
     for stream in (whole, missing, short):
         relay.add(stream)
-        relay.admitted(stream)
+        relay.note_admitted(stream)
         await commit(redis, 0, 2, stream.request.request_id)
     await redis.hset(KEYS.request("r"), "prompt", records)  # type: ignore[arg-type, misc]
     await redis.hset(KEYS.request("short"), "prompt", records[:-1])  # type: ignore[arg-type, misc]
@@ -159,11 +159,11 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
     failed, filled = new_stream("failed", prompt_logprobs=0), new_stream("filled", prompt_logprobs=0)
     for stream in (failed, filled):
         relay.add(stream)
-        relay.admitted(stream)
+        relay.note_admitted(stream)
         await commit(redis, 0, 0, stream.request.request_id)
     assert failed.end(Terminal("failed", "error", 0, "gone"))
     await redis.hset(KEYS.request("filled"), mapping={"terminal": "error", "error": "gone"})  # type: ignore[misc]
-    relay.filler.request([filled])
+    relay.filler.request_fill([filled])
     await wait_until(lambda: filled.terminal)
     assert failed.terminal and filled.terminal and failed.terminal.error == filled.terminal.error == "gone"
 
@@ -173,12 +173,12 @@ async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, rela
     early, other = new_stream("early"), new_stream("other")
     relay.add(early)
     relay.add(other)
-    relay.admitted(other)
-    relay.filler.request([early, other])
+    relay.note_admitted(other)
+    relay.filler.request_fill([early, other])
     await wait_until(lambda: relay.filler.offers.num_offers)
     assert [await redis.exists(KEYS.request(name)) for name in ("early", "other")] == [0, 1]
     await commit(redis, 2, 2, "early")
-    relay.admitted(early)
+    relay.note_admitted(early)
     await wait_until(lambda: early.num_tokens == 2)
 
 
@@ -197,12 +197,12 @@ async def test_fill_requests_during_a_fill_are_merged(
     streams = [new_stream(str(i)) for i in range(3)]
     for stream in streams:
         relay.add(stream)
-        relay.admitted(stream)
-    relay.filler.request(streams[:1])
+        relay.note_admitted(stream)
+    relay.filler.request_fill(streams[:1])
     await wait_until(lambda: len(reads) == 1)
     for _ in range(100):
-        relay.filler.request(streams[1:])
-        relay.filler.request(streams[2:])
+        relay.filler.request_fill(streams[1:])
+        relay.filler.request_fill(streams[2:])
     relay.remove(streams[1])
     going.set()
     await wait_until(lambda: len(reads) == 2 and not relay.filler.requested.is_set())
@@ -213,7 +213,7 @@ async def test_a_silent_stream_is_filled(redis: Redis, relay: Relay, monkeypatch
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.1)
     stream = new_stream()
     relay.add(stream)
-    relay.admitted(stream)
+    relay.note_admitted(stream)
     await commit(redis, 1, 4)
     await wait_until(lambda: stream.num_tokens == 4)
 
@@ -224,7 +224,7 @@ async def test_a_lost_subscription_is_renewed(
     monkeypatch.setattr(relay_module, "SILENCE_S", 60.0)
     stream = new_stream()
     relay.add(stream)
-    relay.admitted(stream)
+    relay.note_admitted(stream)
     await commit(redis, 0, 4)
     await redis.client_kill_filter(_type="pubsub")
     await wait_until(lambda: stream.num_tokens == 4)

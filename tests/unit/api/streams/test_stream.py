@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from api.streams.stream import LateText
+from common.detokenize import Detokenizer
 from common.messages.events import Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids
 from tests.support.events import IDS, end, new_stream, tokens
-from tests.support.tokenizer import TOKENIZER
+from tests.support.tokenizer import TOKENIZER, ids
 
 START: int = TOKENIZER.token_to_id("<|im_start|>")  # type: ignore[assignment]
 
@@ -81,3 +83,24 @@ async def test_only_a_token_that_may_be_the_last_one_is_held_back(
     assert stream.num_ready == ready
     stream.end(Terminal("r", "error", 0, "gone"))
     assert stream.num_ready == len(ids)
+
+
+# --- late texts ---------------------------------------------------------------------------------------------
+
+
+TEXT_IDS = ids("naïve café 🙂🚀 and नमस्ते, once more")
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 5, len(TEXT_IDS) - 1])
+def test_texts_are_those_of_the_worker(num_known: int) -> None:
+    worker = Detokenizer(TOKENIZER, [28, 29])
+    texts = [worker.step(token_id) for token_id in TEXT_IDS]
+    late = LateText(TOKENIZER, [28, 29])
+    assert late.texts(TEXT_IDS[:num_known], TEXT_IDS[num_known:]) == texts[num_known:]
+
+
+def test_known_tokens_are_followed_in_steps() -> None:
+    late = LateText(TOKENIZER, [28])
+    assert [late.see(TEXT_IDS[:5], 2) for _ in range(3)] == [True, True, False]
+    late.texts(TEXT_IDS[:5], TEXT_IDS[5:7])
+    assert not late.see(TEXT_IDS[:7], 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from api.prompts.control_texts import BYTE_LEVEL, BYTE_TOKENS, TextBound, text_bound
+from api.prompts.tokenizer import BYTE_LEVEL, BYTE_TOKENS, TextBound, text_bound
 from tests.support.tokenizer import TOKENIZER
 
 WORDS = {"a": 0, "b": 1, "ab": 2, "▁": 3, "▁a": 4, "é": 5, "<0x00>": 6}

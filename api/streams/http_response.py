@@ -1,0 +1,198 @@
+"""HTTP responses of an answer: its tokens as they come (`TokenStream`), or all of it in one body.
+
+Each has the answer's socket kept. It releases the streams when the kernel has all bytes or the client has
+gone: then a request that has not ended is cancelled, unless another gateway goes on with it or its client may
+come back.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.errors import failed
+from api.event_loop import offload
+from api.handover.answer_socket import flush_socket, probe_client, socket_of
+from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
+from api.http.unread import UNREAD, Unread, wait_for_disconnect
+from api.streams.stream import Stream
+from common.broker.keys import pool_of
+from common.messages.answer import HttpAnswer
+from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
+from common.process.event_loop import run_until_one_ends
+
+Release = Callable[[Stream, int, float], None]
+"""(stream, number of its reader, seconds for which it is kept): `Admission.release`."""
+Whole = tuple[bytes, dict[str, str]]
+"""The body of a whole answer, and the headers that are known with it."""
+RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], Whole]
+"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
+
+# --- socket and streams -------------------------------------------------------------------------------------
+
+
+async def keep_socket(
+    scope: Scope,
+    answer: HttpAnswer,
+    streams: Sequence[Stream],
+    reader: int = 0,
+    num_seen: int = 0,
+    comment: bytes = b"",
+    extra: Mapping[str, str] | None = None,
+) -> None:
+    """Have the socket of an answer kept, if a keeper listens, with what it takes to queue the requests again.
+    The other arguments are those of `AnswerSocket.keep`.
+    """
+    if (answer_socket := socket_of(scope)) is not None:
+        requests = kept_requests(streams, outlives_client=answer.terms.keep_s > 0)
+        await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, requests)
+
+
+def kept_requests(streams: Sequence[Stream], outlives_client: bool) -> KeptRequests | None:
+    """What another gateway needs to queue the requests of an answer again; None if that is too long for the
+    socket keeper.
+    """
+    packed = streams[0].answer
+    digests = [stream.request.digest for stream in streams]
+    if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
+        return None
+    channel = streams[0].request.channel
+    return KeptRequests(pool_of(channel), channel, digests, packed, outlives_client)
+
+
+def release_all(
+    scope: Scope, answer: HttpAnswer, streams: Sequence[Stream], release: Release, reader: int
+) -> None:
+    """Release the streams of an answer; those that another gateway goes on with are not cancelled."""
+    answer_socket = socket_of(scope)
+    goes_on = answer_socket is not None and answer_socket.is_handed_over
+    for stream in streams:
+        release(stream, reader, math.inf if goes_on else answer.terms.keep_s)
+
+
+# --- tokens as they come ------------------------------------------------------------------------------------
+
+
+class TokenStream(FeedResponse):
+    """Response of `frames`, with keep-alive comments; `release` is called once for each stream.
+
+    Attributes:
+        reader: number of the reader of the answer, 0 for the first.
+        num_seen: number of frames that the client has already.
+    """
+
+    def __init__(
+        self,
+        answer: HttpAnswer,
+        *,
+        frames: Feed[bytes],
+        streams: Sequence[Stream],
+        headers: Mapping[str, str],
+        release: Release,
+        reader: int = 0,
+        num_seen: int = 0,
+    ) -> None:
+        place = {"content-location": f"/requests/{answer.request_id}/stream"}
+        comment = COMMENT_AMONG_IDS if answer.numbered else COMMENT
+        super().__init__(frames, comment, SSE_HEADERS | place | dict(headers) | {"connection": "keep-alive"})
+        self.answer = answer
+        self.streams = streams
+        self.release = release
+        self.reader = reader
+        self.num_seen = num_seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread: Unread = scope["state"][UNREAD]
+        unread.answer_id, unread.count_ended = self.answer.request_id, self.count_ended
+        if (answer_socket := socket_of(scope)) is not None:
+            self.may_comment = answer_socket.may_comment
+        try:
+            await keep_socket(scope, self.answer, self.streams, self.reader, self.num_seen, self.comment)
+            await super().__call__(scope, receive, send)
+            await flush_socket(scope)
+        finally:
+            unread.answer_id, unread.count_ended = "", None
+            release_all(scope, self.answer, self.streams, self.release, self.reader)
+
+    def count_ended(self) -> int:
+        """Number of records of streams that have ended; they wait to be rendered."""
+        return sum(stream.num_records for stream in self.streams if stream.terminal)
+
+
+# --- whole answers ------------------------------------------------------------------------------------------
+
+
+async def respond_with_whole(
+    request: Request,
+    answer: HttpAnswer,
+    *,
+    streams: Sequence[Stream],
+    headers: Mapping[str, str],
+    render: RenderWhole,
+    arrived_s: float,
+    release: Release,
+    reader: int = 0,
+) -> Response:
+    """Wait until all choices have finished, and respond with what `render` makes of them.
+
+    Args:
+        headers: those that are known already.
+        release, reader: as in `release_all`.
+
+    Raises:
+        ApiError: the error of the first choice that failed.
+        ClientDisconnect: the client has left.
+    """
+    release_streams = partial(release_all, request.scope, answer, streams, release, reader)
+    try:
+        await keep_socket(request.scope, answer, streams, extra=headers)
+        await wait_until_finished(streams, request)
+        num_records = sum(stream.num_records for stream in streams)
+        body, more_headers = await offload(num_records, partial(render, answer, streams, arrived_s))
+    except BaseException:
+        release_streams()
+        raise
+    return WholeAnswer(body, {**headers, **more_headers}, release_streams)
+
+
+class WholeAnswer(Response):
+    """One JSON body; `release_streams` is called when the kernel has all of it, or the client has gone."""
+
+    def __init__(self, body: bytes, headers: Mapping[str, str], release_streams: Callable[[], None]) -> None:
+        super().__init__(body, 200, headers, "application/json")
+        self.release_streams = release_streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+            await flush_socket(scope)
+        finally:
+            self.release_streams()
+
+
+async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
+    """Wait until all streams have finished, or one has failed. Raises as `respond_with_whole`."""
+    gone = wait_for_disconnect(request.scope, request.receive, partial(probe_client, request.scope))
+    await run_until_one_ends(all_finished(streams), gone)
+    for stream in streams:
+        if stream.terminal and not stream.finished:
+            raise failed(stream.terminal)
+    if not all(stream.finished for stream in streams):
+        raise ClientDisconnect
+
+
+async def all_finished(streams: Sequence[Stream]) -> None:
+    """Return when all have finished, or the first one has failed."""
+    ends = [asyncio.create_task(stream.ended.wait()) for stream in streams]
+    try:
+        while any(not stream.terminal for stream in streams):
+            await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
+            if any(stream.terminal and not stream.finished for stream in streams):
+                return
+    finally:
+        for end in ends:
+            end.cancel()
