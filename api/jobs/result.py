@@ -101,7 +101,7 @@ async def validate_generate_job(pool: Pool, job: Job) -> GenerateJob:
     body = await offload(len(content), lambda: parse_body(GenerateRequest, content))
     parameters = body.parameters or GenerateParameters()
     params, limits = body.generation_params(job.has_listeners), pool.workers.limits
-    render.check(params, limits, job.has_listeners)
+    render.check_best_of(params, limits, job.has_listeners)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, limits, pool.tokenizer)
     if params.n > 1:

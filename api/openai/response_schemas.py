@@ -1,6 +1,4 @@
-"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render.py` and
-`api/openai/render.py` make the responses.
-"""
+"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render.py` makes them."""
 
 from typing import Any, Literal
 
@@ -204,19 +202,23 @@ class OpenAIError(ApiObject):
     error: ErrorDetail
 
 
+CAUSES = {
+    401: "The API key is missing or wrong",
+    403: "A page of another origin has sent the request",
+    404: "There is no such model",
+    408: "The deadline passed before the request was finished",
+    413: "The body is too large",
+    415: "The Content-Type is not application/json",
+    429: "Too many requests",
+    503: "No worker is ready, or the broker does not answer",
+}
+"""Causes of errors that mean the same in all APIs, by status."""
 ERROR_RESPONSES = error_responses(
     OpenAIError,
-    {
+    CAUSES
+    | {
         400: "The body is not JSON, or the field `param` is wrong or not supported",
-        401: "The API key is missing or wrong",
-        403: "A page of another origin has sent the request",
-        404: "There is no such model",
-        408: "The deadline passed before the request was finished",
-        413: "The body is too large",
-        415: "The Content-Type is not application/json",
-        429: "Too many requests",
         500: "Internal error, or the request failed during generation",
-        503: "No worker is ready, or the broker does not answer",
     },
 )
 """All error responses by status."""
