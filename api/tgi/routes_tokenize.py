@@ -11,7 +11,7 @@ from api.http import body
 from api.http.openapi import TGI, json_body
 from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
-from api.openai.vllm_tokenize import TokenizeResponse, chat_prompt, tokenize_chat, tokenize_prompt
+from api.openai.routes_vllm import TokenizeResponse, chat_prompt, tokenize_chat, tokenize_prompt
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.requests.pool_registry import own_pool, pool_and_body

@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from api.openai.params import note_effort
 from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
-from api.openai.routes import STARTED
+from api.openai.routes import STARTED_S
 from api.tgi.request_schemas import GenerateParameters
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
@@ -176,7 +176,7 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
             "code": "model_not_found",
         }
         assert (answer.status_code, answer.json()) == (404, {"error": error})
-    known = {"id": "smollm2", "object": "model", "created": STARTED, "owned_by": "smollm2"}
+    known = {"id": "smollm2", "object": "model", "created": STARTED_S, "owned_by": "smollm2"}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [known]}
     assert (await client.get("/v1/models/smollm2")).json() == known
 
