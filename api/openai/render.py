@@ -1,5 +1,4 @@
-"""Renderers of OpenAI's response objects: of /v1/chat/completions and /v1/completions, whole and in chunks.
-"""
+"""Renderers of chat completions and completions: OpenAI's response objects, whole and in chunks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

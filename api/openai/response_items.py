@@ -178,6 +178,5 @@ class CallItem(OutputItem):
 
 
 def item_id(prefix: str, request_id: str, position: int | str) -> str:
-    """Id of an item of a response; its position is a number in the output, or `i` and a number in the input.
-    """
+    """Id of an item; its position is a number in the output, or `i` and a number in the input."""
     return f"{prefix}_{request_id}_{position}"

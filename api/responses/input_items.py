@@ -1,5 +1,4 @@
-"""Input items: the items of `input`, validated and completed to the form in which they are stored and listed.
-"""
+"""Input items: the items of `input`, validated and completed as they are stored and listed."""
 
 import re
 from collections.abc import Mapping, Sequence
