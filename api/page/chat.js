@@ -12,7 +12,7 @@ const IDEAS = [
   "Write twenty short facts about the ocean, numbered.",
 ];
 
-/** A silence of SILENCE_MS is shown. One of PAUSE_MS is a pause; it is shown at once if a process has died. */
+/** A silence of SILENCE_MS is shown. One of PAUSE_MS is a pause, shown if a process has died. */
 const SILENCE_MS = 700;
 const PAUSE_MS = 120;
 /** A death explains a pause within this time of it. */

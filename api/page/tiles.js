@@ -1,5 +1,5 @@
-// The processes: a tile for each, and the log of those that join, change state or end. A process that restarts
-// takes the tile of its predecessor, so that no button moves under the pointer.
+// The processes: a tile for each, and the log of those that join, change state or end. A process that
+// restarts takes the tile of its predecessor, so that no button moves under the pointer.
 
 import { bytes, figure, find, make, plural, say } from "./dom.js";
 import { kill, on } from "./fleet.js";
