@@ -1,5 +1,5 @@
 """Job worker: the process of an arq worker that runs its functions as jobs of the fleet. It serialises them
-by msgpack, never by pickle, because anybody may write to the keys.
+by msgpack, never by pickle, because any program may write to the keys.
 """
 
 import asyncio

@@ -152,7 +152,7 @@ class JobRun:
         self.relay.filler.request([stream])
 
     async def subscribe_first_channel(self, stream: Stream) -> None:
-        """Subscribe to the channel of the gateway that admitted the request first, where its events go."""
+        """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
         request_key = self.pool.client.keys.request(stream.request.request_id)
         channel: bytes | None = await self.admission.retry_forever(
             lambda: self.redis.hget(request_key, "channel")

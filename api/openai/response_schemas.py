@@ -74,14 +74,14 @@ class ToolCall(ApiObject):
 class AssistantMessage(ApiObject):
     role: Literal["assistant"]
     content: str | None
-    """Null where the answer is calls only."""
+    """Null if the answer has only calls."""
     refusal: None
     reasoning_content: str = Absent
     reasoning: str = Absent
     """The same as `reasoning_content`."""
     tool_calls: list[ToolCall] = Absent
     function_call: CalledFunction = Absent
-    """The call, where the request has `functions`."""
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(FinishedChoice):
@@ -193,7 +193,7 @@ class ErrorDetail(ApiObject):
     param: str | None
     """The field that is wrong."""
     code: str | None
-    """The cause, where it has a name; of a request that failed `timeout`, `unavailable`, `cancelled`,
+    """The cause, if it has a name; for a request that failed: `timeout`, `unavailable`, `cancelled`,
     `shutdown`, `superseded` or `generation`.
     """
 

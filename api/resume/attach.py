@@ -76,7 +76,7 @@ async def look_up(own: Pool, request_id: str) -> tuple[str, HttpAnswer, str] | N
             request_key = Keys(name).request(first_choice)
             kept, channel = await own.client.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
             if kept is not None and channel is not None:
-                with contextlib.suppress(WireError):  # somebody wrote to the key
+                with contextlib.suppress(WireError):  # another program wrote to the key
                     return name, decode(HttpAnswer, kept), channel.decode()
     return None
 
