@@ -37,8 +37,9 @@ from api.openai.routes_vllm import version_router as vllm_version
 from api.requests.metrics import count_arrival, count_error
 from api.responses.routes import router as responses
 from api.responses.routes import stored_router as stored_responses
-from api.resume.inherit import resume_posts, write_inherited
+from api.resume.inherit import write_inherited
 from api.resume.requests import router as requests
+from api.resume.routes_resume import resume_posts
 from api.resume.routes_resume import router as resume
 from api.tgi.routes_generate import info_router as info
 from api.tgi.routes_generate import router as generate

@@ -1,6 +1,5 @@
-"""The processes of a pool, by their heartbeats in Redis. Every gateway returns the same list.
-
-Health of the fleet: whether requests are served now, and what is missing, in words.
+"""Processes of a pool, listed from their heartbeats in Redis, and the health of the fleet. Every gateway
+returns the same list.
 """
 
 import logging
@@ -25,9 +24,9 @@ FIGURES = {
     "starting": (*WORKER_FIGURES, "num_blocks"),
     "jobworker": ("running",),
 }
-"""Numbers in the heartbeats of each kind of process; one that a heartbeat lacks is 0."""
+"""Kinds of processes → the numbers in their heartbeats; a missing number is 0."""
 BROKER = "broker"
-"""The kind of the broker, and its id, because a pool has one broker."""
+"""Kind and id of the broker, of which a pool has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class ProcessList:
 
     @property
     def requests(self) -> dict[str, int]:
-        """Numbers of requests by state, from the active batcher. Without one, all requests wait."""
+        """Numbers of requests by state, from the active batcher; without one, all requests wait."""
         active = self.active_batcher
         counts = (
             {"waiting": active["waiting"], "running": active["rows"]}
@@ -69,7 +68,7 @@ class ProcessList:
 async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> ProcessList:
     """The processes that are live now. Raises the broker's errors.
 
-    The monitor says whether the batcher that holds the lease is active, after it was told what was read here.
+    The monitor gets the heartbeat of the batcher that holds the lease, and decides whether it is active.
     """
     async with client.redis.pipeline(transaction=False) as pipe:
         pipe.time()
@@ -78,7 +77,7 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
         pipe.xlen(client.keys.requests)
         pipe.get(client.keys.batcher)
         pipe.info()
-        (seconds, microseconds), workers, others, num_live, holder, about = await pipe.execute()
+        (seconds, microseconds), workers, others, num_live, holder, info = await pipe.execute()
     seen = [(*member.decode().split(":", 1), seen_ms) for member, seen_ms in others]
     seen += [("worker", name.decode(), seen_ms) for name, seen_ms in workers]
     async with client.redis.pipeline(transaction=False) as pipe:
@@ -88,7 +87,7 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
     time_s = seconds + microseconds / 1e6
     holder_name = (holder or b"").decode()
     monitor.update(holder_name, dict(others).get(f"batcher:{holder_name}".encode()), time_s * 1000)
-    processes = {BROKER: render_broker(about)}
+    processes = {BROKER: render_broker(info)}
     for (kind, name, seen_ms), heartbeat in zip(seen, hashes, strict=True):
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
         if heartbeat and (own := render_process(kind, heartbeat)) is not None:
@@ -103,7 +102,7 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
 
 
 def batcher_state(name: str, age_s: float, holder: str, active: str) -> str:
-    """`active`, `standby`, or `silent`, which it is for a moment, before its last heartbeat expires."""
+    """`active`, `standby`, or `silent`: its last heartbeat is late and expires soon."""
     if name == active:
         return "active"
     return "silent" if name == holder or age_s > SILENT_S else "standby"
@@ -113,31 +112,31 @@ def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] |
     """The object of a process in `GET /fleet`; None if its heartbeat cannot be decoded."""
     host, state = heartbeat.get(b"host", b"").decode(), heartbeat.get(b"state", b"").decode()
     figures = {name: int(heartbeat.get(name.encode(), b"0")) for name in ("pid", *FIGURES.get(kind, ()))}
-    about: dict[str, Any] = {"host": host, "state": state or "ready"} | figures
+    process: dict[str, Any] = {"host": host, "state": state or "ready"} | figures
     if kind == "starting":
-        return about | {"kind": "worker", "state": "starting"}
+        return process | {"kind": "worker", "state": "starting"}
     if kind == "worker":
         try:
             capacity = decode(WorkerCapacity, heartbeat[b"capacity"])
         except (WireError, KeyError) as error:
             log.error("a worker's heartbeat cannot be decoded: %s", error)
             return None
-        about |= {name: getattr(capacity, name) for name in ("num_blocks", "block_size", "device", "dtype")}
-    return about
+        process |= {name: getattr(capacity, name) for name in ("num_blocks", "block_size", "device", "dtype")}
+    return process
 
 
-def render_broker(about: dict[str, Any]) -> dict[str, Any]:
+def render_broker(info: dict[str, Any]) -> dict[str, Any]:
     """The object of the broker, from its INFO."""
     return {
         "kind": BROKER,
         "id": BROKER,
         "host": "",
-        "pid": about.get("process_id", 0),
+        "pid": info.get("process_id", 0),
         "state": "ready",
         "age_s": 0.0,
-        "clients": about.get("connected_clients", 0),
-        "memory_bytes": about.get("used_memory", 0),
-        "commands_per_s": about.get("instantaneous_ops_per_sec", 0),
+        "clients": info.get("connected_clients", 0),
+        "memory_bytes": info.get("used_memory", 0),
+        "commands_per_s": info.get("instantaneous_ops_per_sec", 0),
     }
 
 
@@ -158,7 +157,7 @@ async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
 
 
 def judge_processes(listed: ProcessList, num_workers: int) -> tuple[str, str]:
-    """`good`, `warn` or `bad`, and why; `num_workers` is how many there should be at least."""
+    """`good`, `warn` or `bad`, and why; there should be `num_workers` at least."""
     workers = listed.of_kind("worker")
     num_ready = sum(is_ready(worker) for worker in workers)
     expected = max(num_workers, len(workers))

@@ -1,9 +1,7 @@
-"""GET /fleet: the processes and their state. POST /fleet/processes/{id}/kill: kills one, with DEMO only.
+"""GET /fleet: the processes and their state. POST /fleet/processes/{id}/kill: kills one, for demonstrations.
 
-The kill button of a demonstration: sends SIGKILL to a process of this fleet, and to no other process.
-
-Only the person at this machine may use it: DEMO must be on, the page must have been loaded from a loopback
-address, and the process must be, like this gateway, a child of the launcher.
+Only the person at this machine may kill, and only processes of this fleet: DEMO must be on, the page must
+have been loaded from a loopback address, and the process must be, like this gateway, a child of the launcher.
 """
 
 import asyncio
@@ -19,8 +17,7 @@ from fastapi import APIRouter, Path, Request
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
-from api.admin import processes
-from api.admin.processes import describe_health
+from api.admin.processes import ProcessList, describe_health, list_processes
 from api.errors import ApiError, asking_broker, cut, quoted
 from api.http.auth import is_loopback
 from api.http.openapi import FLEET, error_responses
@@ -36,50 +33,7 @@ COMMAND_LINES = {
     "jobworker": "tokenfleet jobs",
     "broker": "valkey-server",
 }
-"""What the command line of a process contains, by its kind."""
-
-
-def forbidden(cause: str) -> ApiError:
-    return ApiError(403, "forbidden", f"Not killed: {cause}")
-
-
-def check_same_origin(request: Request) -> None:
-    """Raises ApiError (403) for pages of other origins, which can send this request, too."""
-    host = request.headers.get("host", "")
-    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
-        raise forbidden(f"the host {quoted(host)} is not a loopback address")
-    origin = request.headers.get("origin")
-    if origin is not None and origin != f"{request.url.scheme}://{host}":
-        raise forbidden(f"the page's origin {quoted(origin)} is not ours")
-
-
-async def check_own_process(process: dict[str, Any]) -> None:
-    """Raises ApiError (403) unless the process is a child of our own launcher, on this machine."""
-    if process["kind"] != "broker" and process["host"] != socket.gethostname():
-        raise forbidden(f"it runs on {process['host'] or 'another machine'}")
-    parent, user, title = await inspect_process(process["pid"])
-    if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
-        raise forbidden(f"process {process['pid']} is not one of this fleet")
-
-
-async def inspect_process(pid: int) -> tuple[int, int, str]:
-    """Parent, user and command line of a process. Raises ApiError (404) if there is no such process."""
-    command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
-    ps = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    stdout, _ = await ps.communicate()
-    if not stdout.strip():
-        raise ApiError(404, "not_found", f"There is no process {pid}")
-    parent, user, title = stdout.decode(errors="replace").split(maxsplit=2)
-    return int(parent), int(user), title
-
-
-def send_sigkill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
+"""Kinds of processes → what their command lines contain."""
 KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
@@ -90,8 +44,8 @@ VERSION = version("tokenfleet")
 
 @router.get("/fleet", summary="List processes")
 async def fleet(request: Request) -> Response:
-    """Returns every process of the pool with its state, how many requests wait and run, and `health`: its
-    `state` is `bad` when requests are not served now, `warn` when less works than should, else `good`.
+    """Returns every process of the pool with its state, how many requests wait and run, and `health`. Its
+    `state` is `bad` if requests are not served now, `warn` if processes are missing, else `good`.
     """
     pool = own_pool(request)
     listed = await read_process_list(pool)
@@ -127,7 +81,7 @@ async def kill_process(
     if process is None:
         raise ApiError(404, "not_found", f"There is no process {cut(process_id)} in this fleet")
     await check_own_process(process)
-    # In the background, so that a gateway that kills itself has responded before.
+    # After the response: a gateway may kill itself.
     return Response(
         to_json({"killed": process_id}),
         202,
@@ -136,7 +90,51 @@ async def kill_process(
     )
 
 
-async def read_process_list(pool: Pool) -> processes.ProcessList:
+async def read_process_list(pool: Pool) -> ProcessList:
     """Raises ApiError (503) if the broker does not answer."""
     async with asking_broker():
-        return await processes.list_processes(pool.client, pool.batcher)
+        return await list_processes(pool.client, pool.batcher)
+
+
+# --- kill ---------------------------------------------------------------------------------------------------
+
+
+def forbidden(cause: str) -> ApiError:
+    return ApiError(403, "forbidden", f"Not killed: {cause}")
+
+
+def check_same_origin(request: Request) -> None:
+    """Raises ApiError (403) for pages of other origins: they can send this request, too."""
+    host = request.headers.get("host", "")
+    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        raise forbidden(f"the host {quoted(host)} is not a loopback address")
+    origin = request.headers.get("origin")
+    if origin is not None and origin != f"{request.url.scheme}://{host}":
+        raise forbidden(f"the page's origin {quoted(origin)} is not ours")
+
+
+async def check_own_process(process: dict[str, Any]) -> None:
+    """Raises ApiError (403) unless the process is a child of this gateway's launcher, on this machine."""
+    if process["kind"] != "broker" and process["host"] != socket.gethostname():
+        raise forbidden(f"it runs on {process['host'] or 'another machine'}")
+    parent, user, title = await inspect_process(process["pid"])
+    if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
+        raise forbidden(f"process {process['pid']} is not one of this fleet")
+
+
+async def inspect_process(pid: int) -> tuple[int, int, str]:
+    """Parent, user and command line of a process. Raises ApiError (404) if there is no such process."""
+    command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
+    ps = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    stdout, _ = await ps.communicate()
+    if not stdout.strip():
+        raise ApiError(404, "not_found", f"There is no process {pid}")
+    parent, user, title = stdout.decode(errors="replace").split(maxsplit=2)
+    return int(parent), int(user), title
+
+
+def send_sigkill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,5 @@
-"""GET /health and /ping: 200 if a request would be served now. No API key is needed.
-
-GET /: the web page for browsers, TGI's health check for other clients. The page's files are in
-`api/page/`.
+"""GET /health and /ping: 200 if a request would be served now. GET /: the web page for browsers, and TGI's
+health check for other clients. No API key is needed.
 """
 
 from pathlib import Path
@@ -17,6 +15,14 @@ from api.requests.pool_registry import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
+page_router = APIRouter(tags=[HEALTH])
+PAGE_FILES = {path.name: path for path in (Path(__file__).parents[1] / "page").iterdir()}
+PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
 
 
 @router.head("/ping", include_in_schema=False)
@@ -24,33 +30,12 @@ router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
 @router.get("/ping", response_class=Response, name="ping", summary="Health check (same as /health)")
 @router.get("/health", response_class=Response, summary="Health check")
 async def health(request: Request) -> Response:
-    """Returns 200 with an empty body if a worker, a batcher and the broker are there and work, else 503."""
+    """Returns 200 with an empty body if a worker, a batcher and the broker are live, else 503."""
     try:
         await check_health(own_pool(request))
     except ApiError as error:
         raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()
-
-
-page_router = APIRouter(tags=[HEALTH])
-FILES = {path.name: path for path in (Path(__file__).parents[1] / "page").iterdir()}
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
-HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-}
 
 
 @page_router.head("/", include_in_schema=False)
@@ -63,13 +48,13 @@ HEADERS = {
 async def page_or_health(request: Request) -> Response:
     """Returns the web page if the client accepts `text/html`, else what /health returns."""
     if "text/html" in request.headers.get("accept", ""):
-        return FileResponse(FILES["page.html"], headers=HEADERS | {"vary": "accept"})
+        return FileResponse(PAGE_FILES["page.html"], headers=PAGE_HEADERS | {"vary": "accept"})
     return await health(request)
 
 
 @page_router.get("/page/{name}", include_in_schema=False)
 async def page_file(name: str) -> Response:
     """Returns a file of the page."""
-    if name not in FILES:
+    if name not in PAGE_FILES:
         raise HTTPException(404)
-    return FileResponse(FILES[name], headers=HEADERS)
+    return FileResponse(PAGE_FILES[name], headers=PAGE_HEADERS)

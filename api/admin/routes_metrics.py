@@ -9,8 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from api.admin import processes
-from api.admin.processes import ProcessList
+from api.admin.processes import ProcessList, list_processes
 from api.http.openapi import HEALTH
 from api.requests.metrics import fit_buckets
 from api.requests.pool_registry import own_pool
@@ -25,8 +24,8 @@ router = APIRouter(tags=[HEALTH])
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Returns the metrics of all processes of the pool in Prometheus' text format: scrape one gateway, not
-    each of them. While the broker is away, only `tokenfleet_broker_up 0`.
+    """Returns the metrics of all processes of the pool in Prometheus' text format: scrape one gateway only.
+    While the broker does not answer, the only metric is `tokenfleet_broker_up 0`.
     """
     pool = own_pool(request)
     values: Values | None = None
@@ -35,7 +34,7 @@ async def metrics(request: Request) -> Response:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             totals = await aggregate.read_totals(pool.client)
             granted = await pool.client.redis.hget(pool.client.keys.state, "blocks")  # type: ignore[misc]
-            listed = await processes.list_processes(pool.client, pool.batcher)
+            listed = await list_processes(pool.client, pool.batcher)
             gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(pool.client)}
             values = totals
     if pool.workers.max_total_tokens:
@@ -53,13 +52,13 @@ async def broker_gauges(client: PoolClient) -> Gauges:
 
 
 def memory_ratio(info: Mapping[str, Any]) -> float:
-    """How much of the memory that Redis may use it uses, of its answer to INFO memory."""
+    """Used memory in proportion to the memory that Redis may use, from its INFO."""
     available = int(info.get("maxmemory") or 0) or int(info.get("total_system_memory") or 0)
     return int(info["used_memory"]) / available if available else 0.0
 
 
 def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
-    """Gauges from the processes' heartbeats. `num_granted`: number of KV blocks granted to rows."""
+    """Gauges from the processes' heartbeats; `num_granted` KV blocks are granted to rows."""
     requests, workers = listed.requests, listed.of_kind("worker")
     loaded = [worker for worker in workers if worker["num_blocks"]]
     num_blocks = sum(worker["num_blocks"] for worker in loaded)
@@ -79,8 +78,8 @@ def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
     }
 
 
-def count_states(metric: Metric, found: list[dict[str, object]]) -> dict[Labels, float]:
+def count_states(metric: Metric, processes: list[dict[str, object]]) -> dict[Labels, float]:
     """The number of processes in each state; 0 for known states without a process."""
     known = dict.fromkeys(metric.labels["state"], 0)
-    counts = Counter(str(process["state"]) for process in found)
+    counts = Counter(str(process["state"]) for process in processes)
     return {(state,): float(count) for state, count in (known | counts).items()}

@@ -1,7 +1,4 @@
-"""GET /fleet/requests/{id}: the timeline of one request, as the batcher wrote it.
-
-Timelines of requests: read back from the stream that the batcher writes.
-"""
+"""GET /fleet/requests/{id}: the timeline of one request, read from the stream that the batcher writes."""
 
 import dataclasses
 from typing import Any
@@ -19,11 +16,13 @@ from common.messages.codec import WireError, decode
 from common.messages.events import Timeline
 
 CHUNK = 500
+"""Entries in one read."""
 SIBLINGS_MS = 5000
 """All choices of a request are queued within this time."""
-
 CHOICE_MARKS = (".", "#")
-"""What separates the id of a request, or of a job, from the number of a choice."""
+"""Between the id of a request, or of a job, and the number of a choice."""
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
+
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 Events = list[dict[str, Any]]
@@ -37,15 +36,15 @@ async def read_timelines(client: PoolClient, request_id: str) -> dict[str, Event
     newest = "+"
     while entries := await client.redis.xrevrange(client.keys.timeline, newest, "-", count=CHUNK):
         for entry in entries:
-            add(timelines, entry, request_id)
+            add_entry(timelines, entry, request_id)
         if is_complete(timelines, entries[-1]):
             break
         newest = f"({entries[-1][0].decode()}"
     return dict(sorted(timelines.items()))
 
 
-def add(timelines: dict[str, Events], entry: Entry, request_id: str) -> None:
-    """Put the events of an entry before those of later entries."""
+def add_entry(timelines: dict[str, Events], entry: Entry, request_id: str) -> None:
+    """Add the events of an entry, in front of those of later entries."""
     choices = tuple(request_id + mark for mark in CHOICE_MARKS)
     for name, data in entry[1].items():
         known_id = name.decode(errors="replace")
@@ -65,9 +64,6 @@ def is_complete(timelines: dict[str, Events], oldest: Entry) -> bool:
     return bool(first_events) and all(
         event["what"] == "queued" and entry_ms < event["at_ms"] - SIBLINGS_MS for event in first_events
     )
-
-
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
 
 
 @router.get(

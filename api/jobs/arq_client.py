@@ -1,4 +1,4 @@
-"""Arq client: submits the jobs of an arq worker to the fleet as any other service does, and waits for their
+"""Arq client: submits the jobs of an arq worker to the fleet, as any other service does, and waits for their
 answers.
 """
 
@@ -25,11 +25,7 @@ class JobFailed(Exception):
 
 @dataclass(eq=False, slots=True)
 class WaitingJob:
-    """A job whose answer is waited for.
-
-    Attributes:
-        entry_id: of its entry in `submit`.
-    """
+    """A job whose answer has not come; `entry_id` names its entry in `submit`."""
 
     job_id: str
     fields: dict[str, Any]
@@ -38,7 +34,7 @@ class WaitingJob:
 
 
 class ArqClient:
-    """Submits jobs under ids of its own; one poll asks for the answers to all of them.
+    """Submits jobs, and polls for the answers to all of them at once.
 
     Attributes:
         submitted: set while jobs wait.
@@ -70,17 +66,17 @@ class ArqClient:
         await self.add_entry({"cancel": job_id})
 
     async def add_entry(self, fields: dict[str, Any]) -> str:
-        """Add an entry to `submit`, however long the broker is away; its id."""
+        """Add an entry to `submit`, once the broker answers. Returns its id."""
         entry_id: bytes = await attempt(lambda: self.redis.xadd(self.keys.submit, fields), retry_forever)
         return entry_id.decode()
 
     async def run(self) -> None:
         """Never returns."""
-        await repeat_forever(self.poll, "cannot poll for answers")
+        await repeat_forever(self.poll, "polling for answers")
 
     async def poll(self) -> None:
-        """Hand out the answers that have come, once jobs wait; from time to time submit again what the broker
-        has lost.
+        """Wait until there are jobs, then hand out the answers that have come. Every LOST_CHECK_S, submit
+        jobs again that the broker has lost.
         """
         if not self.waiting:
             self.submitted.clear()
@@ -108,7 +104,7 @@ class ArqClient:
         return bool(await self.redis.xrange(self.keys.submit, job.entry_id, job.entry_id))
 
     async def answers(self, jobs: list[WaitingJob]) -> list[bytes | None]:
-        """The answer to each job: that to its entry alone, else that to the job."""
+        """The answer to each job, that to its entry first; None for no answer."""
         if not jobs:
             return []
         names = [name for job in jobs for name in (job.entry_id, job.job_id)]

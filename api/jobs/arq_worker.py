@@ -1,8 +1,5 @@
-"""Serializer of arq's jobs and results: msgpack, never pickle, because anybody may have written the keys.
-
-Job worker: an arq worker that runs its functions as jobs of the fleet, within the fleet's limits.
-
-Job worker process: runs an arq worker, and its heartbeat, until SIGTERM.
+"""Job worker: the process of an arq worker that runs its functions as jobs of the fleet. It serialises them
+by msgpack, never by pickle, because any program may write to the keys.
 """
 
 import asyncio
@@ -28,59 +25,10 @@ from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 from common.startup import READY, configure_process, exit_when_unservable, start_process
 
-Packed = dict[str, Any]
-LAST_MS = 32_503_680_000_000
-"""The year 3000: arq makes a date of a time in ms."""
-
-
-def pack(data: Packed) -> bytes:
-    """Serialise a job or its result; an exception becomes its text."""
-    packed: bytes = msgpack.packb(data, default=exception_text)
-    return packed
-
-
-def exception_text(value: object) -> str:
-    if isinstance(value, BaseException):
-        return str(value) or type(value).__name__
-    raise TypeError(f"msgpack cannot serialise {type(value).__name__}")
-
-
-def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
-    """A function that reads jobs. It raises ValueError, or an error of msgpack, for anything that arq would
-    not write.
-    """
-
-    def unpack(data: bytes) -> Packed:
-        if len(data) > max_bytes:
-            raise ValueError(f"the job is larger than {max_bytes} bytes")
-        job = msgpack.unpackb(data)
-        if not isinstance(job, dict) or not is_job(job):
-            raise ValueError("not a job")
-        return job
-
-    return unpack
-
-
-def is_job(job: Packed) -> bool:
-    """Whether arq can run it: name, arguments, keyword arguments, number of tries, time of queueing."""
-    name, args, kwargs, tries, queued_ms = (job.get(key) for key in ("f", "a", "k", "t", "et"))
-    named = isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)
-    counted = tries is None or (type(tries) is int and 0 <= tries < 2**31)
-    return (
-        isinstance(name, str)
-        and isinstance(args, list)
-        and named
-        and counted
-        and type(queued_ms) is int
-        and 0 <= queued_ms < LAST_MS
-    )
-
-
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
-IDLE_POLL_S = 0.25
-"""How often a worker that runs no job looks for one, and one that does."""
+POLL_S, IDLE_POLL_S = 0.1, 0.25
+"""How often a worker looks for a job: while it runs one, and while it runs none."""
 HEALTH_S = 10
 MARGIN_S = 10.0
 """arq ends a job this much later than the fleet ends its request."""
@@ -88,14 +36,17 @@ MAX_TRIES = 1000
 """A retry costs nothing, because the fleet keeps the job. Only a job that kills its worker again and again is
 given up.
 """
-
+LAST_MS = 32_503_680_000_000
+"""The year 3000: arq makes a date of a time in ms."""
 TERMS = ("tenant", "deadline_ms")
 """Arguments of `chat` that are fields of the job, not of its chat."""
 
+Packed = dict[str, Any]
+
 
 class JobWorker(Worker):
-    """An arq worker that survives an absent broker and malformed keys, and whose jobs other workers soon take
-    over when it dies.
+    """An arq worker that survives an absent broker and malformed keys. When it dies, other workers soon take
+    its jobs.
     """
 
     def __init__(self, client: PoolClient, settings: Settings) -> None:
@@ -116,11 +67,11 @@ class JobWorker(Worker):
             job_deserializer=unpack,
         )
         self.client = ArqClient(client)
-        self.looks = SerialClient(client.redis)
+        self.idle_client = SerialClient(client.redis)
         self.in_progress_timeout_s = settings.worker_ttl_s
 
     async def run_in_fleet(self, job_id: str, content: dict[str, Any]) -> Any:
-        """The fleet's answer. An aborted job is cancelled; the job of a worker that stops goes on, and
+        """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
         another worker waits for it.
         """
         try:
@@ -139,7 +90,7 @@ class JobWorker(Worker):
             tasks.create_task(repeat_forever(self.run_arq, "reading the queue of arq"))
 
     async def run_arq(self) -> None:
-        """arq's own loop; a malformed name ends it, and is dropped."""
+        """Run arq's own loop until a malformed name ends it; drop that name."""
         try:
             await super().main()
         except UnicodeDecodeError:
@@ -147,10 +98,10 @@ class JobWorker(Worker):
                 await self.drop_malformed(key)
 
     async def _poll_iteration(self) -> None:
-        """Poll as arq does, where there is a job or an abort: its three commands ten times a second are most
-        of what a worker without jobs costs.
+        """Poll as arq does if there is a job or an abort. Otherwise one command does: arq's three, ten times
+        a second, are most of what a worker without jobs costs.
         """
-        if self.tasks or await self.looks.execute("EXISTS", self.queue_name, abort_jobs_ss):
+        if self.tasks or await self.idle_client.execute("EXISTS", self.queue_name, abort_jobs_ss):
             await super()._poll_iteration()
         else:
             await self.heart_beat()
@@ -165,7 +116,9 @@ class JobWorker(Worker):
                     await self.pool.zrem(key, name)
 
     async def heart_beat(self) -> None:
-        """Renew the claim on our jobs: when we die it expires, and other workers take them over."""
+        """Renew the claim on this worker's jobs. When the worker dies the claim expires, and others take
+        them.
+        """
         await super().heart_beat()
         async with self.pool.pipeline(transaction=False) as pipe:
             for job_id in self.job_tasks:
@@ -173,8 +126,8 @@ class JobWorker(Worker):
             await pipe.execute()
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs one by one: arq does not release the slot of a job whose start fails. A job that runs
-        here is not started again, though its claim expired while this process was stopped.
+        """Start jobs one by one, because arq does not release the slot of a job whose start fails. A job that
+        runs here is not started again if its claim has expired while this process was stopped.
         """
         for job_id in job_ids:
             if job_id.decode(errors="replace") in self.tasks:
@@ -187,8 +140,8 @@ class JobWorker(Worker):
                 raise
 
     async def run_job(self, job_id: str, score: int) -> None:
-        """Run a job; a job whose key has another type than arq's is dropped, and harms no other. One whose
-        keys are read or written when the worker is told to end does not keep that from ending in order.
+        """Run a job. A job whose key has another type than arq's is dropped, and harms no other. A worker
+        that is told to end, ends in order, even while a job's keys are read or written.
         """
         try:
             if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
@@ -202,20 +155,8 @@ class JobWorker(Worker):
             log.warning("job %s is tried again: %s", job_id, describe_error(error))
 
 
-def log_in_one_line(record: logging.LogRecord) -> bool:
-    """Filter of arq's log: a job that was answered with an error is a warning without a traceback, which
-    would only show how this worker came by the answer.
-    """
-    if record.exc_info and isinstance(record.exc_info[1], JobFailed):
-        record.exc_info = None
-        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
-    return True
-
-
 def job_functions(run_in_fleet: Any) -> list[Function]:
-    """The functions that arq clients can enqueue; `run_in_fleet(job_id, content)` gives the fleet's
-    answer.
-    """
+    """The functions that arq clients can enqueue; `run_in_fleet(job_id, content)` gives the answer."""
 
     async def generate(
         ctx: dict[str, Any],
@@ -232,6 +173,54 @@ def job_functions(run_in_fleet: Any) -> list[Function]:
     return [func(generate, name="generate"), func(chat, name="chat")]
 
 
+# --- serializer ---------------------------------------------------------------------------------------------
+
+
+def pack(data: Packed) -> bytes:
+    """Serialise a job or its result; an exception becomes its text."""
+    packed: bytes = msgpack.packb(data, default=exception_text)
+    return packed
+
+
+def exception_text(value: object) -> str:
+    if isinstance(value, BaseException):
+        return str(value) or type(value).__name__
+    raise TypeError(f"msgpack cannot serialise {type(value).__name__}")
+
+
+def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
+    """A function that reads jobs. It raises ValueError, or an error of msgpack, for data that arq would not
+    write.
+    """
+
+    def unpack(data: bytes) -> Packed:
+        if len(data) > max_bytes:
+            raise ValueError(f"the job is larger than {max_bytes} bytes")
+        job = msgpack.unpackb(data)
+        if not isinstance(job, dict) or not is_job(job):
+            raise ValueError("not a job")
+        return job
+
+    return unpack
+
+
+def is_job(job: Packed) -> bool:
+    """Whether arq can run a job by its fields: name, arguments, keyword arguments, number of tries, time of
+    queueing.
+    """
+    name, args, kwargs, tries, queued_ms = (job.get(key) for key in ("f", "a", "k", "t", "et"))
+    return (
+        isinstance(name, str)
+        and isinstance(args, list)
+        and (isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs))
+        and (tries is None or (type(tries) is int and 0 <= tries < 2**31))
+        and (type(queued_ms) is int and 0 <= queued_ms < LAST_MS)
+    )
+
+
+# --- process ------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     """Run the process; it exits with EX_CONFIG if a setting cannot be served."""
     own = start_process("jobs", "j0")
@@ -245,7 +234,7 @@ def main() -> None:
 
 
 async def serve(settings: Settings, incarnation: str) -> None:
-    """Serve until SIGTERM; jobs that are not answered by then are left to other workers."""
+    """Run jobs until SIGTERM; other workers take those that are not answered by then."""
     client = PoolClient.connect(settings)
     worker = JobWorker(client, settings)
     heartbeat = Heartbeat(client, "jobworker", incarnation, settings.worker_ttl_s)
@@ -259,6 +248,16 @@ async def serve(settings: Settings, incarnation: str) -> None:
         with contextlib.suppress(*ERRORS):
             await worker.close()
         await client.redis.aclose()
+
+
+def log_in_one_line(record: logging.LogRecord) -> bool:
+    """Filter of arq's log: a job that was answered with an error is a warning, without the traceback of this
+    worker.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], JobFailed):
+        record.exc_info = None
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+    return True
 
 
 if __name__ == "__main__":

@@ -2,10 +2,6 @@
 
 The gateways of a pool share the stream as one consumer group. An entry stays pending with the gateway that
 read it until its job is answered; the entries of a dead gateway are claimed by the others.
-
-Lost entries: jobs that run here, and whose entries a broker that was restored does not have.
-
-Such a job is submitted again: its entry is what another gateway finds when this one dies.
 """
 
 import asyncio
@@ -31,30 +27,15 @@ from common.process.logs import REQUEST_ID, plural
 
 log = logging.getLogger(__name__)
 
-
-async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:
-    """Submit again those of the jobs, by entry, that have none any more, and remove them: whoever reads the
-    new entry serves the job, too. A faulty one is being answered; one that has a result was answered by
-    another gateway, which had claimed it.
-    """
-    for entry_id, job in [*running.items()]:
-        has_entry = await redis.xrange(keys.submit, entry_id, entry_id)
-        if job.fault or has_entry or await redis.exists(keys.result(job.id)):
-            continue
-        if entry_id in running:  # it has not been answered meanwhile
-            log.warning("the broker has lost the entry of job %s: it is submitted again", job.id)
-            await redis.xadd(keys.submit, job.to_fields())
-            running.pop(entry_id, None)
-
-
 GROUP = "gateways"
-NUM_READ = 16
-NUM_CLAIMED = 256
-NUM_WAITING = 256
-MAX_PENDING = 1_000_000
+NUM_READ, NUM_CLAIMED, MAX_PENDING = 16, 256, 1_000_000
+"""Most entries of one read, of one claim, and of those that are pending with one gateway."""
 BLOCK_MS = 1000
+"""Longest wait of one read."""
+NUM_WAITING = 256
+"""Jobs that may run or wait for room at once, beside as many as the pool admits requests."""
 TOMBSTONE_MS = 60_000
-"""Time for which a cancel that comes before its job is remembered."""
+"""A cancel that comes before its job is remembered for this time."""
 
 Fields = dict[bytes, bytes]
 
@@ -67,9 +48,9 @@ class JobConsumer:
         held: entries that belong to this gateway until their jobs are answered.
         waiting: held entries whose jobs have not started.
         running: jobs that are served, by entry.
-        runs: jobs that run, by id.
-        permits: limit the jobs that run, or wait for room, at once.
-        admission_locks: jobs of a class are admitted one after the other, in order.
+        runs: their runs, by the job's id; entries of one job share a run.
+        permits: limit the jobs that run or wait for room at once.
+        admission_locks: one for each class: its jobs are admitted one after the other, in order.
         joined: set when the group exists and this gateway's pending entries are held.
     """
 
@@ -98,8 +79,8 @@ class JobConsumer:
     # --- reading entries ------------------------------------------------------------------------------------
 
     async def read_entries(self) -> None:
-        """Hold new entries until the broker fails; first those that it delivered to this gateway in an answer
-        that was lost.
+        """Hold new entries until the broker fails; first those that are pending with this gateway, because an
+        answer of the broker was lost.
         """
         await self.join_group()
         pending = await self.redis.xpending_range(self.keys.submit, GROUP, "-", "+", MAX_PENDING, self.name)
@@ -129,12 +110,12 @@ class JobConsumer:
         return [(entry_id.decode(), fields) for _, items in answer for entry_id, fields in items]
 
     async def count_surplus(self) -> int:
-        """How many of the entries just read are beyond SUBMIT_LIMIT."""
+        """How many of the entries that were just read are beyond SUBMIT_LIMIT."""
         pending = await self.redis.xpending(self.keys.submit, GROUP)
         return max(0, min(NUM_READ, int(pending["pending"]) - self.settings.submit_limit))
 
     async def claim_entries(self) -> None:
-        """Claim the entries of gateways that died, or whose heartbeat has expired."""
+        """Claim the entries of gateways whose heartbeat has expired."""
         await self.joined.wait()
         for consumer in await self.redis.xinfo_consumers(self.keys.submit, GROUP):
             other = consumer["name"].decode(errors="surrogateescape")
@@ -173,7 +154,7 @@ class JobConsumer:
         await self.admission.retry_forever(command)
 
     async def cancel(self, name: bytes) -> None:
-        """Cancel a job, whichever gateway runs it."""
+        """Cancel a job, at whatever gateway it runs."""
         job_id = name.decode(errors="replace")
         if not re.fullmatch(NAME, job_id):
             log.warning("a cancel is ignored: %.100r is no id of a job", name)
@@ -186,7 +167,7 @@ class JobConsumer:
     # --- running jobs ---------------------------------------------------------------------------------------
 
     async def start_jobs(self) -> None:
-        """Start waiting jobs, at most as many at once as the pool admits requests."""
+        """Start waiting jobs, one for each permit."""
         while True:
             await self.permits.acquire()
             self.tasks.create_task(self.handle_entry(await self.waiting.get()))
@@ -214,7 +195,7 @@ class JobConsumer:
         return await offload(size, partial(read_job, entry_id, fields, self.settings.payload_limit))
 
     async def serve(self, job: Job) -> None:
-        """Return when the job is answered."""
+        """Register a job, and run it; returns when it is answered."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
@@ -242,7 +223,7 @@ class JobConsumer:
         try:
             await run.run()
         finally:
-            # The last reply is finished: an entry that comes now starts a run of its own.
+            # All replies are finished: an entry that comes now starts a run of its own.
             del self.runs[job.id]
             await run.detach()
 
@@ -259,6 +240,24 @@ class JobConsumer:
         await self.delete_entry(entry_id)
 
 
+async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:
+    """Submit jobs again whose entries a restored broker does not have, and remove them from `running`:
+    without an entry, no other gateway would find a job when this one dies. A faulty job is being answered. A
+    job with a result was answered by another gateway, which had claimed its entry.
+
+    Args:
+        running: jobs by entry.
+    """
+    for entry_id, job in [*running.items()]:
+        has_entry = await redis.xrange(keys.submit, entry_id, entry_id)
+        if job.fault or has_entry or await redis.exists(keys.result(job.id)):
+            continue
+        if entry_id in running:  # it has not been answered meanwhile
+            log.warning("the broker has lost the entry of job %s: it is submitted again", job.id)
+            await redis.xadd(keys.submit, job.to_fields())
+            running.pop(entry_id, None)
+
+
 def is_cancel(fields: Fields) -> bool:
-    """Whether an entry is a cancel. One that is a job, too, is faulty, and answered as such."""
+    """Whether an entry is a cancel. An entry that is also a job is a faulty job."""
     return b"cancel" in fields and b"job" not in fields

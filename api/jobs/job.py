@@ -1,6 +1,5 @@
-"""Job: a request of another service, as JSON in an entry of the stream `submit`.
-
-Deadline: what is left of the time that a job has, which counts from its entry.
+"""Job: a request of another service, as JSON in an entry of the stream `submit`. Its deadline counts from its
+entry.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ from api.requests.service_terms import (
 from common.messages.events import terminal_for
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
-"""Pattern of an id or a channel. A job's requests have the ids `{id}#{choice}`, which no job can have."""
+"""Pattern of an id or a channel. Requests of a job have ids that no job can have: `{id}#{choice}`."""
 ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
 ADDRESS = ("id", "reply_to", "reply")
-"""Fields that name the receiver of the answer; all others are the content."""
+"""Fields that are not content: the id, and where the answer goes."""
 
 
 class JobBody(BaseModel):
-    """The field `job` of an entry. Unlike HTTP bodies it must not have unknown fields: a service that
+    """The field `job` of an entry. Unknown fields are refused, unlike those of HTTP bodies: a service that
     misspells `reply_to` would wait for ever.
     """
 
@@ -62,30 +61,30 @@ class Job:
         digest: of the content; the same id with another digest is a conflict.
         reply_to: channel for the frames; empty if there is none.
         in_stream: whether frames are kept in a stream.
-        body: the content, unless it has a `fault`.
-        terms: on which terms it is served.
-        first_entry_id: of the entry that the broker has lost, where this one was submitted in its place.
+        body: None if the job has a `fault`.
+        first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
+        none.
     """
 
     id: str
     entry_id: str
-    digest: str
-    reply_to: str
-    in_stream: bool
-    is_chat: bool
-    body: JobBody | None
+    digest: str = ""
+    reply_to: str = ""
+    in_stream: bool = False
+    is_chat: bool = False
+    body: JobBody | None = None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
     first_entry_id: str = ""
 
     @property
     def family(self) -> Family:
-        """The API family in whose words the job's errors are."""
+        """The API family of the job's errors."""
         return openai if self.is_chat else tgi
 
     @property
     def has_listeners(self) -> bool:
-        """Whether frames are sent, and not the answer alone."""
+        """Whether frames are sent, in addition to the answer."""
         return bool(self.reply_to or self.in_stream)
 
     @property
@@ -95,52 +94,45 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """Seed of a job without a seed: every gateway that serves it samples the same tokens."""
+        """Seed of a job without one: the same at every gateway, so that all sample the same tokens."""
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "big") >> 1
 
     @property
     def created_s(self) -> int:
-        """Unix time of the first entry: every gateway that serves the job reports the same."""
+        """Unix time of the first entry, the same at every gateway."""
         return self.entry_ms // 1000
 
     def to_fields(self) -> dict[str, bytes | str]:
-        """Another entry for this valid job, whose time counts from the first one."""
+        """The fields of another entry for this valid job; its time still counts from the first one."""
         assert self.body is not None
         body = orjson.dumps(self.body.model_dump(exclude_unset=True) | {"id": self.id})
         return {"job": body, "first_entry": self.first_entry_id or self.entry_id}
 
 
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
-    """The job of an entry. A faulty one gets the entry's id, unless its own can be read."""
+    """The job of an entry. If its id cannot be read, it has the entry's id."""
     try:
         parsed = parse(fields, max_bytes)
     except ApiError as error:
-        return Job(entry_id, entry_id, "", "", False, False, None, fault=error)
+        return Job(id=entry_id, entry_id=entry_id, fault=error)
     job_id, reply_to = parsed.get("id"), parsed.get("reply_to")
-    known_id = job_id if isinstance(job_id, str) and re.fullmatch(NAME, job_id) else entry_id
-    known_channel = reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else ""
+    first_entry = ENTRY_ID.fullmatch(fields.get(b"first_entry", b""))
     job = Job(
-        known_id,
-        entry_id,
-        digest_of(parsed),
-        known_channel,
+        id=job_id if isinstance(job_id, str) and re.fullmatch(NAME, job_id) else entry_id,
+        entry_id=entry_id,
+        digest=digest_of(parsed),
+        reply_to=reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else "",
         in_stream=parsed.get("reply") == "stream",
         is_chat="messages" in parsed,
-        body=None,
-        first_entry_id=first_entry_id(fields),
+        first_entry_id=first_entry[0].decode() if first_entry else "",
     )
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
-        check_prompt(body)
+        if (body.inputs is None) == (body.messages is None):
+            raise invalid("either `inputs` or `messages` must be given", "inputs")
         return replace(job, body=body, terms=read_job_terms(body))
     except ApiError as error:
         return replace(job, fault=error)
-
-
-def first_entry_id(fields: Mapping[bytes, bytes]) -> str:
-    """Which entry this one stands for; empty where that is itself."""
-    found = ENTRY_ID.fullmatch(fields.get(b"first_entry", b""))
-    return found[0].decode() if found else ""
 
 
 def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
@@ -165,13 +157,8 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
     return parsed
 
 
-def check_prompt(body: JobBody) -> None:
-    if (body.inputs is None) == (body.messages is None):
-        raise invalid("either `inputs` or `messages` must be given", "inputs")
-
-
 def read_job_terms(body: JobBody) -> ServiceTerms:
-    """The terms on which a job is served: by default in the class `batch`. Raises ApiError (422)."""
+    """The class, tenant and deadline of a job; the default class is `batch`. Raises ApiError (422)."""
     given = (body.parameters or {}) if body.messages is not None else {}
     priority, tier = given.get("priority"), given.get("service_tier")
     known = (priority if isinstance(priority, int | str) else None, tier if isinstance(tier, str) else None)
@@ -193,7 +180,7 @@ def expired(job: Job) -> ApiError:
 
 
 async def left_ms(pool: Pool, job: Job) -> int:
-    """Milliseconds by the broker's clock. Raises ApiError when none is left: the job never started."""
+    """Milliseconds to the deadline, by the broker's clock. Raises ApiError if it has passed."""
     if job.terms.deadline_ms is None:
         return MAX_DEADLINE_MS
     seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
@@ -205,7 +192,7 @@ async def left_ms(pool: Pool, job: Job) -> int:
 
 @contextlib.asynccontextmanager
 async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterator[None]:
-    """Have the lock; raises ApiError when the job's deadline passes first."""
+    """Hold the lock. Raises ApiError if the job's deadline passes before it is free."""
     try:
         async with asyncio.timeout(await left_ms(pool, job) / 1000):
             await lock.acquire()

@@ -1,6 +1,5 @@
-"""Reply: sends the answer to a job: frames to a channel and to a stream, the whole answer to `result:{id}`.
-
-Frames are numbered, so that each is sent once, even if two gateways serve the job.
+"""Reply: sends frames of a job to a channel and to a stream, and its whole answer to `result:{id}`. Frames
+are numbered, so that each is sent once even if two gateways serve the job.
 """
 
 import logging
@@ -17,11 +16,12 @@ from common.broker.keys import RESULT_TTL_MS
 log = logging.getLogger(__name__)
 
 Frame = tuple[int, int, bytes]
-"""Lane, index in its lane, text. Every gateway makes the same frames for a lane; lanes may mix in any order.
+"""Lane, index in its lane, text. Every gateway makes the same frames of a lane; the order of lanes may
+differ.
 """
 
 REQUEST_TTL_MS = 60_000
-"""Time for which the keys of an answered request are kept, for another gateway that still serves the job."""
+"""The keys of an answered request are kept for this time, for another gateway that still serves the job."""
 
 
 class Reply:
@@ -40,9 +40,7 @@ class Reply:
         self.num_sent = 0
 
     async def register(self) -> str:
-        """Register the entry's job: `live`, `ended`, `conflict` or `spoiled`. An ended job is answered
-        again.
-        """
+        """Register the entry's job. Returns `live`, `ended` (answered again), `conflict` or `spoiled`."""
         job = self.job
         call = job_scripts.register_job(
             self.keys, job.id, digest=job.digest, channel=self.channel, in_stream=job.in_stream
@@ -50,13 +48,13 @@ class Reply:
         return await self.retry_forever(lambda: self.client.run(call))
 
     async def send_new(self, frames: list[Frame], max_frames: int) -> None:
-        """Send those of the job's frames that are not sent yet; the job has at most `max_frames` in all."""
+        """Send the frames that are not sent yet; the job has at most `max_frames`."""
         if self.job.has_listeners and len(frames) > self.num_sent:
             await self.send(frames, max_frames)
         self.num_sent = len(frames)
 
     async def send_error(self, error: ApiError, result_id: str) -> None:
-        """Answer this entry alone; the record of a job with its id does not change."""
+        """Answer this entry alone; the job with its id stays as it is."""
         body = to_json(self.job.family(error)[1])
 
         async def command() -> None:
@@ -71,8 +69,8 @@ class Reply:
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes = b"", request_ids: Sequence[str] = ()
     ) -> None:
-        """Send what is new of the frames; where the broker has lost frames, send all of them. The answer
-        goes together with the last frames: after the last frame a client finds it.
+        """Send the new frames, or all of them if the broker has lost some. The answer is sent together with
+        the last frames: after the last frame a client finds it.
         """
 
         async def send_from(first: int) -> int:
@@ -89,10 +87,10 @@ class Reply:
             )
             return await self.retry_forever(lambda: self.client.run(call))
 
-        answered = await send_from(self.num_sent)
-        if answered == FRAMES_LOST:
+        outcome = await send_from(self.num_sent)
+        if outcome == FRAMES_LOST:
             log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
-            answered = await send_from(0)
-        if answered == NOT_A_JOB:
+            outcome = await send_from(0)
+        if outcome == NOT_A_JOB:
             key = self.keys.job(self.job.id)
             log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, key)

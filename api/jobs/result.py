@@ -1,6 +1,5 @@
-"""Jobs with `messages`: they have the fields, chunks and answers of /v1/chat/completions.
-
-Jobs with `inputs`: they have the parameters, frames and answers of TGI's /generate_stream and
+"""Validated jobs, their frames and their results. A job with `messages` has the fields, chunks and answers of
+/v1/chat/completions; one with `inputs` has the parameters, frames and answers of TGI's /generate_stream and
 /generate.
 """
 
@@ -26,29 +25,33 @@ from common.messages.answer import HttpAnswer, ResumeTerms
 from common.messages.request import Generate
 
 NOT_PARAMETERS = ("messages", "model", "stream", "resume_s", "detached")
-"""Fields of the route that a job has beside `parameters`, or replaces by `reply_to` and `reply`."""
+"""Fields of /v1/chat/completions that a job has beside its `parameters`, or does not have."""
+
+
+async def validate_job(pool: Pool, job: Job) -> "ChatJob | GenerateJob":
+    """Validate a job. Raises ApiError."""
+    return await (validate_chat_job(pool, job) if job.is_chat else validate_generate_job(pool, job))
 
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """A validated job; its `requests` have no ids yet."""
+    """A validated job with `messages`; its `requests` have no ids yet."""
 
     requests: list[Generate]
-    described: HttpAnswer
+    answer: HttpAnswer
 
     def frames(self, streams: list[Stream]) -> ChunkFeed:
-        """Chunks with their lanes; no `[DONE]`, which is not JSON."""
+        """Chunks with their lanes, the indices of their choices; without `[DONE]`, which is no JSON."""
         return ChunkFeed(self.renderer(streams))
 
     def render_result(self, streams: list[Stream]) -> bytes:
         return self.renderer(streams).render_whole()
 
     def renderer(self, streams: list[Stream]) -> ChatCompletionRenderer:
-        return ChatCompletionRenderer(self.described, streams)
+        return ChatCompletionRenderer(self.answer, streams)
 
 
 async def validate_chat_job(pool: Pool, job: Job) -> ChatJob:
-    """Validate a job. Raises ApiError."""
     assert job.body is not None
     parameters = job.body.parameters or {}
     for name in NOT_PARAMETERS:
@@ -77,14 +80,19 @@ async def validate_chat_job(pool: Pool, job: Job) -> ChatJob:
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """A validated job; its `requests` have no ids yet."""
+    """A validated job with `inputs`; its `requests` have no ids yet.
+
+    Attributes:
+        prefix: the text that the answer begins with.
+        details: whether the answer has `details`.
+    """
 
     requests: list[Generate]
     prefix: str
     details: bool
 
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
-        """Frames with their lane; none with `best_of`, whose best answer is known at the end."""
+        """Frames with their lane; none with `best_of`, whose best text is known at the end."""
         for stream in streams if len(streams) == 1 else []:
             async for bodies in render.StreamBodies(stream, self.prefix, self.details):
                 yield [(0, body) for body in bodies]
@@ -95,13 +103,12 @@ class GenerateJob:
 
 
 async def validate_generate_job(pool: Pool, job: Job) -> GenerateJob:
-    """Validate a job. Raises ApiError."""
     assert job.body is not None
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})
     body = await offload(len(content), lambda: parse_body(GenerateRequest, content))
     parameters = body.parameters or GenerateParameters()
     params, limits = body.generation_params(job.has_listeners), pool.workers.limits
-    render.check(params, limits, job.has_listeners)
+    render.check_best_of(params, limits, job.has_listeners)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, limits, pool.tokenizer)
     if params.n > 1:

@@ -1,4 +1,4 @@
-"""Job run: one job, from its admission to its answer. The gateway acts as the job's client."""
+"""Job run: one job from its admission to its answer; the gateway acts as its client."""
 
 import asyncio
 import logging
@@ -11,9 +11,9 @@ from redis.exceptions import ResponseError
 
 from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
-from api.jobs import result
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.reply import Frame, Reply
+from api.jobs.result import ChatJob, GenerateJob, validate_job
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
@@ -31,21 +31,21 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 MORE_FRAMES = 8
-"""Frames of a choice besides one for each token, at most."""
+"""Most frames of a choice besides those of its tokens."""
 MANY_FRAMES = 2**20
-"""Limit of frames while the number of tokens is not known yet."""
+"""Limit of a job's frames until the number of its tokens is known."""
 
 
 class JobRun:
     """One job while this gateway serves it.
 
     Attributes:
-        admission_lock: shared by all runs of a gateway and a class: they are admitted one after the other.
+        admission_lock: shared by all runs of a class, which are admitted one after the other.
         replies: one for each entry with this job.
-        num_frames: how many of the frames are in each lane.
         has_listener: set when one of the replies has a channel or a stream.
-        frames: all frames made so far; none are made before a reply has listeners.
         ended: set when the job is answered, or this gateway gives it up.
+        frames: all frames so far; none are made before a reply has listeners.
+        num_frames: their number in each lane.
     """
 
     def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock) -> None:
@@ -77,7 +77,7 @@ class JobRun:
             await reply.send(self.frames, self.max_frames, answer, request_ids)
 
     async def render_result(self) -> bytes:
-        """The result or the error. An error is the last frame as well, unless it is one already."""
+        """The result or the error. An error becomes the last frame, too, unless a frame has it already."""
         try:
             return await self.serve()
         except ApiError as error:
@@ -97,33 +97,29 @@ class JobRun:
         check_model(self.job, self.pool.settings)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
-            accepted = await self.validate_job()
-            await self.admit_all(accepted.requests)
-        self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in accepted.requests)
-        await self.send_frames(accepted)
+            valid = await validate_job(self.pool, self.job)
+            await self.admit_all(valid.requests)
+        self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in valid.requests)
+        await self.send_frames(valid)
         for stream in self.streams:
             assert stream.terminal is not None
             if not stream.finished:
                 raise failed(stream.terminal)
         return await offload(
-            sum(stream.num_records for stream in self.streams), lambda: accepted.render_result(self.streams)
+            sum(stream.num_records for stream in self.streams), lambda: valid.render_result(self.streams)
         )
-
-    async def validate_job(self) -> result.ChatJob | result.GenerateJob:
-        """Validate the job. Raises ApiError."""
-        if self.job.is_chat:
-            return await result.validate_chat_job(self.pool, self.job)
-        return await result.validate_generate_job(self.pool, self.job)
 
     # --- admission ------------------------------------------------------------------------------------------
 
     async def wait(self, error: Exception) -> None:
-        """Retry policy of a job: it waits for a worker and for room in the queue as long as it takes. Raises
-        ApiError when the job is cancelled, or can never be admitted.
+        """Retry policy of a job: wait for a worker and for room in the queue, up to the job's deadline.
+        Raises ApiError when the job is cancelled, or can never be admitted.
         """
         if isinstance(error, ApiError) and error.error_type == "conflict":
             raise error
-        if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):  # somebody overwrote our keys
+        if isinstance(error, ResponseError) and "WRONGTYPE" in str(
+            error
+        ):  # another program overwrote the keys
             raise unavailable(describe_error(error)) from error
         await self.check_cancelled()
         await left_ms(self.pool, self.job)
@@ -148,7 +144,7 @@ class JobRun:
         await self.check_cancelled()
 
     async def admit(self, stream: Stream) -> None:
-        """Admit a request, however long there is no room for it. Raises ApiError."""
+        """Admit a request once there is room for it. Raises ApiError."""
         if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
         if await self.admission.admit(stream, self.wait):
@@ -166,7 +162,7 @@ class JobRun:
             self.relay.follow_channel(stream.request.channel)
 
     async def check_cancelled(self) -> None:
-        """Raises ApiError if the job was cancelled; cancels those of its requests that are admitted."""
+        """If the job was cancelled, cancel its requests. Raises ApiError unless all of them are admitted."""
         job_key = self.pool.client.keys.job(self.job.id)
         if await self.admission.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
             for stream in self.streams:
@@ -176,26 +172,28 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, accepted: result.ChatJob | result.GenerateJob) -> None:
-        """Send frames until the end, once anybody listens; without listeners, only wait for the end."""
+    async def send_frames(self, valid: ChatJob | GenerateJob) -> None:
+        """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():
             return
-        async for new in accepted.frames(self.streams):
+        async for new in valid.frames(self.streams):
             self.add_frames(new)
-            if not all(stream.terminal for stream in self.streams):  # the last ones go out with the answer
+            if not all(
+                stream.terminal for stream in self.streams
+            ):  # the last frames are sent with the answer
                 for reply in self.replies:
                     await reply.send_new(self.frames, self.max_frames)
 
     def add_frames(self, new: Iterable[tuple[int, bytes]]) -> None:
-        """Number new frames, each in its lane."""
+        """Add new frames, numbered in their lanes."""
         for lane, text in new:
             self.frames.append((lane, self.num_frames[lane], text))
             self.num_frames[lane] += 1
 
     async def detach(self) -> None:
-        """Remove the streams from this gateway alone: if the job is not answered yet, another gateway goes
-        on with them.
+        """Remove the streams from this gateway alone: another gateway goes on with a job that is not
+        answered.
         """
         for stream in self.streams:  # without an `await`: the job's next run may use their ids
             self.relay.release(stream)
@@ -205,7 +203,7 @@ class JobRun:
 
 
 def check_model(job: Job, settings: Settings) -> None:
-    """Raises ApiError (404): every pool has its own stream of jobs."""
+    """Raises ApiError (404) for models of other pools, each of which has its own stream of jobs."""
     model = job.body and job.body.model
     if model and not names_own(model, settings):
         raise model_not_found(

@@ -1,4 +1,4 @@
-"""One choice of a response on OpenAI's routes, and the pieces of text that are sent of it."""
+"""Choice: one of the answers to a request on OpenAI's routes, and the pieces of text in which it is sent."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class TextPiece(NamedTuple):
     """A piece of a choice's text, sent in one chunk.
 
     Attributes:
-        text: new text, without what is held back, with what was held back before and is free now.
+        text: new text that may be shown; text that may become a stop string waits for a later piece.
         tokens: indices of the tokens that the chunk reports.
     """
 
@@ -24,14 +24,13 @@ class TextPiece(NamedTuple):
 
 
 class Choice:
-    """A choice: a stream, and how much of it was sent.
+    """A choice: a stream, and how much of it was taken.
 
     Attributes:
-        text: the stream's text, where text that may become a stop string is held back.
+        text: the stream's text; text that may become a stop string is held back.
         prefix: text that is sent before the generated text (`echo`).
-        rendering: how it is rendered.
         offsets: for each token taken, the number of characters before it.
-        begun: whether the choice was shown: by a chunk before its first piece, or by that piece.
+        begun: whether the first piece, or a chunk before it, was taken.
         ended: whether everything was taken.
     """
 
@@ -53,7 +52,7 @@ class Choice:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether a token can be sent now that is not the last one of a finished choice."""
+        """Whether a token can be taken now; the last one of a finished choice is taken with its end."""
         return self.text.num_tokens < self.stream.num_ready and not self.rendering.prompt_only
 
     @property
@@ -61,7 +60,7 @@ class Choice:
         return self.has_tokens or (self.stream.finished and not self.ended)
 
     def take_piece(self) -> TextPiece:
-        """The next piece of a choice that has one: a token's. The last piece of a finished choice ends it."""
+        """The next piece of a choice that has one: one token, or the end of a finished choice."""
         self.begun = True
         if self.stream.terminal is None or self.has_tokens:
             return self.piece(1)
@@ -79,8 +78,8 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's word for the end of the text; None until it ends. From a JSON that is whole `max_tokens`
-        takes nothing.
+        """OpenAI's word for the end of the text; None until it ends. A complete JSON ends with `stop`, even
+        at `max_tokens`.
         """
         if not self.ended or self.stream.terminal is None:
             return None
@@ -89,7 +88,7 @@ class Choice:
 
     @property
     def is_whole_json(self) -> bool:
-        """Whether the client asked for JSON, and the content so far is all of one."""
+        """Whether the client asked for JSON, and the content so far is a complete one."""
         if not self.rendering.is_json:
             return False
         content, reading = self.text.visible_text, self.rendering.reading
@@ -114,7 +113,7 @@ def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
 
 
 def hidden_ids(answer: HttpAnswer, stream: Stream) -> frozenset[int]:
-    """Special tokens that are no part of the text: all but those that divide it into reasoning and calls."""
+    """Special tokens that the text leaves out: all but those that mark reasoning and calls in it."""
     if not answer.rendering.skip_special:
         return frozenset()
     marks = marks_of(answer.rendering.reading) if answer.rendering.reading else ()

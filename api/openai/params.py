@@ -1,6 +1,5 @@
-"""GenerationParams from the bodies of OpenAI's routes.
-
-Parameters of a chat: its prompt, the grammar of its answer, and how that answer is read.
+"""Parameters of chats and completions: bodies of OpenAI's routes become `GenerationParams`. Those of a chat
+come with its prompt, the grammar of its answer, and how that answer is read.
 """
 
 import functools
@@ -25,16 +24,146 @@ from api.requests.pool import Pool
 from api.requests.tools import ToolChoice, read_functions, read_tools
 from common.messages.answer import Reading, Rendering
 
+log = logging.getLogger(__name__)
+
 NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_ids": "stop_token_ids",
     "truncate": "truncate_prompt_tokens",
 }
+"""`GenerationParams` → the names of the fields of both routes, where they differ."""
 CHAT_NAMES = {**NAMES, "text": "messages", "top_n_tokens": "top_logprobs"}
 PROMPT_NAMES = {**NAMES, "text": "prompt", "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
+CHARS_OF_MESSAGE = 40
+"""Rendering one message takes about as long as tokenizing this number of characters."""
+PROMPT_END_CHARS = 200
+"""The end of the prompt in which reasoning may have begun."""
+BIAS_KEY = re.compile(r"-?[0-9]{1,10}")
+
 TextsOrIds = list[str] | list[list[int]]
-ID = re.compile(r"-?[0-9]{1,10}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatParams:
+    """The parameters of a chat.
+
+    Attributes:
+        params: not yet validated.
+        prefix: the text that the answer begins with.
+    """
+
+    params: GenerationParams
+    rendering: Rendering
+    prefix: str
+
+
+# --- chats --------------------------------------------------------------------------------------------------
+
+
+async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> ChatParams:
+    """The parameters of a chat. Raises ApiError.
+
+    Args:
+        grammar: what the text must look like, if fields of another API say so.
+    """
+    tools = tool_choice(body)
+    reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
+    if body.reasoning_effort not in (None, "none") and not reasons:
+        note_effort(pool.settings.model_name)
+    continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
+    prompt = await render_chat(body, tools, continues, pool.tokenizer)
+    reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
+    params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
+    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
+    asked = grammar or body.grammar()
+    if reading is not None:
+        reading = await reading_beside(asked, tools, reading, pool.tokenizer)
+    forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
+    rendering = replace(body.rendering, reading=reading, is_json=is_json(asked))
+    return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
+
+
+@functools.cache
+def note_effort(model: str) -> None:
+    """Log, once for each model, that an effort has no effect: frameworks send one to every model."""
+    log.warning("`reasoning_effort` has no effect: %s does not reason", model)
+
+
+def tool_choice(body: ChatRequest) -> ToolChoice | None:
+    """The tools that the answer may or must call; None for none. Raises ApiError."""
+    older = [name for name in ("functions", "function_call") if getattr(body, name)]
+    newer = [name for name in ("tools", "tool_choice") if getattr(body, name)]
+    if older and newer:
+        raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other", older[0])
+    if older:
+        return read_functions(body.functions, body.function_call)
+    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+
+def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
+    """Whether the model continues the last message. Raises ApiError for contradicting fields.
+
+    Args:
+        by_default: the answer if no field says it.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+            "continue_final_message",
+        )
+    if body.continue_final_message is not None:
+        return body.continue_final_message
+    last = body.messages[-1]
+    continues = by_default if body.add_generation_prompt is None else not body.add_generation_prompt
+    return continues and last.role == "assistant" and not last.has_calls
+
+
+async def render_chat(
+    body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
+) -> Rendered:
+    """The prompt of a chat, rendered in a thread if there are many messages. Raises ApiError."""
+
+    def render() -> Rendered:
+        chat = read_messages(body, tools, continues, tokenizer.chat_template)
+        return render_prompt(chat, tokenizer.chat_template, tokenizer.controls)
+
+    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
+    return await offload(size, render)
+
+
+def read_messages(
+    body: ChatRequest, tools: ToolChoice | None, continues: bool, template: ChatTemplate | None
+) -> Chat:
+    """The chat, as its template takes it. Raises ApiError."""
+    if continues and tools is not None and tools.is_forced:
+        raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
+    return Chat(
+        messages=template_messages(body.messages),
+        tools=tools,
+        tool_prompt=body.tool_prompt,
+        variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continues_final_message=continues,
+    )
+
+
+def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
+    """How the answer is read; None if all of it is content."""
+    calls = pool.call_format.name if tools or pool.call_format.name == HARMONY else ""
+    reasoning = pool.reasoning_format.name if pool.reasoning_format else ""
+    if not (calls or reasoning):
+        return None
+    return Reading(
+        calls=calls,
+        reasoning=reasoning,
+        prompt_end=prompt_end,
+        tools=[(one.name, json.dumps(one.parameters)) for one in tools.callable] if tools else [],
+        is_named=bool(tools and tools.is_named),
+        parallel=tools is None or tools.parallel,
+        is_older=bool(tools and tools.is_older),
+        shows_reasoning=body.include_reasoning is not False,
+    )
 
 
 def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
@@ -48,7 +177,7 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
         raise invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs")
     names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
     return replace(
-        common(body, names),
+        common_params(body, names),
         text=prompt.text,
         guarded=prompt.guarded,
         add_special_tokens=bool(body.add_special_tokens),
@@ -58,10 +187,30 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     )
 
 
+def echoed_message(body: ChatRequest) -> str:
+    """With `echo`, the text that the response begins with: the message that the model continues."""
+    last = body.messages[-1]
+    if not body.echo or last.role != "assistant":
+        return ""
+    return join_parts(last.content or "", "", may_refuse=True)
+
+
+# --- completions --------------------------------------------------------------------------------------------
+
+
+def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> TextsOrIds:
+    """The prompts of a body, each a text or token ids. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("`prompt` cannot be empty", "prompt")
+    return [prompt] if isinstance(prompt[0], int) else prompt
+
+
 def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[GenerationParams]:
-    """The parameters for each prompt. Raises ApiError."""
+    """The parameters of each prompt. Raises ApiError."""
     params = replace(
-        common(body, PROMPT_NAMES),
+        common_params(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
         max_new_tokens=1 if body.shows_prompt_only else body.max_tokens,
         top_n_tokens=body.logprobs or 0,
@@ -74,24 +223,16 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
 
 
 def most_prompt_tops(body: CompletionRequest) -> int | None:
-    """The likeliest tokens that are needed at each place of the prompt; None where nothing of it is shown."""
+    """How many of the likeliest tokens are needed at each position of the prompt; None if none are shown."""
     wanted = [body.rendering.prompt_tops, body.logprobs if body.echo else None]
     return max((number for number in wanted if number is not None), default=None)
 
 
-def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> TextsOrIds:
-    """The prompts of a body, each a text or token ids. Raises ApiError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise invalid("`prompt` cannot be empty", "prompt")
-    return [prompt] if isinstance(prompt[0], int) else prompt
+# --- both ---------------------------------------------------------------------------------------------------
 
 
-def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
-    """The parameters that both routes have. The default temperature is 1; `with_defaults` has put the model's
-    own values into the body.
-    """
+def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
+    """The parameters of both routes. The model's own defaults are in the body already (`with_defaults`)."""
     to_fit = body.truncate_prompt_tokens == -1
     return GenerationParams(
         truncate=None if to_fit else body.truncate_prompt_tokens,
@@ -116,150 +257,6 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
 
 def logit_bias(biases: Mapping[str, float]) -> list[tuple[int, float]]:
     for key in biases:
-        if not ID.fullmatch(key):
+        if not BIAS_KEY.fullmatch(key):
             raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
     return [*{int(key): value for key, value in biases.items()}.items()]
-
-
-log = logging.getLogger(__name__)
-
-CHARS_OF_MESSAGE = 40
-"""To render one message takes about as long as to tokenize so many characters."""
-PROMPT_END_CHARS = 200
-"""Of the prompt, the part in which reasoning may have begun."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatParams:
-    """What a chat's body asks for.
-
-    Attributes:
-        params: not yet validated.
-        rendering: how the answer is rendered.
-        prefix: the text that the answer begins with.
-    """
-
-    params: GenerationParams
-    rendering: Rendering
-    prefix: str
-
-
-async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> ChatParams:
-    """Raises ApiError.
-
-    Args:
-        grammar: what the text must look like, if another API's fields say so.
-    """
-    tools = tool_choice(body)
-    check_effort(body, pool)
-    continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
-    chat, prompt = await render_chat(body, tools, continues, pool.tokenizer)
-    reading = (
-        None
-        if chat.continues_final_message
-        else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
-    )
-    params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
-    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
-    asked = grammar or body.grammar()
-    if reading is not None:
-        reading = await reading_beside(asked, tools, reading, pool.tokenizer)
-    forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
-    rendering = replace(body.rendering, reading=reading, is_json=is_json(asked))
-    return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
-
-
-def check_effort(body: ChatRequest, pool: Pool) -> None:
-    """Note an effort that has no effect: frameworks send one to every model."""
-    reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
-    if body.reasoning_effort not in (None, "none") and not reasons:
-        note_effort(pool.settings.model_name)
-
-
-@functools.cache
-def note_effort(model: str) -> None:
-    log.warning("`reasoning_effort` has no effect: %s does not reason", model)
-
-
-async def render_chat(
-    body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
-) -> tuple[Chat, Rendered]:
-    """The chat, and its prompt; beside the streams where there are many messages. Raises ApiError."""
-
-    def render() -> tuple[Chat, Rendered]:
-        chat = read_messages(body, tools, continues, tokenizer.chat_template)
-        return chat, render_prompt(chat, tokenizer.chat_template, tokenizer.controls)
-
-    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
-    return await offload(size, render)
-
-
-def tool_choice(body: ChatRequest) -> ToolChoice | None:
-    """The tools that the answer may call, and whether it must; None for none. Raises ApiError."""
-    older = [name for name in ("functions", "function_call") if getattr(body, name)]
-    newer = [name for name in ("tools", "tool_choice") if getattr(body, name)]
-    if older and newer:
-        raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other", older[0])
-    if older:
-        return read_functions(body.functions, body.function_call)
-    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-
-
-def read_messages(
-    body: ChatRequest, tools: ToolChoice | None, continues: bool, template: ChatTemplate | None
-) -> Chat:
-    """Raises ApiError."""
-    if continues and tools is not None and tools.is_forced:
-        raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
-    return Chat(
-        messages=template_messages(body.messages),
-        tools=tools,
-        tool_prompt=body.tool_prompt,
-        variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continues_final_message=continues,
-    )
-
-
-def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
-    """How the answer is read; None where all of it is content."""
-    calls = pool.call_format.name if tools or pool.call_format.name == HARMONY else ""
-    reasoning = pool.reasoning_format.name if pool.reasoning_format else ""
-    if not (calls or reasoning):
-        return None
-    return Reading(
-        calls=calls,
-        reasoning=reasoning,
-        prompt_end=prompt_end,
-        tools=[(one.name, json.dumps(one.parameters)) for one in tools.callable] if tools else [],
-        is_named=bool(tools and tools.is_named),
-        parallel=tools is None or tools.parallel,
-        is_older=bool(tools and tools.is_older),
-        shows_reasoning=body.include_reasoning is not False,
-    )
-
-
-def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
-    """Whether the model continues the last message. Raises ApiError for contradicting fields.
-
-    Args:
-        by_default: what happens where the fields say nothing.
-    """
-    if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "`continue_final_message` and `add_generation_prompt` exclude each other",
-            "continue_final_message",
-        )
-    if body.continue_final_message is not None:
-        return body.continue_final_message
-    last = body.messages[-1]
-    asked = by_default if body.add_generation_prompt is None else not body.add_generation_prompt
-    return asked and last.role == "assistant" and not last.has_calls
-
-
-def echoed_message(body: ChatRequest) -> str:
-    """The text that the response begins with because of `echo`: the message that the model continues."""
-    last = body.messages[-1]
-    return (
-        join_parts(last.content or "", "", may_refuse=True) if body.echo and last.role == "assistant" else ""
-    )

@@ -1,11 +1,4 @@
-"""Response objects of OpenAI's routes: what chats and completions have in common.
-
-The prompt in the response to a completion with `echo`.
-
-Response objects of /v1/chat/completions.
-
-Response objects of /v1/completions.
-"""
+"""Renderers of chat completions and completions: OpenAI's response objects, whole and in chunks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -30,35 +23,6 @@ from common.messages.answer import HttpAnswer
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 
-
-def echoed_prompt(
-    completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
-) -> str:
-    """The text of the prompt if `echo` is set, else nothing. Of a truncated prompt, what is left of it."""
-    if not completion.echo:
-        return ""
-    prompt_ids = unpack_ids(request.prompt_ids)
-    cut = params.truncate is not None and params.truncate == len(prompt_ids)
-    if params.text is not None and not cut:
-        return params.text
-    return str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
-
-
-def prompt_offsets(stream: Stream, text: str) -> list[int]:
-    """The offset in `text` at which each token of the prompt begins. Special tokens that the tokenizer added
-    (begin of sequence) have no characters in it.
-    """
-    tokenizer, special_ids = stream.tokenizer.backend, stream.tokenizer.special_ids
-    detokenizer, at, found = Detokenizer(tokenizer, []), 0, []
-    for token_id in stream.prompt_ids:
-        found.append(at)
-        if token_id not in special_ids or text.startswith(
-            tokenizer.decode([token_id], skip_special_tokens=False), at
-        ):
-            at = min(at + len(detokenizer.step(token_id)), len(text))
-    return found
-
-
 NO_FIELDS: Mapping[str, Any] = {}
 NO_ENDING = {"finish_reason": None, "stop_reason": None}
 
@@ -66,7 +30,7 @@ NO_ENDING = {"finish_reason": None, "stop_reason": None}
 class ChoicesRenderer(ABC):
     """Renders the choices of one answer, as a whole or in chunks: each chunk once, in order."""
 
-    prefix: str
+    id_prefix: str
     whole_kind: str
     chunk_kind: str
 
@@ -88,8 +52,8 @@ class ChoicesRenderer(ABC):
         return render_object(self.render_head(self.whole_kind), choices, fields)
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
-        """The next chunks of a choice that has a piece: of it, or the one before the first piece. None
-        where the piece says nothing yet.
+        """The next chunks of a choice that has a piece: the one before its first piece, or those of the
+        piece, which may be none.
         """
         if not choice.begun and (first := self.render_first_delta(choice)):
             choice.begun = True
@@ -108,42 +72,42 @@ class ChoicesRenderer(ABC):
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.text.stop_reason}
 
     def render_chunk(self, choices: list[dict[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> bytes:
-        shows = self.answer.rendering
-        if shows.usage:
-            fields = {"usage": self.usage() if shows.running_usage else None, **fields}
+        rendering = self.answer.rendering
+        if rendering.usage:
+            fields = {"usage": self.usage() if rendering.running_usage else None, **fields}
         return render_object(self.chunk_head, choices, fields)
 
     def render_usage_chunk(self) -> bytes:
         return render_object(self.chunk_head, [], {"usage": self.final_usage()})
 
     def render_head(self, kind: str) -> bytes:
-        """What the chunks of an answer begin with, up to their choices: it is encoded once."""
-        about = {
-            "id": f"{self.prefix}-{self.answer.request_id}",
+        """The first fields of all chunks of an answer, in JSON up to `choices`: encoded once."""
+        head = {
+            "id": f"{self.id_prefix}-{self.answer.request_id}",
             "object": kind,
             "created": self.answer.created_s,
             "model": self.answer.model,
             "system_fingerprint": self.answer.fingerprint,
         }
-        return to_json(about)[:-1] + b',"choices":'
+        return to_json(head)[:-1] + b',"choices":'
 
     def usage(self) -> dict[str, Any]:
-        """Token counts; of the generated tokens, those that were sent."""
+        """Token counts; of the generated tokens, only those that were taken."""
         completion = sum(choice.text.num_tokens for choice in self.choices)
         prompt = self.answer.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def final_usage(self) -> dict[str, Any]:
-        """Token counts, once all choices have ended. A prompt is computed for its first choice."""
+        """Token counts, once all choices have ended. Only the first choice of a prompt computes it."""
         num_cached = sum(choice.stream.prompt.num_cached for choice in self.choices[:: self.answer.n])
         return {**self.usage(), "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def echoed_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
-        """Log-probabilities of the echoed prompt, if requested. The first call for a choice may take long."""
+        """Log-probabilities of the echoed prompt, if requested. The first call for a choice may be slow."""
         return None
 
     def whole_fields(self) -> dict[str, Any]:
-        """Fields of a whole answer beside its choices."""
+        """Fields of a whole response beside its choices."""
         return {}
 
     def first_fields(self, choice: Choice) -> dict[str, Any]:
@@ -158,16 +122,16 @@ class ChoicesRenderer(ABC):
 
     def token_ids(self, stream: Stream, tokens: range) -> dict[str, Any]:
         """The field of the ids of generated tokens, if requested."""
-        return (
-            {"token_ids": stream.ids[tokens.start : tokens.stop]} if self.answer.rendering.token_ids else {}
-        )
+        if not self.answer.rendering.token_ids:
+            return {}
+        return {"token_ids": stream.ids[tokens.start : tokens.stop]}
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """The field of the prompt's log-probabilities, if requested."""
         num_tops = self.answer.rendering.prompt_tops
         return {} if num_tops is None else {"prompt_logprobs": prompt_logprobs(choice.stream, num_tops)}
 
-    # --- of each API ----------------------------------------------------------------------------------------
+    # --- of each route --------------------------------------------------------------------------------------
 
     @abstractmethod
     def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
@@ -183,7 +147,7 @@ class ChoicesRenderer(ABC):
 
 
 def render_object(head: bytes, choices: list[dict[str, Any]], fields: Mapping[str, Any]) -> bytes:
-    """The JSON object of a head, choices, and the fields behind these."""
+    """The JSON object of a head, choices, and the fields after them."""
     return b"%b%b%b" % (head, to_json(choices), b"," + to_json(fields)[1:] if fields else b"}")
 
 
@@ -191,14 +155,17 @@ def join_text(choice: Choice, pieces: Sequence[TextPiece]) -> str:
     return choice.prefix + "".join(piece.text for piece in pieces)
 
 
+# --- /v1/chat/completions -----------------------------------------------------------------------------------
+
+
 class ChatCompletionRenderer(ChoicesRenderer):
     """Renders chat completions and their chunks.
 
     Attributes:
-        parsers: of each choice; none where all text is content.
+        parsers: of each choice; empty if all text is content.
     """
 
-    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
@@ -263,12 +230,16 @@ class ChatCompletionRenderer(ChoicesRenderer):
         return usage
 
     def logprobs(self, stream: Stream, tokens: range) -> dict[str, Any] | None:
-        shows = self.answer.rendering
-        return {"content": chat_logprobs(stream, tokens, shows.names_by_id)} if shows.logprobs else None
+        if not self.answer.rendering.logprobs:
+            return None
+        return {"content": chat_logprobs(stream, tokens, self.answer.rendering.names_by_id)}
+
+
+# --- /v1/completions ----------------------------------------------------------------------------------------
 
 
 class CompletionRenderer(ChoicesRenderer):
-    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
@@ -293,20 +264,50 @@ class CompletionRenderer(ChoicesRenderer):
         return [{"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens), **ids}]
 
     def logprobs(self, choice: Choice, tokens: Sequence[int]) -> LogprobLists | None:
-        shows, stream = self.answer.rendering, choice.stream
-        if not shows.logprobs:
+        rendering, stream = self.answer.rendering, choice.stream
+        if not rendering.logprobs:
             return None
         tops = [stream.tops[i] if stream.tops else [] for i in tokens]
         described = [(stream.ids[i], stream.logprobs[i], top) for i, top in zip(tokens, tops, strict=True)]
-        return completion_logprobs(stream, described, [choice.offsets[i] for i in tokens], shows.names_by_id)
+        return completion_logprobs(
+            stream, described, [choice.offsets[i] for i in tokens], rendering.names_by_id
+        )
 
     def echoed_logprobs(self, choice: Choice) -> LogprobLists | None:
-        shows, stream = self.answer.rendering, choice.stream
-        is_wanted = shows.logprobs and choice.prefix and stream.prompt.records is not None
+        rendering, stream = self.answer.rendering, choice.stream
+        is_wanted = rendering.logprobs and choice.prefix and stream.prompt.records is not None
         if is_wanted and choice.index not in self.echoed:
             num_tops = stream.request.top_n_tokens
             tokens = [(one, logprob, top[:num_tops]) for one, logprob, top in stream.prompt.tokens()]
             self.echoed[choice.index] = completion_logprobs(
-                stream, tokens, prompt_offsets(stream, choice.prefix), shows.names_by_id
+                stream, tokens, prompt_offsets(stream, choice.prefix), rendering.names_by_id
             )
         return self.echoed.get(choice.index)
+
+
+def echoed_prompt(
+    completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
+) -> str:
+    """The text of the prompt, after truncation; empty without `echo`."""
+    if not completion.echo:
+        return ""
+    prompt_ids = unpack_ids(request.prompt_ids)
+    may_be_cut = params.truncate is not None and params.truncate == len(prompt_ids)
+    if params.text is not None and not may_be_cut:
+        return params.text
+    return str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
+
+
+def prompt_offsets(stream: Stream, text: str) -> list[int]:
+    """The offset in `text` at which each token of the prompt begins. Special tokens that the tokenizer added
+    (begin of sequence) have no characters in it.
+    """
+    tokenizer, special_ids = stream.tokenizer.backend, stream.tokenizer.special_ids
+    detokenizer, at, offsets = Detokenizer(tokenizer, []), 0, []
+    for token_id in stream.prompt_ids:
+        offsets.append(at)
+        if token_id not in special_ids or text.startswith(
+            tokenizer.decode([token_id], skip_special_tokens=False), at
+        ):
+            at = min(at + len(detokenizer.step(token_id)), len(text))
+    return offsets

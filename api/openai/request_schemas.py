@@ -1,12 +1,8 @@
-"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI.
-
-Fields that the bodies of OpenAI's routes share. Types are not converted: `"5"` is not a number.
-
-Fields that these APIs have and this server does not support are refused by name, and so are those that only
-another route has. Unknown names are ignored.
+"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI. Fields of these APIs that this
+server does not support are refused by name, and so are those that only other routes have. Unknown names are
+ignored.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Self
@@ -42,7 +38,23 @@ from common.messages.answer import Rendering
 from common.ranges import MAX_STOP_CHARS
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
-SAMPLED = SamplingFields.model_fields
+Prompt = Annotated[
+    str | Listed[str] | Listed[Whole] | Listed[Listed[Whole]],
+    with_one_error(
+        "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    ),
+]
+Chosen = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
+CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
+"""The values of `tool_choice` that /docs proposes."""
+FORMAT_SCHEMA: Any = {"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}}
+"""The formats of the text that /docs proposes."""
+MAX_TOKENS = "The most tokens to generate. Default: what is left of the model's context."
+EFFORT: Any = Field(
+    default=None,
+    description="How much the model thinks first, if its template can say so; with `none` not at all.",
+    json_schema_extra={"enum": [*EFFORTS, None]},
+)
 UNSUPPORTED: UnsupportedFields = {
     "audio": (),
     "chat_template": (),
@@ -115,11 +127,9 @@ class OpenAIRequest(ServedFields):
     stream_options: StreamOptions | None = None
     detached: bool | None = DETACHED
 
-    max_tokens: Whole | None = least(
-        1, "The most tokens to generate. Default: what is left of the model's context."
-    )
+    max_tokens: Whole | None = least(1, MAX_TOKENS)
     min_tokens: Whole | None = least(
-        0, "Until so many tokens are generated, only `max_tokens` ends the text."
+        0, "The fewest tokens to generate: before them only `max_tokens` ends the text."
     )
     stop: Stop | None = Field(
         default=None,
@@ -140,12 +150,12 @@ class OpenAIRequest(ServedFields):
         "completions; false for chats, whose template has them.",
     )
     truncate_prompt_tokens: Whole | None = least(
-        -1, "Use the prompt's last so many tokens. -1: all that fit."
+        -1, "The most tokens of the prompt to use: its last ones. -1: all that fit."
     )
     n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
     best_of: Whole | None = Field(
         default=None,
-        description="1 or `n`: all texts that are generated are returned.",
+        description="Must be 1 or `n`, because all generated texts are returned.",
         json_schema_extra={"const": 1},
     )
     frequency_penalty: float | None = ranged(
@@ -158,21 +168,21 @@ class OpenAIRequest(ServedFields):
     )
     prompt_logprobs: Whole | None = least(
         0,
-        "Return the prompt's tokens with their log-probabilities, and so many of the most likely tokens in "
-        "place of each (vLLM). Not for streams.",
+        "Return the prompt's tokens with their log-probabilities, and this number of the most likely tokens "
+        "at the position of each (vLLM). Not for streams.",
     )
     return_token_ids: bool | None = Field(
         default=None, description="Return the ids of the prompt's and of the generated tokens (vLLM)."
     )
     return_tokens_as_token_ids: bool | None = Field(
         default=None,
-        description="With `logprobs`: name tokens as `token_id:7`, because bytes of a character are no text "
-        "(vLLM).",
+        description="With `logprobs`: name tokens as `token_id:7`, because some are only a part of a "
+        "character (vLLM).",
     )
     echo: bool | None = Field(
         default=None,
-        description="Begin the text with the prompt; in a chat, with the assistant's message that it "
-        "continues.",
+        description="Begin the text with the prompt; in a chat, with the assistant's message that is "
+        "continued.",
     )
 
     response_format: dict[str, Any] | None = Field(
@@ -180,7 +190,7 @@ class OpenAIRequest(ServedFields):
         description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
         '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
         '`{"type": "regex", "value": …}`.',
-        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        json_schema_extra=FORMAT_SCHEMA,
     )
     structured_outputs: dict[str, Any] | None = Field(
         default=None,
@@ -190,7 +200,7 @@ class OpenAIRequest(ServedFields):
     )
     guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
     guided_regex: str | None = guided_field("a regex that the whole text matches")
-    guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
+    guided_choice: Listed[str] | None = guided_field("the text is one of these")
     guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
     guided_whitespace_pattern: str | None = Field(
         default=None, description="vLLM's older form: a regex for the white space of JSON."
@@ -226,11 +236,13 @@ class OpenAIRequest(ServedFields):
         )
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
-        """The body with a model's defaults where it says nothing. As in vLLM, the default number of tokens is
-        also the most that a request gets.
+        """The body, completed by a model's defaults. As in vLLM, the model's default number of tokens is also
+        the most that a request gets.
         """
         filled = {
-            name: value for name, value in defaults.items() if name in SAMPLED and getattr(self, name) is None
+            name: value
+            for name, value in defaults.items()
+            if name in SamplingFields.model_fields and getattr(self, name) is None
         }
         if most := defaults.get("max_new_tokens"):
             lengths = {name: getattr(self, name, None) for name in ("max_tokens", "max_completion_tokens")}
@@ -239,7 +251,8 @@ class OpenAIRequest(ServedFields):
         return self.model_copy(update=filled) if filled else self
 
     def check(self) -> None:
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() | TGI_FIELDS)
+        """Raises ApiError for unsupported fields and contradictions."""
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
         if self.stream and self.prompt_logprobs:
@@ -247,24 +260,6 @@ class OpenAIRequest(ServedFields):
         if self.best_of not in (None, 1, self.n):
             words = f"must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}"
             raise invalid(f"`best_of` {words}", "best_of")
-
-
-@functools.cache
-def openai_fields() -> frozenset[str]:
-    """The fields that OpenAI's routes have, supported or not."""
-    return frozenset(UNSUPPORTED).union(*(shape.model_fields for shape in OpenAIRequest.__subclasses__()))
-
-
-Prompt = Annotated[
-    str | Listed[str] | Listed[Whole] | Listed[Listed[Whole]],
-    with_one_error(
-        "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-    ),
-]
-
-Chosen = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
-CHOICES: Any = {"enum": ["none", "auto", None]}
-"""What of a `tool_choice` is proposed."""
 
 
 class ChatRequest(OpenAIRequest):
@@ -276,7 +271,7 @@ class ChatRequest(OpenAIRequest):
         default=None, description="Return each token with its log-probability. Default: false."
     )
     top_logprobs: Whole | None = least(
-        0, "With `logprobs`: return so many of the most likely tokens at each position."
+        0, "With `logprobs`: the number of most likely tokens to return at each position."
     )
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -290,7 +285,7 @@ class ChatRequest(OpenAIRequest):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,
-        description="Additional variables for the chat template, as `enable_thinking`.",
+        description="Additional variables for the chat template, such as `enable_thinking`.",
     )
 
     tools: Listed[ToolSchema] | None = Field(default=None, description="Functions that the model may call.")
@@ -299,7 +294,7 @@ class ChatRequest(OpenAIRequest):
         description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
         '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.',
-        json_schema_extra=CHOICES,
+        json_schema_extra=CHOSEN_SCHEMA,
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="Whether there may be several calls. Default: true."
@@ -308,18 +303,14 @@ class ChatRequest(OpenAIRequest):
         default=None, description="OpenAI's older form of `tools`; the answer has a `function_call`."
     )
     function_call: Chosen | None = Field(
-        default=None, description="OpenAI's older form of `tool_choice`.", json_schema_extra=CHOICES
+        default=None, description="OpenAI's older form of `tool_choice`.", json_schema_extra=CHOSEN_SCHEMA
     )
     tool_prompt: str | None = Field(
         default=None,
-        description="TGI's text behind the tools. Default, for a model whose template has no tools: "
+        description="TGI's text after the tools. Default, for a model whose template has no tools: "
         f"{TOOL_PROMPT}",
     )
-    reasoning_effort: str | None = Field(
-        default=None,
-        description="How much the model thinks first, where its template can say so; with `none` not at all.",
-        json_schema_extra={"enum": [*EFFORTS, None]},
-    )
+    reasoning_effort: str | None = EFFORT
     include_reasoning: bool | None = Field(default=None, description="Return the reasoning. Default: true.")
 
     @property
@@ -330,11 +321,7 @@ class ChatRequest(OpenAIRequest):
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions."""
 
-    max_tokens: Whole | None = least(
-        0,
-        "The most tokens to generate. Default: what is left of the model's context. With `echo`, 0 returns "
-        "the prompt only.",
-    )
+    max_tokens: Whole | None = least(0, f"{MAX_TOKENS} With `echo`, 0 returns the prompt only.")
 
     prompt: Prompt = Field(
         description="A text, a list of texts, a list of token ids, or a list of such lists.",
@@ -346,13 +333,13 @@ class CompletionRequest(OpenAIRequest):
     )
     logprobs: Whole | None = least(
         0,
-        "Return each token with its log-probability, and so many of the most likely tokens at its position; "
-        "with `echo`, also for the prompt.",
+        "Return each token with its log-probability, and this number of the most likely tokens at its "
+        "position; with `echo`, also for the prompt.",
     )
 
     @property
     def shows_prompt_only(self) -> bool:
-        """Whether the response is the prompt alone. One token is generated all the same, because the prompt's
+        """Whether the response is the prompt alone. One token is generated nevertheless: the prompt's
         log-probabilities arrive with it.
         """
         return bool(self.echo) and self.max_tokens == 0
@@ -364,4 +351,5 @@ class CompletionRequest(OpenAIRequest):
         )
 
 
-OPENAI_FIELDS = openai_fields()
+OPENAI_FIELDS = frozenset(UNSUPPORTED).union(ChatRequest.model_fields, CompletionRequest.model_fields)
+"""The fields that OpenAI's routes have, supported or not."""

@@ -1,7 +1,4 @@
-"""The last step of OpenAI's routes: describe the answer, submit its requests, and respond.
-
-The chunks of a stream on OpenAI's routes.
-"""
+"""Respond: the last step of OpenAI's routes. It submits the requests, and sends chunks or the whole."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,17 +21,17 @@ from common.messages.request import Generate
 
 NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""
-
-
-def stream_bodies(renderer: ChoicesRenderer) -> Feed[bytes]:
-    """The bodies of the frames; the last is `[DONE]`."""
-    return MappedFeed(ChunkFeed(renderer), lambda chunk: chunk[1], [b"[DONE]"])
+RENDERERS: dict[str, type[ChoicesRenderer]] = {
+    "/v1/chat/completions": ChatCompletionRenderer,
+    "/v1/completions": CompletionRenderer,
+}
+"""Renderers by route."""
 
 
 class ChunkFeed(Feed[tuple[int, bytes]]):
     """Chunks, each with the index of its choice, until all choices have ended or one has failed.
 
-    Choices take turns, a piece each, until they end: the order of all chunks follows from the tokens alone.
+    Choices take turns, a piece each: the order of all chunks depends on the tokens alone.
     """
 
     def __init__(self, renderer: ChoicesRenderer) -> None:
@@ -46,7 +43,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether no prompt's log-probabilities are still to be rendered."""
+        """Whether all log-probabilities of prompts are rendered."""
         return all(choice.begun or choice.stream.request.prompt_logprobs is None for choice in self.turns)
 
     async def prepare(self) -> None:
@@ -71,7 +68,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         return bool(self.turns) and self.turns[0].has_piece
 
     def take_end(self) -> list[tuple[int, bytes]]:
-        """What comes behind the last piece, if that was taken."""
+        """The chunks after the last piece, if that was taken: usage, or an error."""
         if not self.turns:
             self.ended = True
             shows_usage = self.renderer.answer.rendering.usage
@@ -81,12 +78,6 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
             return []
         self.ended = True
         return [(NO_CHOICE, to_json(openai(failed(failure))[1]))]
-
-
-BY_ROUTE: dict[str, type[ChoicesRenderer]] = {
-    "/v1/chat/completions": ChatCompletionRenderer,
-    "/v1/completions": CompletionRenderer,
-}
 
 
 async def respond(
@@ -104,9 +95,9 @@ async def respond(
         num_chars: characters of all prompts.
         prefixes: for each prompt, the text that its choices begin with.
     """
-    if len(requests) > (most := pool.settings.max_concurrent_requests):
+    if len(requests) > (limit := pool.settings.max_concurrent_requests):
         raise invalid(
-            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}", "n"
+            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}", "n"
         )
     answer = new_answer(
         request,
@@ -124,11 +115,13 @@ async def respond(
 
 
 def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    return sse_frames(answer, stream_bodies(BY_ROUTE[answer.route](answer, streams)))
+    """The frames of all chunks; the last one is `[DONE]`."""
+    chunks = ChunkFeed(RENDERERS[answer.route](answer, streams))
+    return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], [b"[DONE]"]))
 
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
-    renderer = BY_ROUTE[answer.route](answer, streams)
+    renderer = RENDERERS[answer.route](answer, streams)
     body = renderer.render_whole()
     return body, total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
 

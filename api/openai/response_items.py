@@ -1,4 +1,4 @@
-"""Output items of a response: built from pieces of text, with the events that tell of them."""
+"""Output items: the items of a response, built from pieces of text, with their events."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -15,16 +15,16 @@ class OutputItem(ABC):
     """An item while it is made.
 
     Attributes:
-        index: its place in the output.
-        text: of the message, of the reasoning, or the arguments of the call, so far.
+        index: its position in the output.
+        text: so far: of the message or the reasoning, or the arguments of the call.
         status: `in_progress`, `completed` or `incomplete`.
     """
 
-    prefix: str
+    id_prefix: str
 
     def __init__(self, request_id: str, index: int) -> None:
         self.index = index
-        self.id = item_id(self.prefix, request_id, index)
+        self.id = item_id(self.id_prefix, request_id, index)
         self.text = ""
         self.status = "in_progress"
 
@@ -32,7 +32,7 @@ class OutputItem(ABC):
         return [self.whole_event("response.output_item.added")]
 
     def finish(self, status: str) -> list[Event]:
-        """End the item; further text is of another one."""
+        """End the item. Returns its last events."""
         self.status = status
         return [*self.done_events(), self.whole_event("response.output_item.done")]
 
@@ -58,7 +58,7 @@ class OutputItem(ABC):
 class MessageItem(OutputItem):
     """The answer's text."""
 
-    prefix = "msg"
+    id_prefix = "msg"
 
     def __init__(self, request_id: str, index: int) -> None:
         super().__init__(request_id, index)
@@ -74,9 +74,7 @@ class MessageItem(OutputItem):
         self.text += text
         logprobs = logprobs or []
         self.logprobs += logprobs
-        return [
-            self.event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs),
-        ]
+        return [self.event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)]
 
     def done_events(self) -> list[Event]:
         return [
@@ -98,13 +96,13 @@ class MessageItem(OutputItem):
 
 
 class ReasoningItem(OutputItem):
-    """What the model thinks first.
+    """The model's reasoning.
 
     Attributes:
-        is_summary: the reasoning is shown as its own summary, for clients that asked for one.
+        is_summary: it is shown as its own summary, because the client asked for one.
     """
 
-    prefix = "rs"
+    id_prefix = "rs"
 
     def __init__(self, request_id: str, index: int, is_summary: bool) -> None:
         super().__init__(request_id, index)
@@ -135,14 +133,20 @@ class ReasoningItem(OutputItem):
     def render(self) -> Item:
         parts = [self.part()] if self.begun else []
         summary, content = (parts, []) if self.is_summary else ([], parts)
-        about = {"id": self.id, "type": "reasoning", "status": self.status}
-        return {**about, "summary": summary, "content": content, "encrypted_content": None}
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "status": self.status,
+            "summary": summary,
+            "content": content,
+            "encrypted_content": None,
+        }
 
 
 class CallItem(OutputItem):
-    """A call of a function; its text is the JSON text of the arguments."""
+    """A call of a function; its text is the arguments, in JSON."""
 
-    prefix = "fc"
+    id_prefix = "fc"
 
     def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
         super().__init__(request_id, index)
@@ -157,7 +161,7 @@ class CallItem(OutputItem):
         return super().finish(status if is_json(self.text) else "incomplete")
 
     def done_events(self) -> list[Event]:
-        """Clients do what a call says when its arguments are done: those of one that is cut never are."""
+        """The arguments of an incomplete call are never done: clients would run the call."""
         if self.status != "completed":
             return []
         return [self.event("response.function_call_arguments.done", name=self.name, arguments=self.text)]
@@ -173,6 +177,6 @@ class CallItem(OutputItem):
         }
 
 
-def item_id(prefix: str, request_id: str, place: int | str) -> str:
-    """Id of an item of a response: of its output, or with another kind of place of its input."""
-    return f"{prefix}_{request_id}_{place}"
+def item_id(prefix: str, request_id: str, position: int | str) -> str:
+    """Id of an item; its position is a number in the output, or `i` and a number in the input."""
+    return f"{prefix}_{request_id}_{position}"

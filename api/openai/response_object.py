@@ -1,7 +1,5 @@
-"""Response: the object of the Responses API, and its events, as a function of the answer and its tokens.
-
-A response as it is sent: in frames, or whole. A frame is an `event:` line, its id, and the event with its
-sequence number.
+"""Response object: the object of the Responses API and its events, whole or in frames. They depend on the
+answer and its tokens alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +23,9 @@ from common.messages.answer import HttpAnswer
 ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 """Last events by status; any other end is a failure."""
 SUPERSEDED = "superseded"
-CODES = {408: "timeout", 424: "server_error"}
-"""Codes of a response that failed, by the status of its error; others are faults of the request."""
+"""Error type of a stream that another reader has taken."""
+ERROR_CODES = {408: "timeout", 424: "server_error"}
+"""`error.code` of a response that failed, by the status of its error; others are faults of the request."""
 
 
 def response_id(request_id: str) -> str:
@@ -34,12 +33,13 @@ def response_id(request_id: str) -> str:
 
 
 class ResponseObjectRenderer:
-    """Renders one response: what its stream has is taken piece by piece.
+    """Renders one response, piece by piece.
 
     Attributes:
-        parser: finds reasoning and calls in the text; None where all of it is the answer's.
-        output: its items, the last of which may be open.
-        untold: log-probabilities of tokens that have not shown any text yet.
+        fields: fields of the object that say what was requested.
+        parser: finds reasoning and calls in the text; None if all of it is content.
+        output: items; the last one may be in progress.
+        pending_logprobs: of tokens that have not shown any text yet.
         ended: whether everything was taken.
     """
 
@@ -52,7 +52,7 @@ class ResponseObjectRenderer:
         reading = answer.rendering.reading
         self.parser = ChoiceParser(reading, f"{answer.request_id}.0") if reading else None
         self.output: list[OutputItem] = []
-        self.untold: Logprobs = []
+        self.pending_logprobs: Logprobs = []
         self.ended = False
 
     # --- events ---------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class ResponseObjectRenderer:
             self.ended = True
             return [self.failure_event()]
         piece = self.choice.take_piece()
-        self.untold += self.logprobs(piece.tokens)
+        self.pending_logprobs += self.logprobs(piece.tokens)
         events = [event for delta in self.read(piece) for event in self.add(delta)]
         if self.choice.ended:
             self.ended = True
@@ -84,28 +84,28 @@ class ResponseObjectRenderer:
         return events
 
     def read(self, piece: TextPiece) -> list[Delta]:
-        """What a piece says. A token that shows no text of its own says nothing."""
+        """The deltas of a piece: none for a token that shows no text of its own."""
         if self.parser is not None:
             return self.parser.read(piece.text, len(piece.tokens), self.choice.ended)
         return [ContentDelta(piece.text)] if piece.text else []
 
     def add(self, delta: Delta) -> list[Event]:
-        """Add a delta to the item that it belongs to; one of another kind ends the item before it."""
-        logprobs, self.untold = self.untold, []
+        """Add a delta to the last item if it is of its kind, else to a new one."""
+        logprobs, self.pending_logprobs = self.pending_logprobs, []
         last = self.output[-1] if self.output else None
-        fresh: OutputItem | None
+        new: OutputItem | None
         match delta:
             case ContentDelta(text):
-                fresh = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
+                new = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
             case ReasoningDelta(text):
                 shown = bool(self.fields["reasoning"]["summary"])
-                fresh = None if isinstance(last, ReasoningItem) else ReasoningItem(*self.next_place, shown)
+                new = None if isinstance(last, ReasoningItem) else ReasoningItem(*self.next_place, shown)
             case CallArguments(_, text):
-                fresh = None
+                new = None
             case CallStart(index, name):
                 assert self.parser is not None
                 return self.begin_item(CallItem(*self.next_place, self.parser.call_id(index), name))
-        begun = self.begin_item(fresh) if fresh else []
+        begun = self.begin_item(new) if new else []
         return begun + self.output[-1].add(text, logprobs)
 
     @property
@@ -119,7 +119,7 @@ class ResponseObjectRenderer:
         return ended + item.begin()
 
     def end_items(self) -> list[Event]:
-        """End the last item; an answer that says nothing has an empty message."""
+        """End the last item; an empty answer has an empty message."""
         opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
         return opened + self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
 
@@ -134,7 +134,7 @@ class ResponseObjectRenderer:
     # --- the object -----------------------------------------------------------------------------------------
 
     def render_so_far(self) -> dict[str, Any]:
-        """The response with what its stream has."""
+        """The response with all that its stream has."""
         while self.has_more:
             self.next_events()
         return self.render(self.status)
@@ -151,14 +151,14 @@ class ResponseObjectRenderer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether `max_output_tokens` took nothing from it: it ends with a call, or is a whole JSON."""
+        """Whether it is complete although it ends at `max_output_tokens`: with a call, or as a whole JSON."""
         if not self.ended:
             return False
         return self.choice.is_whole_json or (self.parser is not None and self.parser.ends_in_call)
 
     @property
     def is_within_call(self) -> bool:
-        """Whether it ends before its last call is complete, as at a stop string."""
+        """Whether it ends within a call, as at a stop string."""
         return self.ended and self.parser is not None and self.parser.is_within_call
 
     def render(self, status: str) -> dict[str, Any]:
@@ -167,9 +167,9 @@ class ResponseObjectRenderer:
         is_cut = status == "incomplete" and terminal is not None and terminal.reason == "length"
         incomplete = {"reason": "max_output_tokens"} if is_cut else None
         error = None
-        if status == "failed" and self.stream.terminal is not None:
-            cause = failed(self.stream.terminal)
-            code = CODES.get(cause.status, "invalid_prompt")
+        if status == "failed" and terminal is not None:
+            cause = failed(terminal)
+            code = ERROR_CODES.get(cause.status, "invalid_prompt")
             error = {"code": code, "message": cause.text}
         return {
             "id": response_id(self.answer.request_id),
@@ -185,7 +185,7 @@ class ResponseObjectRenderer:
         }
 
     def usage(self) -> dict[str, Any]:
-        """Token counts; of the generated tokens, those that were taken."""
+        """Token counts; of the generated tokens, only those that were taken."""
         num_input, num_output = self.answer.num_prompt_tokens, self.choice.text.num_tokens
         num_cached = self.stream.prompt.num_cached if self.stream.ids else 0
         return {
@@ -203,13 +203,11 @@ class ResponseObjectRenderer:
         return self.parser.num_reasoning_tokens
 
     def logprobs(self, tokens: Iterable[int]) -> Logprobs:
-        if not self.answer.rendering.logprobs:
-            return []
-        return chat_logprobs(self.stream, tokens)
+        return chat_logprobs(self.stream, tokens) if self.answer.rendering.logprobs else []
 
 
 class ResponseFrames(Feed[bytes]):
-    """All frames of a response; the first ones need no token."""
+    """All frames of a response; the first ones are ready before the first token."""
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         [stream] = streams
@@ -223,13 +221,13 @@ class ResponseFrames(Feed[bytes]):
         while self.renderer.has_more and len(events) < MAX_ITEMS:
             events += self.renderer.next_events()
         self.ended = self.renderer.ended
-        new = [frame(i, event) for i, event in enumerate(events, self.num_frames)]
+        new = [render_event(i, event) for i, event in enumerate(events, self.num_frames)]
         self.num_frames += len(new)
         return new
 
 
-def frame(sequence_number: int, event: Event) -> bytes:
-    """A frame; ids count from 1, sequence numbers from 0."""
+def render_event(sequence_number: int, event: Event) -> bytes:
+    """The frame of an event: its type, its id and its data. Ids count from 1, sequence numbers from 0."""
     body = to_json(event | {"sequence_number": sequence_number})
     return b"event: %b\nid: %d\ndata: %b\n\n" % (event["type"].encode(), sequence_number + 1, body)
 

@@ -1,6 +1,4 @@
-"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render.py` and
-`api/openai/render.py` make the responses.
-"""
+"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render.py` makes them."""
 
 from typing import Any, Literal
 
@@ -76,14 +74,14 @@ class ToolCall(ApiObject):
 class AssistantMessage(ApiObject):
     role: Literal["assistant"]
     content: str | None
-    """Null where the answer is calls only."""
+    """Null if the answer has only calls."""
     refusal: None
     reasoning_content: str = Absent
     reasoning: str = Absent
     """The same as `reasoning_content`."""
     tool_calls: list[ToolCall] = Absent
     function_call: CalledFunction = Absent
-    """The call, where the request has `functions`."""
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(FinishedChoice):
@@ -195,7 +193,7 @@ class ErrorDetail(ApiObject):
     param: str | None
     """The field that is wrong."""
     code: str | None
-    """The cause, where it has a name; of a request that failed `timeout`, `unavailable`, `cancelled`,
+    """The cause, if it has a name; for a request that failed: `timeout`, `unavailable`, `cancelled`,
     `shutdown`, `superseded` or `generation`.
     """
 
@@ -204,19 +202,23 @@ class OpenAIError(ApiObject):
     error: ErrorDetail
 
 
+CAUSES = {
+    401: "The API key is missing or wrong",
+    403: "A page of another origin has sent the request",
+    404: "There is no such model",
+    408: "The deadline passed before the request was finished",
+    413: "The body is too large",
+    415: "The Content-Type is not application/json",
+    429: "Too many requests",
+    503: "No worker is ready, or the broker does not answer",
+}
+"""Causes of errors that mean the same in all APIs, by status."""
 ERROR_RESPONSES = error_responses(
     OpenAIError,
-    {
+    CAUSES
+    | {
         400: "The body is not JSON, or the field `param` is wrong or not supported",
-        401: "The API key is missing or wrong",
-        403: "A page of another origin has sent the request",
-        404: "There is no such model",
-        408: "The deadline passed before the request was finished",
-        413: "The body is too large",
-        415: "The Content-Type is not application/json",
-        429: "Too many requests",
         500: "Internal error, or the request failed during generation",
-        503: "No worker is ready, or the broker does not answer",
     },
 )
 """All error responses by status."""

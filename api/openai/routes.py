@@ -1,8 +1,5 @@
-"""POST /v1/chat/completions: as in OpenAI's API, with the additions of vLLM and TGI.
-
-POST /v1/completions: as in OpenAI's API, with the additions of vLLM and TGI.
-
-GET /v1/models and /v1/models/{name}: the models that a request can name.
+"""OpenAI's routes, with the additions of vLLM and TGI: POST /v1/chat/completions and /v1/completions, and
+GET /v1/models and /v1/models/{name} for the models that a request can name.
 """
 
 import time
@@ -37,7 +34,11 @@ from api.requests.service_terms import generation_body
 from api.requests.validate import validate
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
+models_router = APIRouter(tags=[OPENAI])
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}
+COMPLETION_EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
+STARTED_S = int(time.time())
+"""Unix time at which this gateway started; it stands for the creation time of its models."""
 
 
 @router.post(
@@ -58,9 +59,6 @@ async def chat_completions(request: Request) -> Response:
     return await respond(request, pool, body, requests, num_chars, [chat.prefix], chat.rendering)
 
 
-COMPLETION_EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
-
-
 @router.post(
     "/v1/completions",
     summary="Create a completion",
@@ -78,7 +76,7 @@ async def completions(request: Request) -> Response:
     check_num_prompts(prompts, limits)
     all_params = from_completion(completion.with_defaults(tokenizer.sampling_defaults), prompts)
     requests, prefixes, pace = [], [], Pace()
-    for params in (with_truncate(one, limits) for one in all_params):
+    for params in (with_truncate(params, limits) for params in all_params):
         choices = await validate(params, limits, tokenizer)
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
@@ -93,11 +91,6 @@ def check_num_prompts(prompts: Sequence[object], limits: Limits) -> None:
         raise invalid(
             f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt"
         )
-
-
-models_router = APIRouter(tags=[OPENAI])
-STARTED = int(time.time())
-"""Unix time at which this gateway started, which stands for the time at which its models were created."""
 
 
 @models_router.get("/v1/models/", include_in_schema=False)
@@ -128,4 +121,4 @@ async def retrieve_model(
 
 
 def render_model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": STARTED, "owned_by": name}
+    return {"id": name, "object": "model", "created": STARTED_S, "owned_by": name}

@@ -1,26 +1,133 @@
-"""POST /detokenize: the text of token ids, as in vLLM.
-
-GET /version, as in vLLM. No API key is needed.
+"""vLLM's routes: POST /detokenize, GET /version, and the answers of POST /tokenize in vLLM's shape (the route
+is TGI's, api/tgi/routes_tokenize.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from api.errors import invalid, quoted
+from api.event_loop import offload
 from api.http import body
-from api.http.openapi import HEALTH, OPENAI, json_body
+from api.http.openapi import HEALTH, OPENAI, ApiObject, json_body
 from api.json import to_json
+from api.openai.params import read_chat
+from api.openai.request_schemas import ChatRequest
 from api.openai.response_schemas import ERROR_RESPONSES
-from api.openai.vllm_tokenize import DetokenizeRequest, DetokenizeResponse, ServerVersion
+from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
+from api.requests.fields import Listed, Strict, Whole
+from api.requests.pool import Pool
 from api.requests.pool_registry import pools_of
+from api.requests.validate import check
 
 router = APIRouter(tags=[OPENAI])
+version_router = APIRouter(tags=[HEALTH])
+"""Its route needs no API key."""
 TOKEN_BYTES = 4
-"""About the bytes of text that a token stands for."""
+"""Bytes of text that a token stands for, about."""
+
+# --- schemas ------------------------------------------------------------------------------------------------
+
+
+class TokenizePromptRequest(Strict):
+    """A body of /tokenize with `prompt`."""
+
+    model: str | None = None
+    prompt: str = Field(description="The text to tokenize.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Add the special tokens that the model puts around a prompt. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        default=None, description="Return the tokens as the vocabulary has them, too. Default: false."
+    )
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A body of /tokenize with `messages`."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Listed[Whole] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
+
+
+class TokenizeResponse(ApiObject):
+    count: int
+    max_model_len: int | None
+    """Most tokens of prompt and generated text together; null until a worker has been ready."""
+    tokens: list[int]
+    token_strs: list[str] | None
+    """The tokens as the vocabulary has them, if requested."""
+
+
+class DetokenizeResponse(ApiObject):
+    prompt: str
+
+
+class ServerVersion(ApiObject):
+    version: str
+    """Of this server."""
+
+
+# --- /tokenize ----------------------------------------------------------------------------------------------
+
+
+async def tokenize_prompt(request: Request, data: bytes) -> Response:
+    """Raises ApiError."""
+    parsed = await offload(len(data), lambda: body.parse_body(TokenizePromptRequest, data))
+    pool = await pools_of(request).find(parsed.model)
+    special = parsed.add_special_tokens is not False
+    return await respond_with_ids(pool, Rendered(parsed.prompt), special, bool(parsed.return_token_strs))
+
+
+async def tokenize_chat(request: Request, data: bytes) -> Response:
+    """Raises ApiError."""
+    chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
+    chat.check()
+    pool = await pools_of(request).find(chat.model)
+    prompt = await chat_prompt(chat, pool)
+    return await respond_with_ids(pool, prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+
+
+async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
+    """The prompt that the chat template makes of a chat. Raises ApiError."""
+    params = (await read_chat(chat, pool)).params
+    check(params, pool.workers.limits, pool.tokenizer)
+    return Rendered(params.text or "", params.guarded)
+
+
+async def respond_with_ids(
+    pool: Pool, prompt: Rendered, add_special_tokens: bool, with_strings: bool
+) -> Response:
+    if not pool.workers.max_total_tokens:
+        await pool.workers.refresh_unless_fresh()
+    max_model_len = pool.workers.limits.max_total_tokens if pool.workers.max_total_tokens else None
+
+    def render() -> bytes:
+        ids = pool.tokenizer.encode_rendered(prompt, add_special_tokens)
+        to_string: Callable[[int], Any] = pool.tokenizer.backend.id_to_token
+        return to_json(
+            {
+                "count": len(ids),
+                "max_model_len": max_model_len,
+                "tokens": ids,
+                "token_strs": [to_string(token_id) for token_id in ids] if with_strings else None,
+            }
+        )
+
+    return Response(await pool.tokenizer.run(prompt, render), media_type="application/json")
+
+
+# --- /detokenize and /version -------------------------------------------------------------------------------
 
 
 @router.post(
@@ -34,21 +141,18 @@ async def detokenize(request: Request) -> Response:
     pools = pools_of(request)
     parsed = await body.read(request, DetokenizeRequest, pools.own.settings.payload_limit)
     tokenizer = (await pools.find(parsed.model)).tokenizer
-    budget = tokenizer.budget
-    text = await budget.run(TOKEN_BYTES * len(parsed.tokens), lambda: detokenized(parsed.tokens, tokenizer))
+    num_bytes = TOKEN_BYTES * len(parsed.tokens)
+    text = await tokenizer.budget.run(num_bytes, lambda: decode(parsed.tokens, tokenizer))
     return Response(to_json({"prompt": text}), media_type="application/json")
 
 
-def detokenized(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
+def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
     """The text of token ids. Raises ApiError for those beyond the vocabulary."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < tokenizer.size:
             words = f"must have token ids of at least 0 and below {tokenizer.size}"
             raise invalid(f"`tokens` {words}. Given: {quoted(token_id)}", "tokens")
     return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
-
-
-version_router = APIRouter(tags=[HEALTH])
 
 
 @version_router.get("/version", summary="Version of this server", responses={200: {"model": ServerVersion}})

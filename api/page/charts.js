@@ -1,6 +1,6 @@
 // Charts of the last minutes: tokens per second, the queue, the KV cache. A red line marks a process' end.
 
-import { figure, find, make, say } from "./node.js";
+import { figure, find, make, say } from "./dom.js";
 import { on } from "./fleet.js";
 
 const LEAST_S = 60;

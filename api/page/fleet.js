@@ -10,7 +10,7 @@ const SILENT_S = 2;
  * another state or `went`, or that was `killed` from here. */
 const listeners = { seen: [], lost: [], came: [], turned: [], went: [], killed: [] };
 let known = null;
-let signs = new Map();
+let heartbeats = new Map();
 let looking = null;
 
 export const on = (what, listener) => listeners[what].push(listener);
@@ -47,7 +47,7 @@ function measure(fleet) {
   const latest = new Map();
   for (const worker of fleet.processes.filter((one) => one.kind === "worker")) {
     const time_s = fleet.time_s - worker.age_s;
-    const last = signs.get(worker.id);
+    const last = heartbeats.get(worker.id);
     if (last && time_s - last.time_s < 0.1) {
       worker.rate = worker.age_s < SILENT_S ? last.rate : 0;
       latest.set(worker.id, { ...last, rate: worker.rate });
@@ -56,7 +56,7 @@ function measure(fleet) {
       latest.set(worker.id, { time_s, tokens: worker.tokens, rate: worker.rate });
     }
   }
-  signs = latest;
+  heartbeats = latest;
 }
 
 function compare(processes) {

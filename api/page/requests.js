@@ -1,8 +1,11 @@
-// Requests to the gateway: they carry the API key if there is one, and throw errors with a readable text.
+// Requests to the gateway, with the API key if there is one. Errors have a readable text.
 
-import { find, say } from "./node.js";
+import { find, say } from "./dom.js";
 
 const KEY = "tokenfleet.api_key";
+/** How long, and how often, a lost stream is asked for again. */
+const RETURN_MS = 30_000;
+const RETRY_MS = 250;
 
 /** A failed request; `status` is 0 if there was no response. */
 export class Refused extends Error {
@@ -61,4 +64,56 @@ function keyEntered() {
     dialog.showModal();
   });
   return entering;
+}
+
+// --- streams
+
+/** Yields the data of each event of a streamed answer. When the connection is lost, another one goes on after
+ * the last event, at any gateway. Throws Refused, or AbortError. */
+export async function* answerEvents(path, options) {
+  let response = await ask(path, options);
+  const returnPath = response.headers.get("content-location");
+  let numSeen = 0;
+  while (response.status !== 204) {
+    try {
+      for await (const data of events(response)) {
+        numSeen += 1;
+        yield data;
+        if (data === "[DONE]") return;
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || !returnPath) throw error;
+    }
+    if (!returnPath) return;
+    response = await comeBack(returnPath, numSeen, options.signal);
+  }
+}
+
+async function comeBack(returnPath, numSeen, signal) {
+  const until_ms = performance.now() + RETURN_MS;
+  for (;;) {
+    signal.throwIfAborted();
+    try {
+      return await ask(returnPath, { headers: numSeen ? { "last-event-id": numSeen } : {}, signal });
+    } catch (error) {
+      const mayComeBack = error.status === 0 || error.status === 503;
+      if (!mayComeBack || performance.now() > until_ms) throw error;
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+/** Yields the data of each event. Ends with the response, however that ends. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data:")) yield line.slice(5).trim();
+    }
+  }
 }

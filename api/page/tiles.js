@@ -1,15 +1,19 @@
-// A tile for each process. A process that restarts takes the tile of its predecessor, so that no button moves
-// under the pointer.
+// The processes: a tile for each, and the log of those that join, change state or end. A process that
+// restarts takes the tile of its predecessor, so that no button moves under the pointer.
 
-import { bytes, figure, find, make, plural, say } from "./node.js";
+import { bytes, figure, find, make, plural, say } from "./dom.js";
 import { kill, on } from "./fleet.js";
-import { note } from "./log.js";
 
 const SILENT_S = 2;
 const LINGER_MS = 30_000;
 const ORDER = ["worker", "batcher", "gateway", "jobworker", "broker"];
 const OVER = ["silent", "killed", "gone"];
 const DEAD = ["killed", "gone"];
+const MAX_LOG_LINES = 60;
+/** A process that is silent for longer does not show its new state itself. */
+const FRESH_S = 1.5;
+const title = ({ kind, id }) => (kind === id ? kind : `${kind} ${id}`);
+const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
 /** Tiles by process id; and the ids of processes whose successor has their tile. */
 const tiles = new Map();
@@ -56,7 +60,8 @@ function split(id) {
 }
 
 function tile(process) {
-  const life = make("small");
+  const [name] = split(process.id);
+  const incarnation = make("small");
   const state = make("span", { className: "state" });
   const foot = make("p", { className: "foot" });
   const [value, unit] = [make("output"), make("span")];
@@ -67,7 +72,7 @@ function tile(process) {
     "li",
     { className: "tile", "data-kind": process.kind },
     make("p", { className: "kind" }, process.kind === "jobworker" ? "job worker" : process.kind),
-    make("div", { className: "head" }, make("h3", {}, make("b", {}, split(process.id)[0]), life), state),
+    make("div", { className: "head" }, make("h3", {}, make("b", {}, name), incarnation), state),
     make("p", { className: "main-figure" }, value, unit),
     ...dials.map((one) => one.node),
     make("div", { className: "end" }, foot, button),
@@ -77,7 +82,7 @@ function tile(process) {
 
   function show(latest, demo) {
     self.process = latest;
-    say(life, split(latest.id)[1]);
+    say(incarnation, split(latest.id)[1]);
     button.hidden = !demo;
     button.setAttribute("aria-label", `Kill ${latest.kind} ${latest.id}`);
     const isSilent = latest.age_s > SILENT_S;
@@ -105,13 +110,13 @@ function tile(process) {
     say(value, "–");
     dials.forEach((one) => one.clear());
     const id = self.process.id;
-    const hasHeir = [...tiles.values()].some((tile) => tile !== self && tile.isLike(self.process));
+    const hasSuccessor = [...tiles.values()].some((tile) => tile !== self && tile.isLike(self.process));
     const leave = () => {
       if (self.process.id !== id) return;
       node.remove();
       tiles.delete(id);
     };
-    setTimeout(leave, hasHeir ? 0 : LINGER_MS);
+    setTimeout(leave, hasSuccessor ? 0 : LINGER_MS);
   }
 
   function isLike(other) {
@@ -119,7 +124,7 @@ function tile(process) {
     return kind === other.kind && host === other.host && split(id)[0] === split(other.id)[0];
   }
 
-  /** Whether this tile's process is over, and that one follows it. */
+  /** Whether this tile's process has ended, and the other one is its successor. */
   function isFor(other) {
     return OVER.includes(node.dataset.state) && isLike(other);
   }
@@ -162,7 +167,7 @@ function footnote(process) {
   }
 }
 
-/** How much of what its rows started with a worker had computed before. */
+/** The part of its rows' first tokens that a worker had in its prefix cache. */
 function cached({ known, cached }) {
   return cached ? `${Math.round((100 * cached) / known)}% cached` : "";
 }
@@ -199,4 +204,24 @@ async function press(button, process) {
     button.disabled = false;
     note(error.message, "bad");
   }
+}
+
+// --- log, newest first
+
+export function startLog() {
+  let begun = false;
+  on("seen", (fleet) => {
+    if (!begun) note(`watching ${fleet.processes.length} processes of pool ${fleet.pool}`);
+    begun = true;
+  });
+  on("came", (one) => note(`${title(one)} joined, ${one.state}`, "good"));
+  on("turned", (one) => one.age_s < FRESH_S && note(`${title(one)} is ${one.state} now`, "good"));
+  on("went", (one) => note(`${title(one)} is gone`, "bad"));
+  on("killed", (one) => note(`${title(one)} was killed from this page`, "bad"));
+}
+
+function note(text, mood = "") {
+  const log = find("log");
+  log.prepend(make("li", { "data-mood": mood }, make("time", {}, clock.format(new Date())), text));
+  while (log.children.length > MAX_LOG_LINES) log.lastElementChild.remove();
 }

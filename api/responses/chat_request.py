@@ -1,6 +1,5 @@
-"""Chat request: the conversation of a response, as a body of /v1/chat/completions would have it.
-
-Conversation: what stands in front of the input of a response, and the items that the input refers to.
+"""Chat request: a response's conversation as the body of a chat. The conversation is that of the previous
+response, then the input, in which references are resolved.
 """
 
 import re
@@ -29,16 +28,26 @@ from api.responses.request_schemas import ResponsesRequest
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
 
 PREVIOUS = "previous_response_id"
+RESPONSE_NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
+"""`GenerationParams` → the names of the fields of a response, where they differ."""
+FIELD_OF_CHAT = {
+    r"messages.*": "input",
+    r"(tools\[\d+\])\.function": r"\1",
+    r"reasoning_effort": "reasoning.effort",
+}
+"""Patterns of fields of a chat → what they are called in a response."""
+
+# --- conversation -------------------------------------------------------------------------------------------
 
 
 async def read_conversation(request: Request, previous_id: str | None) -> list[Item]:
-    """The items of the conversation up to the end of an earlier response. Raises ApiError."""
+    """The items of the conversation up to the end of the previous response. Raises ApiError."""
     if previous_id is None:
         return []
     stored = await find_response(request, previous_id)
     if stored is None:
         text = f"Previous response with id '{cut(previous_id)}' not found."
-        raise ApiError(422, "validation", text, PREVIOUS, f"{PREVIOUS.removesuffix('_id')}_not_found")
+        raise ApiError(422, "validation", text, PREVIOUS, "previous_response_not_found")
     output = await read_output(stored)
     if output is None:
         raise invalid(f"`{PREVIOUS}`: that response is not completed", PREVIOUS)
@@ -46,25 +55,25 @@ async def read_conversation(request: Request, previous_id: str | None) -> list[I
 
 
 async def read_output(stored: StoredResponse) -> list[Item] | None:
-    """The output of a response; None if it has not finished well."""
+    """The output of a response; None if it has not finished, or has failed."""
     rendered = await render_response(stored, await read_response(stored))
     return rendered["output"] if rendered["status"] in ("completed", "incomplete") else None
 
 
 async def resolve_references(request: Request, items: list[Item]) -> list[Item]:
-    """The items, with those that they refer to in place of references. Raises ApiError."""
-    known: dict[str, dict[str, Item]] = {}
+    """The items; each reference is replaced by the item that it names. Raises ApiError."""
+    by_request: dict[str, dict[str, Item]] = {}
     resolved = []
     for i, item in enumerate(items):
         if item["type"] == "item_reference":
             matched = ITEM_ID.fullmatch(item["id"])
             request_id = matched[1] if matched else ""
-            if request_id not in known:
-                known[request_id] = await read_all_items(request, request_id)
-            if item["id"] not in known[request_id]:
+            if request_id not in by_request:
+                by_request[request_id] = await read_all_items(request, request_id)
+            if item["id"] not in by_request[request_id]:
                 name = f"input[{i}].id"
                 raise invalid(f"`{name}`: there is no stored item {quoted(item['id'])}", name)
-            item = known[request_id][item["id"]]
+            item = by_request[request_id][item["id"]]
         resolved.append(item)
     return resolved
 
@@ -77,36 +86,30 @@ async def read_all_items(request: Request, request_id: str) -> dict[str, Item]:
     return {item["id"]: item for item in (*stored.input, *(await read_output(stored) or []))}
 
 
-NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
-OWN_NAMES = {
-    r"messages.*": "input",
-    r"(tools\[\d+\])\.function": r"\1",
-    r"reasoning_effort": "reasoning.effort",
-}
-"""Fields of chats, and what they are called here."""
+# --- chat ---------------------------------------------------------------------------------------------------
 
 
 async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
     try:
         chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
-        found = await read_chat(chat, pool, text_grammar(body))
+        read = await read_chat(chat, pool, text_grammar(body))
     except ApiError as error:
-        raise with_own_names(error) from error
-    return replace(found, params=replace(found.params, names=NAMES))
+        raise with_names_of_response(error) from error
+    return replace(read, params=replace(read.params, names=RESPONSE_NAMES))
 
 
-def with_own_names(error: ApiError) -> ApiError:
-    """The error of a chat's field, with the name that the field has here."""
+def with_names_of_response(error: ApiError) -> ApiError:
+    """The error of a chat's field, with the name that the field has in a response."""
     param = error.param or ""
-    for theirs, ours in OWN_NAMES.items():
-        param = re.sub(f"^{theirs}", ours, param)
+    for pattern, name in FIELD_OF_CHAT.items():
+        param = re.sub(f"^{pattern}", name, param)
     text = error.text.replace(f"`{error.param}`", f"`{param}`")
     return ApiError(error.status, error.error_type, text, param or None, error.code)
 
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
-    """The body with the names of chats. Raises ApiError."""
+    """The body of a chat with the parameters of a response and these items. Raises ApiError."""
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     return ChatRequest(
         messages=[ChatMessage(**one) for one in to_messages(body.instructions, items)],
@@ -123,7 +126,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
 
 
 def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
-    """A function with the shape that chats have. Raises ApiError."""
+    """A tool in the shape of chats. Raises ApiError."""
     if tool.get("type") != "function":
         kind = tool.get("type")
         raise invalid(
@@ -139,7 +142,7 @@ def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
 
 
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages for the model's template: what the model said in one turn is one message."""
+    """The messages for the model's template. Reasoning, text and calls of one answer are one message."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -152,6 +155,7 @@ def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[st
 
 
 def add_item(messages: list[dict[str, Any]], item: Item) -> None:
+    """Add an item to the last message, or as a new one."""
     match item["type"]:
         case "function_call_output":
             content = join_text(item["output"])
@@ -176,7 +180,7 @@ def is_only_reasoning(message: Mapping[str, Any]) -> bool:
 
 
 def text_grammar(body: ResponsesRequest) -> Grammar | None:
-    """What the text must look like. Raises ApiError."""
+    """What the text must look like; None for any text. Raises ApiError."""
     form = body.text.format if body.text is not None else None
     if form is None:
         return None
@@ -188,7 +192,6 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
         case "json_schema":
             return named_schema(form, "text.format")
         case kind:
+            name = "text.format.type"
             allowed = "text, json_object, json_schema"
-            raise invalid(
-                f"`text.format.type` must be one of {allowed}. Given: {quoted(kind)}", "text.format.type"
-            )
+            raise invalid(f"`{name}` must be one of {allowed}. Given: {quoted(kind)}", name)

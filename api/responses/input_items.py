@@ -1,4 +1,4 @@
-"""Input items: checked, and completed to the form in which they are stored and listed."""
+"""Input items: the items of `input`, validated and completed as they are stored and listed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from api.errors import invalid, quoted
 from api.openai.response_items import Item, item_id
 
 ROLES = ("user", "system", "developer", "assistant")
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of content parts that have a `text`."""
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Prefixes of the ids of items, by type."""
-ITEM_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})_([0-9a-f]{{32}})_i?[0-9]{{1,7}}")
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""Types of items → the prefixes of their ids."""
+ITEM_ID = re.compile(rf"(?:{'|'.join(ID_PREFIXES.values())})_([0-9a-f]{{32}})_i?[0-9]{{1,7}}")
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]], request_id: str) -> list[Item]:
@@ -23,38 +23,37 @@ def read_items(given: str | Sequence[Mapping[str, Any]], request_id: str) -> lis
     return [read_item(one, f"input[{i}]", request_id, i) for i, one in enumerate(messages)]
 
 
-def read_item(given: Mapping[str, Any], name: str, request_id: str, place: int) -> Item:
-    """One item. Raises ApiError."""
+def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int) -> Item:
+    """The item in position `i`. Raises ApiError."""
     kind = kind_of(given)
     if kind == "item_reference":
         return {"type": kind, "id": text_of(given, "id", name)}
-    if kind not in PREFIXES:
-        allowed = ", ".join((*PREFIXES, "item_reference"))
+    if kind not in ID_PREFIXES:
+        allowed = ", ".join((*ID_PREFIXES, "item_reference"))
         raise invalid(f"`{name}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{name}.type")
     if given.get("id") is not None:
         text_of(given, "id", name)
-    about = {
-        "id": given.get("id") or item_id(PREFIXES[kind], request_id, f"i{place}"),
+    head = {
+        "id": given.get("id") or item_id(ID_PREFIXES[kind], request_id, f"i{i}"),
         "type": kind,
         "status": "completed",
     }
     match kind:
         case "message":
-            return about | read_message(given, name)
+            return head | read_message(given, name)
         case "function_call":
-            return about | {key: text_of(given, key, name) for key in ("call_id", "name", "arguments")}
+            return head | {key: text_of(given, key, name) for key in ("call_id", "name", "arguments")}
         case "function_call_output":
             output = given.get("output")
-            content = (
-                output if isinstance(output, str) else read_parts(output, f"{name}.output", "input_text")
-            )
-            return about | {"call_id": text_of(given, "call_id", name), "output": content}
+            if not isinstance(output, str):
+                output = read_parts(output, f"{name}.output", "input_text")
+            return head | {"call_id": text_of(given, "call_id", name), "output": output}
         case _:
-            return about | read_reasoning(given, name)
+            return head | read_reasoning(given, name)
 
 
 def kind_of(given: Mapping[str, Any]) -> str:
-    """An item's type, which messages and references may leave out."""
+    """The type of an item; messages and references may leave it out."""
     kind = given.get("type")
     if kind is None:
         return "message" if "role" in given or "content" in given else "item_reference"
@@ -68,22 +67,19 @@ def read_message(given: Mapping[str, Any], name: str) -> Item:
             f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {quoted(role)}", f"{name}.role"
         )
     content, kind = given.get("content"), "output_text" if role == "assistant" else "input_text"
-    parts = (
-        [new_part(content, kind)]
-        if isinstance(content, str)
-        else read_parts(content, f"{name}.content", kind)
-    )
-    return {"role": role, "content": parts}
+    if isinstance(content, str):
+        return {"role": role, "content": [new_part(content, kind)]}
+    return {"role": role, "content": read_parts(content, f"{name}.content", kind)}
 
 
 def read_reasoning(given: Mapping[str, Any], name: str) -> Item:
-    """Reasoning of an earlier answer. What is encrypted in it cannot be read here, and is left out."""
+    """Reasoning of an earlier answer, without its encrypted content, which cannot be read here."""
     lists = {"summary": "summary_text", "content": "reasoning_text"}
     return {key: read_parts(given.get(key) or [], f"{name}.{key}", kind) for key, kind in lists.items()}
 
 
 def read_parts(given: Any, name: str, kind: str) -> list[dict[str, Any]]:
-    """The parts of a content, all of which become parts of one type. Raises ApiError."""
+    """The parts of a content; all of them become parts of the type `kind`. Raises ApiError."""
     if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
         raise invalid(f"`{name}` must be a text or a list of parts", name)
     return [read_part(part, f"{name}[{i}]", kind) for i, part in enumerate(given)]
@@ -92,7 +88,7 @@ def read_parts(given: Any, name: str, kind: str) -> list[dict[str, Any]]:
 def read_part(given: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
     if given.get("type") == "refusal":
         return new_part(text_of(given, "refusal", name), kind)
-    if given.get("type") not in TEXTS:
+    if given.get("type") not in TEXT_PARTS:
         raise invalid(
             f"`{name}` is of type {quoted(given.get('type'))}: this model takes text only", f"{name}.type"
         )

@@ -1,6 +1,5 @@
-"""Request body of the Responses API. Types are not converted: `"5"` is not a number.
-
-Fields that OpenAI has and this server does not support are refused by name. Unknown names are ignored.
+"""Request body of the Responses API. Fields of OpenAI that this server does not support are refused by name.
+Unknown names are ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,19 +8,12 @@ from pydantic import Field
 
 from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
-from api.requests.chat_prompt import EFFORTS
-from api.requests.fields import (
-    Listed,
-    ServedFields,
-    Strict,
-    Whole,
-    least,
-    with_one_error,
-)
+from api.openai.request_schemas import EFFORT, FORMAT_SCHEMA, MAX_TOKENS
+from api.requests.fields import Listed, ServedFields, Strict, Whole, least, with_one_error
 from api.responses.input_items import ROLES
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 UNSUPPORTED: UnsupportedFields = {
     "access_programs": (),
     "background_options": (),
@@ -32,26 +24,27 @@ UNSUPPORTED: UnsupportedFields = {
     "prompt": (),
     "prompt_cache_options": (),
 }
+"""Fields that are refused by name."""
 
 Input = Annotated[str | Listed[dict[str, Any]], with_one_error("Input should be a string or a list of items")]
 
-TEXT_PART: Any = {
+TEXT_PART_SCHEMA: Any = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
 }
-MESSAGE: Any = {
+MESSAGE_SCHEMA: Any = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
         "id": {"type": ["string", "null"]},
         "type": {"enum": ["message", None]},
         "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART_SCHEMA}]},
     },
 }
-INPUT_SCHEMA: Any = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": MESSAGE}]}
-TOOL: Any = {
+INPUT_SCHEMA: Any = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}]}
+TOOL_SCHEMA: Any = {
     "type": "object",
     "required": ["type", "name"],
     "properties": {
@@ -63,7 +56,7 @@ TOOL: Any = {
     },
 }
 METADATA_SCHEMA: Any = {
-    "maxProperties": MAX_PAIRS,
+    "maxProperties": MAX_LABELS,
     "propertyNames": {"maxLength": MAX_KEY_CHARS},
     "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
 }
@@ -82,20 +75,16 @@ class TextOptions(Strict):
         default=None,
         description='What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
         '`{"type": "json_object"}` or `{"type": "text"}`.',
-        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        json_schema_extra=FORMAT_SCHEMA,
     )
     verbosity: str | None = Field(default=None, description="Has no effect.")
 
 
 class ReasoningOptions(Strict):
-    effort: str | None = Field(
-        default=None,
-        description="How much the model thinks first, where its template can say so; with `none` not at all.",
-        json_schema_extra={"enum": [*EFFORTS, None]},
-    )
+    effort: str | None = EFFORT
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         default=None,
-        description="With `auto`, `concise` or `detailed` the reasoning is shown as its own summary.",
+        description="With any value, the reasoning is shown as its own summary.",
     )
 
 
@@ -113,9 +102,7 @@ class ResponsesRequest(ServedFields):
     instructions: str | None = Field(
         default=None, description="A system message before the conversation, for this response only."
     )
-    max_output_tokens: Whole | None = least(
-        1, "The most tokens to generate. Default: what is left of the model's context."
-    )
+    max_output_tokens: Whole | None = least(1, MAX_TOKENS)
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(
         default=None,
@@ -130,7 +117,7 @@ class ResponsesRequest(ServedFields):
     )
     metadata: dict[str, str] | None = Field(
         default=None,
-        description="Up to 16 labels, which the response has, too.",
+        description="Up to 16 labels; the response has them, too.",
         json_schema_extra=METADATA_SCHEMA,
     )
     text: TextOptions | None = None
@@ -138,7 +125,7 @@ class ResponsesRequest(ServedFields):
     tools: Listed[dict[str, Any]] | None = Field(
         default=None,
         description='Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`.',
-        json_schema_extra={"items": TOOL},
+        json_schema_extra={"items": TOOL_SCHEMA},
     )
     tool_choice: str | dict[str, Any] | None = Field(
         default=None,
@@ -156,7 +143,7 @@ class ResponsesRequest(ServedFields):
         default=None, description="Additional parts of the output."
     )
     top_logprobs: Whole | None = least(
-        0, f"Report so many of the likeliest tokens; `include` must have `{LOGPROBS}`."
+        0, f"The number of likeliest tokens to report; `include` must have `{LOGPROBS}`."
     )
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -172,6 +159,7 @@ class ResponsesRequest(ServedFields):
         return LOGPROBS in (self.include or [])
 
     def check(self) -> None:
+        """Raises ApiError for unsupported fields and contradictions."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
         if self.background and not self.is_stored:
             raise invalid(
@@ -190,9 +178,9 @@ class ResponsesRequest(ServedFields):
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """Raises ApiError for more, or longer, labels than OpenAI takes."""
-    if len(metadata) > MAX_PAIRS:
-        raise invalid(f"`metadata` has at most {MAX_PAIRS} pairs. Given: {len(metadata)}", "metadata")
+    """Raises ApiError if there are more or longer labels than OpenAI accepts."""
+    if len(metadata) > MAX_LABELS:
+        raise invalid(f"`metadata` has at most {MAX_LABELS} pairs. Given: {len(metadata)}", "metadata")
     for key, value in metadata.items():
         if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
             raise invalid(

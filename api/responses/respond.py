@@ -1,4 +1,6 @@
-"""The last step of creating a response: submit its request, and send events, the whole, or its id at once."""
+"""Respond: the last step of creating a response. It submits the request, and sends events, the whole
+response, or with `background` the queued one.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,7 @@ from common.messages.answer import HttpAnswer, ResponseParts
 from common.messages.request import Generate, SamplingParams
 
 SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
-"""Classes → OpenAI's service tiers."""
+"""Classes → the service tiers that a response shows."""
 
 
 async def respond(request: Request, pool: Pool, answer: HttpAnswer) -> Response:
@@ -42,7 +44,7 @@ def describe_response(
     before: list[Item],
     items: list[Item],
 ) -> HttpAnswer:
-    """The answer as it is kept: to `items`, behind the conversation `before` them. Raises ApiError."""
+    """The answer, as it is kept: to the items `before` and the input `items`. Raises ApiError."""
     streamed, background = bool(body.stream), bool(body.background)
     answer = new_answer(
         request,
@@ -67,7 +69,7 @@ def describe_response(
 
 
 def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_class: str) -> dict[str, Any]:
-    """Fields of the response object that say what was requested; `service_class` is that of its requests."""
+    """The fields of the response object that say what was requested."""
     form = body.text.format if body.text is not None else None
     reasoning = body.reasoning
     return {

@@ -4,11 +4,9 @@ from typing import Any, Literal
 
 from api.http.openapi import ApiObject
 
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-
 
 class ResponsesObject(ApiObject, extra="allow"):
-    """An object of the Responses API, which may have more fields."""
+    """An object of the Responses API; it may have more fields."""
 
 
 class InputTokensDetails(ResponsesObject):
@@ -51,13 +49,13 @@ class ResponseObject(ResponsesObject):
     object: Literal["response"]
     created_at: int
     """Unix time of the request, in seconds."""
-    status: Status
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     model: str
     output: list[ResponseItem]
     usage: ResponseUsage | None
-    """Null until the response has ended well."""
+    """Null until the response is completed or incomplete."""
     metadata: dict[str, str]
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]

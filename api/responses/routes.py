@@ -1,6 +1,5 @@
-"""POST /v1/responses: as in OpenAI's Responses API.
-
-Routes of stored responses: retrieve, follow, cancel, delete, and list their input.
+"""Routes of OpenAI's Responses API: POST /v1/responses, and those of stored responses: retrieve, follow,
+cancel, delete, and list their input.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,12 +24,7 @@ from api.responses.chat_request import read_conversation, read_params, resolve_r
 from api.responses.input_items import read_items
 from api.responses.request_schemas import ResponsesRequest
 from api.responses.respond import describe_response, respond
-from api.responses.response_schemas import (
-    DeletedResponse,
-    ResponseEvent,
-    ResponseItemList,
-    ResponseObject,
-)
+from api.responses.response_schemas import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
 from api.responses.stored import (
     StoredResponse,
     cancel_stored,
@@ -40,9 +34,13 @@ from api.responses.stored import (
     render_response,
 )
 from api.resume import attach
-from api.streams.http_response import TokenStream
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
+STORED_ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 403, 500, 503)}
+STORED_ERRORS |= error_responses(
+    OpenAIError, {404: "There is no such response, or it belongs to another API key"}
+)
+stored_router = APIRouter(responses=STORED_ERRORS, tags=[OPENAI])
 EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
 
 
@@ -56,21 +54,16 @@ async def create_response(request: Request) -> Response:
     """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
     numbers. With `background`, the response is queued, and outlives every process of the fleet.
     """
-    pool, asked = await pool_and_body(request, ResponsesRequest)
+    pool, body = await pool_and_body(request, ResponsesRequest)
     await pool.admission.check()
-    before = await read_conversation(request, asked.previous_response_id)
-    size = CHARS_OF_MESSAGE * len(asked.input) if isinstance(asked.input, list) else 0
-    items = await offload(size, lambda: read_items(asked.input, request_id(request)))
+    before = await read_conversation(request, body.previous_response_id)
+    size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
+    items = await offload(size, lambda: read_items(body.input, request_id(request)))
     items = await resolve_references(request, items)
-    chat = await read_params(asked, [*before, *items], pool)
+    chat = await read_params(body, [*before, *items], pool)
     requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
-    answer = describe_response(request, pool, asked, chat, requests, before, items)
+    answer = describe_response(request, pool, body, chat, requests, before, items)
     return await respond(request, pool, answer)
-
-
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 403, 500, 503)}
-ERRORS |= error_responses(OpenAIError, {404: "There is no such response, or it belongs to another API key"})
-stored_router = APIRouter(responses=ERRORS, tags=[OPENAI])
 
 
 async def find_own_response(request: Request, response_id: str) -> StoredResponse:
@@ -96,8 +89,8 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """The response with what is made of it so far, at any gateway. With `stream`, its events behind the one
-    with the sequence number `starting_after`; another connection with the same response ends.
+    """Returns the response so far, at any gateway. With `stream`, sends its events after the one with the
+    sequence number `starting_after`; another connection that follows the response ends.
     """
     stored = await find_own_response(request, response_id)
     if stream:
@@ -108,34 +101,26 @@ async def retrieve_response(
 
 
 async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
-    """The events behind those that the client has. Raises ApiError."""
-    pool, answer, channel = stored.pool, stored.answer, stored.channel
+    """The events that the client does not have yet. Raises ApiError."""
+    pool, answer, channel = stored
     if not answer.streamed:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        rest = RestOfFeed(ResponseFrames(answer, [stream]), num_seen)
-        frames = (frame async for new in rest for frame in new)
-        return EventSourceResponse(frames, headers=SSE_HEADERS, sep="\n")
+        frames = RestOfFeed(ResponseFrames(answer, [stream]), num_seen)
+        return EventSourceResponse(
+            (frame async for new in frames for frame in new), headers=SSE_HEADERS, sep="\n"
+        )
     try:
-        streams, behind = await attach.read_behind(pool, answer, channel, num_seen)
+        streams, rest = await attach.read_rest(pool, answer, channel, num_seen)
     except ApiError as error:
-        if error.param == attach.HEADER:
+        if error.param == attach.LAST_EVENT_ID:
             text = "`starting_after` must be the sequence number of an event that was sent"
             raise invalid(f"{text}. Given: {quoted(num_seen - 1)}", "starting_after") from error
         raise
-    if behind is None:
+    if rest is None:
         return Response(b"", 200, SSE_HEADERS)
-    reader = await attach.become_reader(pool, streams)
-    return TokenStream(
-        answer,
-        frames=behind,
-        streams=streams,
-        headers={},
-        release=pool.admission.release,
-        reader=reader,
-        num_seen=num_seen,
-    )
+    return await attach.respond_with_rest(pool, answer, streams, rest, num_seen)
 
 
 @stored_router.post(
@@ -144,7 +129,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     response_model=ResponseObject,
 )
 async def cancel_response(request: Request, response_id: ResponseId) -> Response:
-    """Ends a response that was created with `background`. One that has ended stays as it is."""
+    """Ends a response that was created with `background`. A response that has ended stays as it is."""
     stored = await find_own_response(request, response_id)
     if not stored.answer.terms.detached:
         raise invalid(
@@ -157,7 +142,7 @@ async def cancel_response(request: Request, response_id: ResponseId) -> Response
     "/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse
 )
 async def remove_response(request: Request, response_id: ResponseId) -> Response:
-    """Deletes a response and its input; one that is still made is cancelled first."""
+    """Deletes a response and its input; a response that has not ended is cancelled first."""
     stored = await find_own_response(request, response_id)
     await delete_response(stored)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -175,8 +160,8 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """The items from which a response was made, with those of the conversation before it; the newest first,
-    unless `order` is `asc`. `after` is the id of the item behind which the list begins.
+    """Returns the input items of a response and those of the conversation before it, the newest first unless
+    `order` is `asc`. The list begins after the item with the id `after`.
     """
     stored = await find_own_response(request, response_id)
     items = stored.input

@@ -1,7 +1,4 @@
-"""Stored responses: found by id and key, read with their tokens, deleted.
-
-The ends that a client sets to stored responses: cancel and delete.
-"""
+"""Stored responses: found by id and API key, read with their tokens, cancelled, deleted."""
 
 import asyncio
 import re
@@ -23,6 +20,8 @@ from common.broker import request_scripts
 from common.broker.pool_client import cancel_request
 
 RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
+CANCEL_WAIT_S, CANCEL_POLL_S = 10.0, 0.05
+"""How long and how often a cancelled request is asked for its end."""
 
 
 class StoredResponse(Admitted):
@@ -30,13 +29,13 @@ class StoredResponse(Admitted):
 
     @property
     def input(self) -> list[Item]:
-        """The conversation in front of the response, then its own input items."""
+        """The items of the conversation before the response, then its own input items."""
         assert self.answer.response is not None
         return [*orjson.loads(self.answer.response.before), *orjson.loads(self.answer.response.items)]
 
 
 async def find_response(request: Request, response_id: str) -> StoredResponse | None:
-    """The response of the client with this request; None if there is none. Raises ApiError (503)."""
+    """The response with this id, if it was created with this request's API key. Raises ApiError (503)."""
     matched = RESPONSE_ID.fullmatch(response_id)
     admitted = await find_own(request, matched[1]) if matched else None
     if admitted is None or admitted.answer.response is None or not admitted.answer.terms.stored_ms:
@@ -56,29 +55,25 @@ async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, A
     return await offload(stream.num_records, renderer.render_so_far)
 
 
-END_S, PAUSE_S = 10.0, 0.05
-"""How long and how often a cancelled request is asked for its end."""
-
-
 async def cancel_stored(stored: StoredResponse) -> Stream:
-    """Cancel the request unless it has ended. Returns its stream, ended, or after END_S as it is then. Raises
-    ApiError (503).
+    """Cancel the request unless it has ended. Returns its stream, which has ended unless CANCEL_WAIT_S have
+    passed. Raises ApiError (503).
     """
     stream = await read_response(stored)
     if stream.terminal:
         return stream
     async with asking_broker():
         await cancel_request(stored.pool.client, stored.answer.request_id)
-    end_s = time.monotonic() + END_S
+    end_s = time.monotonic() + CANCEL_WAIT_S
     while True:
         stream = await read_response(stored)
         if stream.terminal or time.monotonic() > end_s:
             return stream
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(CANCEL_POLL_S)
 
 
 async def delete_response(stored: StoredResponse) -> None:
-    """Delete a response that has ended, or that ends by being cancelled. Raises ApiError (503)."""
+    """Cancel a response unless it has ended, then delete it. Raises ApiError (503)."""
     await cancel_stored(stored)
     async with asking_broker():
         if not await delete_ended(stored.pool, stored.answer.request_id):
@@ -86,20 +81,20 @@ async def delete_response(stored: StoredResponse) -> None:
 
 
 async def delete_ended(pool: Pool, request_id: str) -> bool:
-    """Delete a response. Returns False if it has not ended yet."""
+    """Delete a response that has ended. Returns False if it has not."""
     return await pool.client.run(request_scripts.delete_response(pool.client.keys, request_id))
 
 
 async def make_room(pool: Pool, request_id: str) -> None:
-    """Count a response that will be stored; the oldest of too many are deleted. One that has not ended stays
-    until it expires. Raises ApiError (503).
+    """Count a response that will be stored, and delete the oldest ones beyond MAX_STORED_RESPONSES. One that
+    has not ended stays until it expires. Raises ApiError (503).
     """
     settings = pool.settings
-    most_s = round(settings.response_ttl_s + settings.request_timeout_s)
+    ttl_s = round(settings.response_ttl_s + settings.request_timeout_s)
     async with asking_broker():
         oldest = await pool.client.run(
             request_scripts.keep_response(
-                pool.client.keys, request_id, ttl_s=most_s, max_kept=settings.max_stored_responses
+                pool.client.keys, request_id, ttl_s=ttl_s, max_kept=settings.max_stored_responses
             )
         )
         for other in oldest:

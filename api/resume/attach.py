@@ -1,6 +1,5 @@
-"""Attach: goes on with an answer for a client that comes back, at whichever gateway.
-
-Admitted: the answer of a request that a pool has admitted, found by the request's id.
+"""Attach: find the answer to an admitted request by its id, read what is committed of it, and become its
+reader. Any gateway can do so.
 """
 
 import asyncio
@@ -17,13 +16,13 @@ from starlette.requests import Request
 
 from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
 from api.http.sse import Feed, RestOfFeed
-from api.openai import respond
-from api.openai import response_object as response_frames
+from api.openai import respond, response_object
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry, pools_of
 from api.requests.respond import AnswerRenderer, owner_of
 from api.streams.answer import address, keep_as_asked
 from api.streams.fill import Filler, Sources
+from api.streams.http_response import TokenStream
 from api.streams.offers import supersede
 from api.streams.stream import Stream
 from api.tgi import render
@@ -32,11 +31,14 @@ from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode, encode
 
+LAST_EVENT_ID = "Last-Event-ID"
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
+"""How long and how often an answer is read again that has fewer frames than its client says."""
 
 
 class Admitted(NamedTuple):
-    """An answer that was admitted, and may have ended.
+    """The answer to an admitted request; it may have ended.
 
     Attributes:
         channel: of its events.
@@ -48,14 +50,14 @@ class Admitted(NamedTuple):
 
 
 async def find_own(request: Request, request_id: str) -> Admitted | None:
-    """The answer with this id, if asked for with the API key of this request. Raises ApiError (503)."""
+    """The answer with this id, if it was requested with this request's API key. Raises ApiError (503)."""
     if not REQUEST_ID.fullmatch(request_id):
         return None
     return await find(pools_of(request), request_id, owner_of(request, request_id))
 
 
 async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -> Admitted | None:
-    """The answer with this id, of this owner if one is named. Raises as `find_own`."""
+    """The answer with this id, if it is the owner's; None means any owner. Raises ApiError (503)."""
     async with asking_broker():
         found = await look_up(pools.own, request_id)
     if found is None:
@@ -67,21 +69,16 @@ async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -
 
 
 async def look_up(own: Pool, request_id: str) -> tuple[str, HttpAnswer, str] | None:
-    """The name of the pool, the answer and its channel. The gateway's own pool has nearly all answers."""
+    """The name of the pool, the answer and its channel. The own pool is tried first."""
     others = [member.decode() for member in await own.client.redis.zrange(POOLS, 0, -1)]
     for name in (own.settings.pool, *others):
         for first_choice in (request_id, f"{request_id}.0"):
             request_key = Keys(name).request(first_choice)
             kept, channel = await own.client.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
             if kept is not None and channel is not None:
-                with contextlib.suppress(WireError):  # somebody wrote to the key
+                with contextlib.suppress(WireError):  # another program wrote to the key
                     return name, decode(HttpAnswer, kept), channel.decode()
     return None
-
-
-HEADER = "Last-Event-ID"
-READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
-"""How long and how often an answer is read that has fewer frames than its client says."""
 
 
 def unknown_answer(request_id: str) -> ApiError:
@@ -100,14 +97,14 @@ def cancelled_answer(request_id: str) -> ApiError:
 
 
 def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
-    """The renderer of the route at which an answer was requested."""
+    """The renderer of the route that an answer was requested from."""
     if answer.response is not None:
-        return response_frames.RENDERER
+        return response_object.RENDERER
     return respond.RENDERER if family_of(answer.route) is openai else render.RENDERER
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
-    """Streams of all choices, without tokens. Their digests come when they are attached."""
+    """Streams of all choices, without tokens. Their digests are read when their reader is registered."""
     streams = []
     for number, choice in enumerate(answer.choices()):
         addressed = address(pool.settings, pool.gateway, choice, choice.request_id)
@@ -125,14 +122,15 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     return streams
 
 
-async def read_behind(
+async def read_rest(
     pool: Pool, answer: HttpAnswer, channel: str, num_seen: int
 ) -> tuple[list[Stream], Feed[bytes] | None]:
-    """Streams of all choices, and the frames behind those that the client has; None if it has all. Raises
-    ApiError: 410, 422, 424, 503.
+    """Streams of all choices, and the frames that the client does not have yet; None if it has all.
 
-    Tokens that move while they are read (from a log to a string, to another worker) may be missing in what
-    was read, so it is read again before an id is refused.
+    A read may miss tokens that are being moved, from a log to a string or to another worker. So an answer is
+    read again before a client's number of frames is refused.
+
+    Raises ApiError: 410, 422, 424, 503.
     """
     end_s = time.monotonic() + READ_AGAIN_S
     while True:
@@ -140,27 +138,27 @@ async def read_behind(
         if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
             raise cancelled_answer(answer.request_id)
         try:
-            return streams, await frames_behind(answer, streams, num_seen)
+            return streams, await rest_of_frames(answer, streams, num_seen)
         except ApiError as error:
             if error.status != 422 or time.monotonic() > end_s:
                 raise
         await asyncio.sleep(READ_PAUSE_S)
 
 
-async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed[bytes] | None:
-    """The frames behind those that the client has; None if it has all. Raises ApiError: 424, and 422 if there
-    are not so many yet: a client has only frames that are committed.
+async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed[bytes] | None:
+    """The frames after the `num_seen` that the client has; None if it has all. Raises ApiError: 424, and 422
+    if fewer frames than that are committed.
     """
     frames = RestOfFeed(renderer_of(answer).frames(answer, streams), num_seen)
     await frames.prepare()
     failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
-    if frames.num_seen and failure:  # the tokens of a request that failed are not kept
+    if frames.num_seen and failure:  # a failed request keeps no tokens
         raise failed(failure)
     if frames.num_seen:
         raise invalid(
-            f"`{HEADER}` must be the id of a frame that was sent: this answer has "
+            f"`{LAST_EVENT_ID}` must be the id of a frame that was sent: this answer has "
             f"{num_seen - frames.num_seen} so far. Given: {quoted(num_seen)}",
-            HEADER,
+            LAST_EVENT_ID,
         )
     if not frames.first and all(stream.terminal for stream in streams):
         frames.first = await anext(frames.source, [])
@@ -169,11 +167,27 @@ async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen:
     return frames
 
 
+async def respond_with_rest(
+    pool: Pool, answer: HttpAnswer, streams: Sequence[Stream], frames: Feed[bytes], num_seen: int
+) -> TokenStream:
+    """Become the reader, and send the frames after the `num_seen` that the client has. Raises ApiError."""
+    reader = await become_reader(pool, streams)
+    return TokenStream(
+        answer,
+        frames=frames,
+        streams=streams,
+        headers={},
+        release=pool.admission.release,
+        reader=reader,
+        num_seen=num_seen,
+    )
+
+
 async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:
-    """Become the reader of these streams, and give them their events. Returns the reader's number.
+    """Become the reader of these streams, and relay their events to them. Returns the reader's number.
 
     Args:
-        connection: number of the reader whose connection is inherited; None for a connection of its own.
+        connection: number of the reader whose connection is inherited; None for a new connection.
 
     Raises ApiError: 404, 410, 503.
     """
@@ -189,11 +203,12 @@ async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int |
     for stream, digest in zip(streams, reply.digests, strict=True):
         stream.request = replace(stream.request, digest=digest)
         stream.reader, stream.connection = reply.reader, reply.reader if connection is None else connection
-        give_events(pool, stream)
+        relay_events(pool, stream)
     return reply.reader
 
 
-def give_events(pool: Pool, stream: Stream) -> None:
+def relay_events(pool: Pool, stream: Stream) -> None:
+    """Relay events to a stream, in place of an earlier stream of its request at this gateway."""
     relay = pool.relay
     if (former := relay.streams.get(stream.request.request_id)) is not None:
         supersede(former)

@@ -1,7 +1,4 @@
-"""Inherit: writes the answer of another gateway on the connection on which that one began it.
-
-Resume middleware: a POST with `Last-Event-ID` goes on with the answer to an earlier one.
-"""
+"""Inherit: go on with an answer of a gateway that has ended, on the same connection."""
 
 import asyncio
 import logging
@@ -10,16 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from api.errors import ApiError, asking_broker, invalid
+from api.errors import ApiError, asking_broker
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
-from api.http.middleware import REQUEST_ID_HEADER
 from api.http.sse import CYCLE, RestOfFeed
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
@@ -34,12 +29,12 @@ from common.messages.kept_answer import KeptAnswer, KeptRequests
 log = logging.getLogger(__name__)
 
 Inherited = tuple[Pool, HttpAnswer, list[Stream], int]
-"""The pool of an answer, the answer, the streams of its choices, the number of their reader."""
+"""An answer's pool, the answer, the streams of its choices, and the number of their reader."""
 
 
 async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, send: Send) -> None:
-    """The ASGI application that writes inherited answers, each from its first byte on. One that cannot go on
-    is cut; if none of it was written, its client is told why.
+    """The ASGI application that writes inherited answers. An answer that cannot go on is cut; if none of it
+    was written, its client gets the error.
     """
     kept: KeptAnswer = scope["state"][INHERITED]
     try:
@@ -56,7 +51,7 @@ async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, s
 
 
 async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Response:
-    """Raises ApiError, ClientDisconnect."""
+    """The rest of a stream, or a whole answer. Raises ApiError, ClientDisconnect."""
     pool, answer, streams, reader = await attempt(
         lambda: attach_inherited(pools, kept),
         partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
@@ -87,8 +82,8 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
 
 
 async def attach_inherited(pools: PoolRegistry, kept: KeptAnswer) -> Inherited:
-    """Have the requests of an answer read here. Those that the broker has lost are queued again: they
-    give the same tokens, which the client does not get twice.
+    """Become the reader of an answer. Requests that the broker has lost are queued again: they give the same
+    tokens, and the client gets none twice.
 
     Raises ApiError: 404, 410, 503.
     """
@@ -109,8 +104,8 @@ async def attach_inherited(pools: PoolRegistry, kept: KeptAnswer) -> Inherited:
 async def offer_again(
     pools: PoolRegistry, kept: KeptAnswer, lost: KeptRequests
 ) -> tuple[Pool, HttpAnswer, list[Stream]]:
-    """Offer the requests of an answer to a broker that does not know them all. Raises ApiError: 404 where
-    their time is over, 503.
+    """Offer the requests of an answer to a broker that has lost some of them. Raises ApiError: 404 if their
+    time is over, 503.
     """
     pool = await pools.named(lost.pool)
     try:
@@ -132,31 +127,11 @@ async def offer_again(
 
 
 async def wait_for_broker(cycle: Any, kept: KeptAnswer, error: Exception) -> None:
-    """Policy: try again while the broker is away, for as long as the client waits, or the requests go on
-    without it.
+    """Retry policy: while the broker does not answer, try again, until the client has gone; without end if
+    the requests outlive their client.
     """
     if isinstance(error, ApiError) and error.error_type != "unavailable":
         raise error
     await asyncio.sleep(RETRY_PAUSE_S)
     if cycle.disconnected and not (kept.requests and kept.requests.outlives_client):
         raise ClientDisconnect
-
-
-ROUTES = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
-
-
-async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a POST with `Last-Event-ID` to `GET /requests/{x-request-id}/stream`. Its body is not read: it
-    would be the earlier one again.
-    """
-    is_post = scope.get("method") == "POST" and scope["path"] in ROUTES
-    headers = Headers(scope=scope) if is_post else Headers()
-    if attach.HEADER not in headers:
-        await app(scope, receive, send)
-    elif REQUEST_ID_HEADER not in headers:
-        text = f"`{attach.HEADER}` needs the request's id in `{REQUEST_ID_HEADER}`: see `content-location`"
-        await error_response(invalid(text, attach.HEADER), scope["path"])(scope, receive, send)
-    else:
-        path = f"/requests/{headers[REQUEST_ID_HEADER]}/stream"
-        scope.update(method="GET", path=path, raw_path=path.encode())
-        await app(scope, receive, send)

@@ -1,21 +1,26 @@
-"""GET /requests/{id}/stream: goes on with a streamed answer, for a client that comes back."""
+"""GET /requests/{id}/stream: goes on with a streamed answer, for a client that comes back. A POST with
+`Last-Event-ID` is sent there, too.
+"""
 
 import re
 
 from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import invalid, quoted
+from api.http.error_handlers import error_response
+from api.http.middleware import REQUEST_ID_HEADER
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
 from api.resume import attach
-from api.resume.attach import find_own
-from api.streams.http_response import TokenStream
+from api.resume.attach import LAST_EVENT_ID, find_own
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 ORDINAL = re.compile(r"[0-9]{1,9}")
-LAST_EVENT_ID = {
-    "name": attach.HEADER,
+LAST_EVENT_ID_PARAMETER = {
+    "name": LAST_EVENT_ID,
     "in": "header",
     "description": "The `id` of the last frame that the client has. Default: it has none.",
     "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
@@ -28,52 +33,59 @@ ERRORS |= error_responses(
         410: "The answer was cancelled: nobody came back for it in time",
     },
 )
-router = APIRouter(
-    responses=ERRORS,
-    tags=[RESUME],
-)
+router = APIRouter(responses=ERRORS, tags=[RESUME])
+RESUMABLE = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Routes whose POST may have `Last-Event-ID`."""
 
 
 @router.get(
     "/requests/{request_id}/stream",
     summary="Go on with a streamed answer",
-    openapi_extra={"parameters": [LAST_EVENT_ID]},
+    openapi_extra={"parameters": [LAST_EVENT_ID_PARAMETER]},
     responses={
-        200: {"description": "The frames behind that one, as the route sends them that was asked"},
+        200: {"description": "The frames after that one, as the first route sends them"},
         204: {"description": "The client has all frames"},
     },
     response_class=EventSourceResponse,
 )
 async def resume_stream(request: Request, request_id: RequestId) -> Response:
-    """Sends the frames behind `Last-Event-ID` as the first connection would have, at any gateway. The path is
-    in the first response's header `content-location`. Another connection with the same answer ends. A POST
-    with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.
+    """Sends the frames after `Last-Event-ID`, at any gateway, as the first connection would have sent them.
+    The path is in the header `content-location` of the first response. Another connection with the same
+    answer ends. A POST with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.
     """
     num_seen = read_last_event_id(request)
     admitted = await find_own(request, request_id)
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(request_id)
     pool, answer, channel = admitted
-    streams, frames = await attach.read_behind(pool, answer, channel, num_seen)
+    streams, frames = await attach.read_rest(pool, answer, channel, num_seen)
     if frames is None:
         return Response(status_code=204)
-    reader = await attach.become_reader(pool, streams)
-    return TokenStream(
-        answer,
-        frames=frames,
-        streams=streams,
-        headers={},
-        release=pool.admission.release,
-        reader=reader,
-        num_seen=num_seen,
-    )
+    return await attach.respond_with_rest(pool, answer, streams, frames, num_seen)
 
 
 def read_last_event_id(request: Request) -> int:
     """Number of frames that the client has. Raises ApiError (422)."""
-    given = request.headers.get(attach.HEADER, "0")
+    given = request.headers.get(LAST_EVENT_ID, "0")
     if not ORDINAL.fullmatch(given):
         raise invalid(
-            f"`{attach.HEADER}` must be the id of a frame, a number. Given: {quoted(given)}", attach.HEADER
+            f"`{LAST_EVENT_ID}` must be the id of a frame, a number. Given: {quoted(given)}", LAST_EVENT_ID
         )
     return int(given)
+
+
+async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Middleware: a POST with `Last-Event-ID` becomes `GET /requests/{x-request-id}/stream`. Its body, which
+    repeats the earlier one, is not read.
+    """
+    is_post = scope.get("method") == "POST" and scope["path"] in RESUMABLE
+    headers = Headers(scope=scope) if is_post else Headers()
+    if LAST_EVENT_ID not in headers:
+        await app(scope, receive, send)
+    elif REQUEST_ID_HEADER not in headers:
+        text = f"`{LAST_EVENT_ID}` needs the request's id in `{REQUEST_ID_HEADER}`: see `content-location`"
+        await error_response(invalid(text, LAST_EVENT_ID), scope["path"])(scope, receive, send)
+    else:
+        path = f"/requests/{headers[REQUEST_ID_HEADER]}/stream"
+        scope.update(method="GET", path=path, raw_path=path.encode())
+        await app(scope, receive, send)

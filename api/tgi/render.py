@@ -1,9 +1,5 @@
-"""TGI's response objects: tokens, the frames of a stream, whole texts with their details. Pure functions of
-`Stream`.
-
-TGI's `best_of`: several texts are sampled, and the most likely one is returned.
-
-Answers of TGI's routes, as they are sent: in frames, as a whole text, or as the predictions of /vertex.
+"""TGI's responses: frames of a stream, whole texts with their details, predictions of /vertex. With
+`best_of`, several texts are sampled, and the most likely one is returned.
 """
 
 import secrets
@@ -21,6 +17,118 @@ from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 
+VERTEX = "/vertex"
+"""Path of the route whose answers are predictions."""
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    [stream] = streams
+    return sse_frames(answer, StreamBodies(stream, answer.prefix(0), answer.rendering.details))
+
+
+class StreamBodies(Feed[bytes]):
+    """The JSON bodies of a stream's frames. The last one has the last token, and the whole text, which begins
+    with `prefix`.
+    """
+
+    def __init__(self, stream: Stream, prefix: str, with_details: bool) -> None:
+        super().__init__(stream.changed)
+        self.stream = stream
+        self.prefix = prefix
+        self.with_details = with_details
+        self.num_shown = 0
+
+    def take(self) -> list[bytes]:
+        stream, num_ready = self.stream, self.stream.num_ready
+        new: list[bytes] = []
+        while self.num_shown < num_ready and len(new) < MAX_ITEMS:
+            new.append(render_frame(stream, self.num_shown))
+            self.num_shown += 1
+        if stream.terminal and self.num_shown >= num_ready:
+            self.ended = True
+            details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
+            shown_details = details if self.with_details else None
+            new.append(render_last_frame(stream, self.num_shown, self.prefix, shown_details))
+        return new
+
+
+def render_frame(
+    stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None
+) -> bytes:
+    tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
+    return to_json(
+        {
+            "index": i + 1,
+            "token": render_token(stream, i),
+            **tops,
+            "generated_text": text,
+            "details": details,
+        }
+    )
+
+
+def render_last_frame(stream: Stream, num_shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
+    """The body of the last frame: the last token with the whole text, or the error."""
+    assert stream.terminal is not None
+    if not stream.finished:
+        return to_json(tgi(failed(stream.terminal))[1])
+    if num_shown == stream.num_tokens:  # no token is sent twice
+        return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
+    return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
+
+
+def render_end(stream: Stream) -> dict[str, Any]:
+    """The first fields of all `details`."""
+    assert stream.terminal is not None
+    return {
+        "finish_reason": stream.terminal.reason,
+        "generated_tokens": stream.num_tokens,
+        "seed": seed_of(stream),
+    }
+
+
+# --- whole texts --------------------------------------------------------------------------------------------
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+    if answer.route == VERTEX:
+        body = to_json({"predictions": [stream.text for stream in streams]})
+        num_generated = sum(stream.num_tokens for stream in streams)
+        return body, total_headers(answer, streams, num_generated, arrived_s)
+    best, *others = rank_by_logprob(streams)
+    response = render_response(best, others, answer.prefix(0), answer.rendering.details)
+    return to_json([response] if answer.route == "/" else response), time_headers(best, arrived_s)
+
+
+def render_response(
+    best: Stream, others: Sequence[Stream], prefix: str, with_details: bool
+) -> dict[str, Any]:
+    """The response with the best text; each text begins with `prefix`. Its details have the `others`."""
+    text = prefix + best.text
+    if not with_details:
+        return {"generated_text": text}
+    losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
+    details = render_details(best)
+    tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
+    return {
+        "generated_text": text,
+        "details": details | ({"best_of_sequences": losers} if losers else {}) | tops,
+    }
+
+
+def render_details(stream: Stream) -> dict[str, Any]:
+    """The `details` of a finished text."""
+    tokens = range(stream.num_tokens)
+    tops = {"top_tokens": [render_top_tokens(stream, i) for i in tokens]} if stream.tops else {}
+    all_tokens = {"prefill": render_prefill(stream), "tokens": [render_token(stream, i) for i in tokens]}
+    return render_end(stream) | all_tokens | tops
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
 
 def render_token(stream: Stream, i: int) -> dict[str, Any]:
     return render_token_id(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
@@ -36,12 +144,8 @@ def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
 
 
 def render_token_id(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
-    return {
-        "id": token_id,
-        "text": text,
-        "logprob": logprob,
-        "special": token_id in stream.tokenizer.special_ids,
-    }
+    special = token_id in stream.tokenizer.special_ids
+    return {"id": token_id, "text": text, "logprob": logprob, "special": special}
 
 
 def render_prefill(stream: Stream) -> list[dict[str, Any]]:
@@ -62,100 +166,10 @@ def seed_of(stream: Stream) -> int | None:
     return sampling.seed if sampling and sampling.temperature else None
 
 
-# --- streams ------------------------------------------------------------------------------------------------
+# --- best_of ------------------------------------------------------------------------------------------------
 
 
-class StreamBodies(Feed[bytes]):
-    """The JSON bodies of the frames of a stream, up to the last one. The whole text begins with `prefix`.
-
-    The last token of a finished answer is shown together with the end.
-    """
-
-    def __init__(self, stream: Stream, prefix: str, with_details: bool) -> None:
-        super().__init__(stream.changed)
-        self.stream = stream
-        self.prefix = prefix
-        self.with_details = with_details
-        self.num_shown = 0
-
-    def take(self) -> list[bytes]:
-        stream, num_ready = self.stream, self.stream.num_ready
-        new: list[bytes] = []
-        while self.num_shown < num_ready and len(new) < MAX_ITEMS:
-            new.append(render_frame(stream, self.num_shown))
-            self.num_shown += 1
-        if stream.terminal and self.num_shown >= num_ready:
-            self.ended = True
-            details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
-            new.append(
-                render_last_frame(stream, self.num_shown, self.prefix, details if self.with_details else None)
-            )
-        return new
-
-
-def render_frame(
-    stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None
-) -> bytes:
-    tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
-    return to_json(
-        {
-            "index": i + 1,
-            "token": render_token(stream, i),
-            **tops,
-            "generated_text": text,
-            "details": details,
-        }
-    )
-
-
-def render_last_frame(stream: Stream, shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
-    """The body of the last frame: the last token with the whole text, or the error."""
-    assert stream.terminal is not None
-    if not stream.finished:
-        return to_json(tgi(failed(stream.terminal))[1])
-    if shown == stream.num_tokens:  # no token is sent twice
-        return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
-    return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
-
-
-def render_end(stream: Stream) -> dict[str, Any]:
-    """What all `details` begin with."""
-    assert stream.terminal is not None
-    return {
-        "finish_reason": stream.terminal.reason,
-        "generated_tokens": stream.num_tokens,
-        "seed": seed_of(stream),
-    }
-
-
-# --- whole texts --------------------------------------------------------------------------------------------
-
-
-def render_response(
-    best: Stream, others: Sequence[Stream], prefix: str, with_details: bool
-) -> dict[str, Any]:
-    """The response with the best text, which begins with `prefix`; its details have the `others`."""
-    text = prefix + best.text
-    if not with_details:
-        return {"generated_text": text}
-    losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
-    known = render_details(best)
-    tops = {"top_tokens": known.pop("top_tokens")} if best.tops else {}
-    return {
-        "generated_text": text,
-        "details": known | ({"best_of_sequences": losers} if losers else {}) | tops,
-    }
-
-
-def render_details(stream: Stream) -> dict[str, Any]:
-    """The `details` of a finished text."""
-    tokens = range(stream.num_tokens)
-    tops = {"top_tokens": [render_top_tokens(stream, i) for i in tokens]} if stream.tops else {}
-    all_tokens = {"prefill": render_prefill(stream), "tokens": [render_token(stream, i) for i in tokens]}
-    return render_end(stream) | all_tokens | tops
-
-
-def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
+def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> None:
     """Raises ApiError (422) if several texts are not possible, or would all be the same."""
     if params.n > limits.settings.max_best_of:
         raise invalid(
@@ -170,9 +184,8 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
 
 
 def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
-    """Give each request a seed of its own: a random one, or one that follows from `seed`.
-
-    The response has the best text's seed; it samples that text again without `best_of`.
+    """The requests, each with a seed of its own: a random one, or one that follows from `seed`. The seed in
+    the response samples the best text again, without `best_of`.
     """
     seeds = [secrets.randbits(63) if seed is None else seed ^ i for i in range(len(requests))]
     return [
@@ -184,29 +197,7 @@ def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> lis
 
 def rank_by_logprob(streams: Sequence[Stream]) -> list[Stream]:
     """The streams by mean log-probability, the highest first."""
-    return sorted(streams, key=mean_logprob, reverse=True)
-
-
-def mean_logprob(stream: Stream) -> float:
-    return sum(stream.logprobs) / max(1, stream.num_tokens)
-
-
-VERTEX = "/vertex"
-
-
-def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    [stream] = streams
-    return sse_frames(answer, StreamBodies(stream, answer.prefix(0), answer.rendering.details))
-
-
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
-    if answer.route == VERTEX:
-        body = to_json({"predictions": [stream.text for stream in streams]})
-        num_generated = sum(stream.num_tokens for stream in streams)
-        return body, total_headers(answer, streams, num_generated, arrived_s)
-    best, *others = rank_by_logprob(streams)
-    response = render_response(best, others, answer.prefix(0), answer.rendering.details)
-    return to_json([response] if answer.route == "/" else response), time_headers(best, arrived_s)
+    return sorted(streams, key=lambda stream: sum(stream.logprobs) / max(1, stream.num_tokens), reverse=True)
 
 
 RENDERER = AnswerRenderer(render_frames, render_whole)

@@ -1,7 +1,5 @@
-"""Request bodies of TGI's routes. Types are not converted (`"5"` is not a number).
-
-Parameters that TGI has and this server does not support are refused by name, and so are those that only
-OpenAI's routes have. Unknown names are ignored.
+"""Request bodies of TGI's routes. Parameters of TGI that this server does not support are refused by name,
+and so are those that only OpenAI's routes have. Unknown names are ignored.
 """
 
 from typing import Any
@@ -25,12 +23,13 @@ from api.requests.fields import (
 from api.requests.params import SWITCH_NAMES, GenerationParams
 from common.ranges import MAX_STOP_CHARS
 
-NAMES = {
+TGI_NAMES = {
     "text": "inputs",
     "stop_ids": "stop_token_ids",
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
 }
+"""`GenerationParams` → the names of TGI's parameters, where they differ."""
 UNSUPPORTED: UnsupportedFields = {"adapter_id": ()}
 
 
@@ -41,14 +40,14 @@ class GenerateParameters(SamplingFields):
         "max_new_tokens", "The most tokens to generate. Default: what is left of the model's context."
     )
     min_new_tokens: Whole | None = ranged(
-        "min_new_tokens", "Until so many tokens are generated, only `max_new_tokens` ends the text."
+        "min_new_tokens", "The fewest tokens to generate: before them only `max_new_tokens` ends the text."
     )
     stop: Listed[str] | None = Field(
         default=None,
         description="Stop strings: the text ends with the first of them that appears, and includes it.",
         json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
-    truncate: Whole | None = ranged("truncate", "Use only so many tokens of the prompt: its last ones.")
+    truncate: Whole | None = ranged("truncate", "The most tokens of the prompt to use: its last ones.")
 
     do_sample: bool | None = Field(
         default=None,
@@ -68,7 +67,7 @@ class GenerateParameters(SamplingFields):
     best_of: Whole | None = Field(
         default=None,
         ge=0,
-        description="Generate so many texts, and return the one with the highest mean log-probability.",
+        description="The number of texts to generate; the one of highest mean log-probability is returned.",
     )
     details: bool | None = Field(
         default=None,
@@ -80,7 +79,7 @@ class GenerateParameters(SamplingFields):
         "Not for streams.",
     )
     top_n_tokens: Whole | None = ranged(
-        "top_n_tokens", "Return so many of the most likely tokens at each position."
+        "top_n_tokens", "The number of most likely tokens to return at each position."
     )
     return_full_text: bool | None = Field(
         default=None, description="Begin the text with the prompt. Default: false; on `POST /`, true."
@@ -95,8 +94,8 @@ class GenerateParameters(SamplingFields):
 
     watermark: bool | None = Field(
         default=None,
-        description="Favour tokens that follow from those before them, so that a text shows where it comes "
-        "from (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
+        description="Favour tokens that follow from those before them, so that the text can be recognised as "
+        "generated (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
     )
     adapter_id: str | None = Field(
         default=None, description="Not supported yet.", json_schema_extra={"enum": [None]}
@@ -145,7 +144,7 @@ class GenerateRequest(Strict):
             top_n_tokens=parameters.top_n_tokens or 0,
             watermark=bool(parameters.watermark),
             prompt_logprobs=0 if parameters.decoder_input_details else None,
-            names=NAMES,
+            names=TGI_NAMES,
         )
 
 

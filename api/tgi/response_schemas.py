@@ -1,8 +1,9 @@
-"""Response bodies of TGI's routes, described for /docs. `api/tgi/render.py` makes the responses."""
+"""Response bodies of TGI's routes, described for /docs. `api/tgi/render.py` makes them."""
 
 from typing import Literal
 
 from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses
+from api.openai.response_schemas import CAUSES
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
@@ -134,19 +135,12 @@ class ErrorResponse(ApiObject):
 
 ERROR_RESPONSES = error_responses(
     ErrorResponse,
-    {
+    CAUSES
+    | {
         400: "The body is not JSON",
-        401: "The API key is missing or wrong",
-        403: "A page of another origin has sent the request",
-        404: "There is no such model",
-        408: "The deadline passed before the request was finished",
-        413: "The body is too large",
-        415: "The Content-Type is not application/json",
         422: "A field is wrong or not supported",
         424: "The request failed during generation",
-        429: "Too many requests",
         500: "Internal error",
-        503: "No worker is ready, or the broker does not answer",
     },
 )
 """All error responses by status."""

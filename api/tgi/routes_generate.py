@@ -1,6 +1,5 @@
-"""POST /generate, /generate_stream and /: text from a prompt, as in TGI.
-
-GET /info: the model and its limits, as in TGI.
+"""TGI's routes: POST /generate, /generate_stream and / make text of a prompt; GET /info shows the model and
+its limits.
 """
 
 import os
@@ -19,14 +18,15 @@ from api.requests.pool_registry import own_pool
 from api.requests.respond import new_answer, submit_and_respond
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
-from api.tgi import render
-from api.tgi.render import RENDERER
+from api.tgi.render import RENDERER, check_best_of, with_own_seeds
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
 from common.messages.answer import Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
-
+info_router = APIRouter(
+    responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}), tags=[TGI]
+)
 EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream([StreamResponse, ErrorResponse])}}
 
@@ -87,40 +87,34 @@ async def respond(
     if streamed is None:
         streamed = isinstance(parsed, CompatGenerateRequest) and bool(parsed.stream)
     params, limits = parsed.generation_params(streamed), pool.workers.limits
-    render.check(params, limits, streamed)
+    check_best_of(params, limits, streamed)
     requests = await validate(params, limits, pool.tokenizer)
-    requests = render.with_own_seeds(requests) if params.n > 1 else requests
+    requests = with_own_seeds(requests) if params.n > 1 else requests
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
-    prefix, rendering = parsed.inputs if full_text else "", Rendering(details=parameters.wants_details)
-    described = new_answer(
+    answer = new_answer(
         request,
         pool,
         requests=requests,
-        prefixes=[prefix],
-        rendering=rendering,
+        prefixes=[parsed.inputs if full_text else ""],
+        rendering=Rendering(details=parameters.wants_details),
         streamed=streamed,
         resume_s=parsed.resume_s,
         detached=parsed.detached,
     )
-    return await submit_and_respond(request, pool, described, len(parsed.inputs), RENDERER)
-
-
-info_router = APIRouter(
-    responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}), tags=[TGI]
-)
+    return await submit_and_respond(request, pool, answer, len(parsed.inputs), RENDERER)
 
 
 @info_router.get("/info", summary="Model and limits", responses={200: {"model": Info}})
 async def info(request: Request) -> Response:
     """Returns the limits of the smallest worker. Once known, they stay when the workers stop."""
     pool = own_pool(request)
-    settings, fleet = pool.settings, pool.workers
-    if not fleet.max_total_tokens:
-        await fleet.refresh_unless_fresh()
-    if not fleet.max_total_tokens:
-        raise unavailable(fleet.last_error or "no worker is ready yet")
-    limits = fleet.limits
+    settings, workers = pool.settings, pool.workers
+    if not workers.max_total_tokens:
+        await workers.refresh_unless_fresh()
+    if not workers.max_total_tokens:
+        raise unavailable(workers.last_error or "no worker is ready yet")
+    limits = workers.limits
     known = Info(
         model_id=settings.model_name,
         model_sha=settings.revision,

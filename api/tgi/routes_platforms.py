@@ -1,6 +1,5 @@
-"""POST /invocations: what SageMaker sends, as in TGI and vLLM.
-
-POST /vertex: several prompts or chats in one request, as Vertex AI sends them to TGI.
+"""Routes of cloud platforms: POST /invocations, which SageMaker sends to TGI and vLLM, and POST /vertex,
+which Vertex AI sends to TGI: several prompts or chats.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,7 +38,9 @@ ROUTES: dict[str, tuple[str, Route]] = {
     "messages": ("/v1/chat/completions", chat_completions),
     "prompt": ("/v1/completions", completions),
 }
-"""The field by which a body is known → the route that it is meant for."""
+"""For /invocations: the field by which a body is recognised → the path and the route that answer it."""
+VERTEX_EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
+Instance = GenerateRequest | ChatRequest
 
 
 @router.post(
@@ -59,17 +60,13 @@ async def invocations(request: Request) -> Response:
 
 
 def readdressed(request: Request, path: str, data: bytes) -> Request:
-    """A request at another path; its body, which was read, comes again."""
+    """The request at another path; its body, which has been read, can be read again."""
     unread: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def receive() -> Message:
         return unread.pop() if unread else await request.receive()
 
     return Request({**request.scope, "path": path, "raw_path": path.encode()}, receive)
-
-
-Instance = GenerateRequest | ChatRequest
-VERTEX_EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
 
 
 def kind_of(instance: Any) -> str:
@@ -91,7 +88,9 @@ class VertexRequest(Strict):
 
 
 class UninspectedInstances(Strict):
-    """The instances before each is read: a hundred thousand of them take a second."""
+    """The body before its instances are validated: their number is checked first, because validating a
+    hundred thousand of them takes a second.
+    """
 
     instances: list[Any]
 
@@ -111,30 +110,30 @@ async def vertex(request: Request) -> Response:
     uninspected = await offload(len(data), lambda: body.parse_body(UninspectedInstances, data))
     check_number(uninspected.instances, limits)
     parsed = await offload(len(data), lambda: body.parse_body(VertexRequest, data))
-    found, requests, pace = [], [], Pace()
+    all_params, requests, pace = [], [], Pace()
     for i, one in enumerate(parsed.instances):
         params = await read_instance(request, pool, one, i)
-        found.append(params)
+        all_params.append(params)
         requests += await validate(params, limits, pool.tokenizer)
         await pace.step()
     answer = new_answer(
         request, pool, requests=requests, prefixes=[""] * len(requests), rendering=Rendering()
     )
-    num_chars = sum(len(params.text or "") for params in found)
+    num_chars = sum(len(params.text or "") for params in all_params)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 
 
 def check_number(instances: Sequence[object], limits: Limits) -> None:
-    most = limits.max_client_batch_size
-    if not 0 < len(instances) <= most:
-        raise invalid(f"`instances` must have 1 to {most} items. Given: {len(instances)}", "instances")
+    max_items = limits.max_client_batch_size
+    if not 0 < len(instances) <= max_items:
+        raise invalid(f"`instances` must have 1 to {max_items} items. Given: {len(instances)}", "instances")
 
 
 async def read_instance(request: Request, pool: Pool, instance: Instance, i: int) -> GenerationParams:
-    """The parameters of one instance. Raises ApiError, which says which one it is."""
+    """The parameters of one instance. Raises ApiError that names the instance."""
     where = f"instances[{i}]"
     try:
-        read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both: nothing streams
+        read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
         if isinstance(instance, ChatRequest):
             params = await read_messages(request, pool, instance)
         else:

@@ -11,7 +11,7 @@ from api.http import body
 from api.http.openapi import TGI, json_body
 from api.json import list_to_json, to_json
 from api.openai.request_schemas import ChatRequest
-from api.openai.vllm_tokenize import TokenizeResponse, chat_prompt, tokenize_chat, tokenize_prompt
+from api.openai.routes_vllm import TokenizeResponse, chat_prompt, tokenize_chat, tokenize_prompt
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.requests.pool_registry import own_pool, pool_and_body
@@ -70,11 +70,11 @@ def simple_tokens(
     tokenizer: ModelTokenizer, prompt: Rendered, add_special_tokens: bool = True
 ) -> Iterator[dict[str, Any]]:
     """TGI's `{id, text, start, stop}` for each token. Offsets count the bytes of the UTF-8 text."""
-    text, chars, num_bytes = prompt.text, 0, 0  # the last two of the text before the token
+    text, num_chars, num_bytes = prompt.text, 0, 0  # of the text before the token
     for token_id, start, end in tokenizer.spans(prompt, add_special_tokens):
         token = text[start:end]
         if token:
-            num_bytes += utf8_size(text[chars:start])
-            chars = start
+            num_bytes += utf8_size(text[num_chars:start])
+            num_chars = start
         first = num_bytes if token else 0
         yield {"id": token_id, "text": token, "start": first, "stop": first + utf8_size(token)}

@@ -8,7 +8,7 @@ import pytest
 
 from api.errors import ApiError, conflict, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
-from api.openai.routes import STARTED
+from api.openai.routes import STARTED_S
 from common.messages.events import Terminal, terminal_for
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
@@ -165,7 +165,7 @@ async def test_a_crash_is_500_in_each_api_family(
 
 async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
     async with batching(broker.url), serving(broker.url, served_model_name="small") as (gateway, client):
-        model = {"id": "small", "object": "model", "created": STARTED, "owned_by": "small"}
+        model = {"id": "small", "object": "model", "created": STARTED_S, "owned_by": "small"}
         for path in ("/v1/models", "/v1/models/"):
             assert (await client.get(path)).json() == {"object": "list", "data": [model]}
         for path in ("/health", "/ping", "/"):

@@ -65,7 +65,7 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
 async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """Who was stopped for so long that its entries were claimed finds them gone."""
+    """A gateway that was stopped until its entries were claimed finds them gone."""
     async with running_gateway(broker.url):
         job_id = await service.submit(inputs="Count.")
         await service.result(job_id)

@@ -25,7 +25,7 @@ PROMPT = (
 
 
 def head(found: dict[str, Any], kind: str, model: str = "smollm2") -> dict[str, Any]:
-    """What every object begins with."""
+    """The first fields of every object."""
     assert found["id"].startswith("chatcmpl-") and isinstance(found["created"], int)
     known = {
         "id": found["id"],
@@ -144,7 +144,7 @@ def entry(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def close(left: Any, right: Any) -> bool:
-    """Equal, but for what float32 makes of a sum."""
+    """Equal, but for the rounding of sums in float32."""
     return json.loads(json.dumps(left), parse_float=short) == json.loads(json.dumps(right), parse_float=short)  # type: ignore[no-any-return]
 
 

@@ -156,7 +156,7 @@ async def test_echo_with_logprobs_includes_the_prompt(broker: Broker) -> None:
 
 
 async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
-    """`max_tokens` 0 scores a prompt: the token generated all the same is neither shown nor counted."""
+    """One token is generated nevertheless; it is neither shown nor counted."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
         body = {
             "prompt": ids("a é b"),
@@ -264,8 +264,8 @@ async def test_all_prompts_or_none_are_admitted(broker: Broker) -> None:
         await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)
 
 
-async def test_prompts_are_as_many_as_are_admitted(broker: Broker) -> None:
-    """Texts, and lists of ids; MAX_CLIENT_BATCH_SIZE is a lower limit of an operator's."""
+async def test_the_number_of_prompts_is_limited(broker: Broker) -> None:
+    """Texts, and lists of ids; an operator may lower the limit by MAX_CLIENT_BATCH_SIZE."""
     texts = [f"{i}, {i + 1}," for i in range(40)]
     async with answering(
         broker.url, lambda request: Answer([request.prompt_ids[0]]), max_concurrent_requests=50

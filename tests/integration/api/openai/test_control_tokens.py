@@ -1,4 +1,4 @@
-"""What a client writes into messages is no control token; the template's own are; raw prompts stay raw."""
+"""Text of a client in messages never becomes a control token; the template's does; raw prompts stay raw."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -90,7 +90,7 @@ async def test_no_text_of_a_client_in_a_chat_is_a_control_token(broker: Broker) 
             assert counted["tokens"] == found
 
 
-async def test_what_chats_with_harmless_texts_have_for_ids_is_what_the_tokenizer_makes_of_their_prompt(
+async def test_chats_without_control_texts_have_the_ids_that_the_tokenizer_gives_their_prompt(
     broker: Broker,
 ) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):

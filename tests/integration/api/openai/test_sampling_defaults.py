@@ -1,4 +1,4 @@
-"""The model's own sampling values: taken on /v1 where a request says nothing, and nowhere else."""
+"""The model's own sampling values: the defaults of requests on /v1, and of no others."""
 
 from dataclasses import replace
 from typing import Any

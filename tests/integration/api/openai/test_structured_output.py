@@ -1,4 +1,4 @@
-"""Structured output reaches the workers from every door, in every shape in which a client may ask for it."""
+"""Structured output reaches the workers from every API, in every shape of its field."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ VLLM: Any = {"structured_outputs": {"json_object": True}}
 SCHEMA = {"type": "object"}
 TGI: Any = {"inputs": "a", "parameters": {"grammar": {"type": "json_object", "value": SCHEMA}}}
 COMPLETION = {"prompt": "a"}
-JSON_DOORS: list[tuple[str, Any]] = [
+JSON_BODIES: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT | OBJECT),
     ("/v1/chat/completions", CHAT | VLLM),
     ("/v1/completions", COMPLETION | OBJECT),
@@ -50,16 +50,16 @@ def service(redis: Redis) -> Service:
     return Service(redis)
 
 
-async def test_an_object_of_any_kind_can_be_wished_at_every_door(broker: Broker, service: Service) -> None:
+async def test_any_json_object_can_be_requested_in_every_api(broker: Broker, service: Service) -> None:
     expected = compile_cached(Grammar("json", ANY_OBJECT, "f"))
     async with answering(broker.url, Answer(ids("{}"))) as (worker, _, client):
-        for path, body in JSON_DOORS:
+        for path, body in JSON_BODIES:
             answer = await client.post(path, json={"model": "default"} | body if "/v1" in path else body)
             assert answer.status_code == 200, (path, answer.text)
         for i, job in enumerate(JOBS):
             await service.submit(id=f"j{i}", **job)
             assert "error" not in await service.result(f"j{i}")
-    assert len(worker.seen) == len(JSON_DOORS) + len(JOBS)
+    assert len(worker.seen) == len(JSON_BODIES) + len(JOBS)
     assert {one.sampling.grammar if one.sampling else "" for one in worker.seen} == {expected}
 
 
@@ -92,7 +92,7 @@ AT_THE_LIMIT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("text", "fields", "reason"), AT_THE_LIMIT)
-async def test_a_json_from_which_max_tokens_takes_nothing_ends_with_stop(
+async def test_a_complete_json_ends_with_stop_even_at_max_tokens(
     broker: Broker, text: str, fields: dict[str, Any], reason: str
 ) -> None:
     answer, tool = Answer(ids(text), ends=False), {"type": "function", "function": {"name": "f"}}
@@ -109,7 +109,7 @@ async def test_a_json_from_which_max_tokens_takes_nothing_ends_with_stop(
 
 
 @pytest.mark.parametrize(("text", "status"), [(WHOLE, "completed"), (WHOLE[:-1], "incomplete")])
-async def test_a_response_of_a_whole_json_is_completed(broker: Broker, text: str, status: str) -> None:
+async def test_a_response_with_a_complete_json_is_completed(broker: Broker, text: str, status: str) -> None:
     answer = Answer(ids(text), ends=False)
     body = {"model": "default", "input": "a", "text": {"format": {"type": "json_object"}}}
     async with answering(broker.url, answer) as (_, _, client):

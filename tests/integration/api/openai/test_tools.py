@@ -58,8 +58,8 @@ async def test_calls_are_apart_from_content(broker: Broker) -> None:
     assert called(one["message"]) == [("get_weather", ARGUMENTS[0])]
 
 
-async def test_a_call_that_a_stop_string_cuts_is_none_to_be_done(broker: Broker) -> None:
-    """Whole and streamed; behind its arguments it takes nothing from the call."""
+async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(broker: Broker) -> None:
+    """Whole and streamed; a stop string after the arguments does not cut the call."""
     cases = [("Zürich", "stop"), ("🙂", "stop"), ("}", "stop"), ("\n</tool_call>", "tool_calls")]
     async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (_, _, client):
         for text, reason in cases:
@@ -74,7 +74,7 @@ async def test_a_call_that_a_stop_string_cuts_is_none_to_be_done(broker: Broker)
 
 
 async def test_a_call_that_a_failure_cuts_has_no_reason(broker: Broker) -> None:
-    """As at its deadline, or where it is cancelled."""
+    """As at its deadline, or when it is cancelled."""
     cut = CALLS[: CALLS.index("rich")]
     async with answering(broker.url, Answer(ids(cut), error="the deadline"), **HERMES) as (_, _, client):
         whole = await client.post(CHAT_PATH, json=CHAT | {"tools": TOOLS})
@@ -83,7 +83,7 @@ async def test_a_call_that_a_failure_cuts_has_no_reason(broker: Broker) -> None:
     assert "error" in last and {frame["choices"][0]["finish_reason"] for frame in shown} == {None}
 
 
-async def test_content_is_null_where_the_answer_is_calls_only(broker: Broker) -> None:
+async def test_content_is_null_if_the_answer_has_only_calls(broker: Broker) -> None:
     answer = Answer(ids(CALLS.removeprefix("Let me see.\n")))
     async with answering(broker.url, answer, **HERMES) as (_, _, client):
         assert (await ask(client))["message"]["content"] is None

@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from api.openai.params import note_effort
 from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
-from api.openai.routes import STARTED
+from api.openai.routes import STARTED_S
 from api.tgi.request_schemas import GenerateParameters
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
@@ -176,7 +176,7 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
             "code": "model_not_found",
         }
         assert (answer.status_code, answer.json()) == (404, {"error": error})
-    known = {"id": "smollm2", "object": "model", "created": STARTED, "owned_by": "smollm2"}
+    known = {"id": "smollm2", "object": "model", "created": STARTED_S, "owned_by": "smollm2"}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [known]}
     assert (await client.get("/v1/models/smollm2")).json() == known
 
@@ -208,7 +208,7 @@ async def test_best_of_is_n_and_hints_have_no_effect(client: httpx.AsyncClient) 
             assert len(answer.json()["choices"]) == body.get("n", 1), answer.text
 
 
-async def test_an_effort_of_a_model_that_does_not_reason_has_no_effect_and_is_logged_once(
+async def test_a_reasoning_effort_without_effect_is_logged_once(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """litellm, LangChain and pydantic-ai send one to every model."""
@@ -221,7 +221,7 @@ async def test_an_effort_of_a_model_that_does_not_reason_has_no_effect_and_is_lo
     assert notes == ["`reasoning_effort` has no effect: smollm2 does not reason"]
 
 
-async def test_a_route_that_is_not_there_names_what_is(client: httpx.AsyncClient) -> None:
+async def test_an_unknown_route_is_answered_with_the_known_ones(client: httpx.AsyncClient) -> None:
     missing = await client.post("/v1/embeddings", json={})
     words = missing.json()["error"]["message"]
     assert missing.status_code == 404
@@ -231,7 +231,7 @@ async def test_a_route_that_is_not_there_names_what_is(client: httpx.AsyncClient
         assert "ends with /v1" in (await client.post(path, json=CHAT)).json()["error"]
 
 
-async def test_too_long_a_prompt_has_the_code_and_the_sentence_that_clients_look_for(
+async def test_the_error_for_a_long_prompt_has_the_code_and_the_sentence_that_clients_look_for(
     client: httpx.AsyncClient,
 ) -> None:
     """litellm and LangChain trim the chat, or fall back to another model, by them."""

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_is_not_supported_is_refused_by_name(broker: Broker) -> None:
+async def test_unsupported_fields_are_refused_by_name(broker: Broker) -> None:
     async with answering(broker.url, ANSWER) as (worker, _, client):
         for fields, param in REFUSED:
             response = await client.post(PATH, json=BODY | fields)
@@ -122,7 +122,7 @@ async def test_unknown_responses_are_not_found(broker: Broker, path: str) -> Non
         assert {one.json()["error"]["type"] for one in found} == {"invalid_request_error"}
 
 
-async def test_whole_numbers_beyond_64_bits_are_no_crash(broker: Broker) -> None:
+async def test_whole_numbers_beyond_64_bits_are_served(broker: Broker) -> None:
     """A tool's schema comes back as it was read: such a number as a float."""
     tool = '{"type": "function", "name": "f", "parameters": {"maximum": 1%s}}' % ("0" * 25)
     content = f'{{"input": "a", "tools": [{tool}]}}'

@@ -62,7 +62,7 @@ async def test_a_response_is_retrieved_as_it_was_at_another_gateway(broker: Brok
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "starting_after")
 
 
-async def test_a_conversation_goes_on_behind_a_response(broker: Broker) -> None:
+async def test_a_conversation_goes_on_after_a_response(broker: Broker) -> None:
     async with answering(broker.url, ANSWER) as (worker, _, client):
 
         async def ask(**fields: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ async def test_a_background_response_needs_no_client(broker: Broker) -> None:
         await wait_until(lambda: not worker.live)
 
 
-async def test_a_background_stream_is_followed_elsewhere_behind_any_event(broker: Broker) -> None:
+async def test_another_gateway_follows_a_background_stream_after_any_event(broker: Broker) -> None:
     async with two_gateways(broker.url, LONG, step_s=0.02) as (_, _, client, other):
         async with client.stream("POST", PATH, json=BACKGROUND | {"stream": True}) as response:
             seen = b""
@@ -138,7 +138,7 @@ async def test_only_a_background_response_is_cancelled(broker: Broker) -> None:
         assert (await client.post(f"{PATH}/{whole['id']}/cancel")).status_code == 400
 
 
-async def test_a_deleted_response_is_gone_also_while_it_is_made(broker: Broker) -> None:
+async def test_a_response_can_be_deleted_before_it_has_ended(broker: Broker) -> None:
     async with two_gateways(broker.url, LONG, step_s=0.1) as (worker, one, client, other):
         done = (await client.post(PATH, json=BODY | {"max_output_tokens": 1})).json()
         queued = (await client.post(PATH, json=BACKGROUND)).json()

@@ -81,7 +81,7 @@ async def test_a_call_that_is_cut_is_incomplete_and_never_done(broker: Broker, t
     assert [one["arguments"] for one in done] == ARGUMENTS[:1]
 
 
-async def test_reasoning_is_its_own_summary_where_one_is_asked_for(broker: Broker) -> None:
+async def test_reasoning_is_its_own_summary_if_one_is_requested(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(THOUGHT + "Odd.")), **HERMES) as (_, _, client):
         events = read_events(await streamed(client, PATH, BODY | {"reasoning": {"summary": "auto"}}))
     thought, message = events[-1]["response"]["output"]
@@ -130,7 +130,7 @@ async def test_a_stream_with_calls_adds_up_in_openai_s_package(broker: Broker) -
     assert final.output_text == "Let me see."
 
 
-async def test_what_is_wrong_with_tools_is_said_by_name(broker: Broker) -> None:
+async def test_errors_name_the_field_of_a_tool(broker: Broker) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),

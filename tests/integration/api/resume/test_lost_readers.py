@@ -1,4 +1,4 @@
-"""A broker that lost a request, or who reads it, is told; the answer then still goes on at any gateway."""
+"""A broker that lost a request, or its reader, is told; the answer still goes on at any gateway."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -67,7 +67,7 @@ async def test_an_answer_goes_on_at_any_gateway_after_the_broker_lost_writes(
 async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
     broker: Broker, terms: dict[str, Any]
 ) -> None:
-    """Also behind a token that the client has seen, which is a fact."""
+    """Also after a token that the client has seen, and that must not change."""
     async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, gateway, client, other):
         first, place = await read_frames(client, "/v1/completions", HI | terms, 3)
         request_id, relay = place.split("/")[2], gateway.pool.relay

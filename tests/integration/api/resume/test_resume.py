@@ -62,7 +62,7 @@ async def read_frames(
         return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
 
 
-async def test_another_gateway_goes_on_behind_the_last_frame(
+async def test_another_gateway_goes_on_after_the_last_frame(
     broker: Broker, subtests: pytest.Subtests
 ) -> None:
     async with two_gateways(broker.url) as (worker, _, client, other):
@@ -97,7 +97,7 @@ async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Br
 async def test_tokens_that_move_while_they_are_read_are_read_again(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log is trimmed behind the read of the string: neither has the tokens."""
+    """The log is trimmed after the string is read: neither has the tokens."""
     async with two_gateways(broker.url) as (_, _, client, other):
         first, place = await read_frames(client, "/generate_stream", BODY, 5)
         read, reads = attach.read_committed, 0
@@ -116,7 +116,7 @@ async def test_tokens_that_move_while_they_are_read_are_read_again(
 
 
 async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
-    """Of every kind of stream, in the middle of each; the other gateway goes on with all of them."""
+    """In the middle of every kind of stream; the other gateway goes on with all of them."""
     ports = free_port(), free_port()
     own = [f"http://127.0.0.1:{port}" for port in ports]
     processes = [start(broker, f"g{i}", free_port(), GATEWAY_PORT=str(port)) for i, port in enumerate(ports)]
@@ -156,7 +156,7 @@ async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) ->
 
 
 def without_names(content: bytes) -> bytes:
-    """Without the ids of requests, the times and the seeds, which differ between two of the same content."""
+    """Without request ids, times and seeds: they differ between two requests of the same content."""
     return re.sub(rb'"(id":"\w+-[0-9a-f]{32}"|created":\d+|seed":\d+)', b"", content)
 
 
@@ -164,7 +164,7 @@ def num_choices(body: dict[str, Any]) -> int:
     return len(body.get("prompt", "x")) * int(body.get("n", 1))
 
 
-async def test_a_hang_up_cancels_unless_the_client_asked_for_more(broker: Broker) -> None:
+async def test_a_disconnect_cancels_unless_the_client_may_come_back(broker: Broker) -> None:
     endless = Answer(LONG.ids * 20, ends=False)
     async with two_gateways(broker.url, endless) as (worker, gateway, client, other):
         _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi"}, 3)
@@ -193,7 +193,7 @@ async def test_a_gateway_that_ends_waits_for_no_client(
 
 
 async def test_the_time_stops_when_the_client_is_back(broker: Broker) -> None:
-    """At any gateway: the one that it left no longer counts."""
+    """At any gateway: the gateway that it left counts no longer."""
     async with two_gateways(broker.url, LONG, step_s=0.05) as (_, _, client, other):
         _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi", "resume_s": 2}, 3)
         rest, _ = await read_frames(other, place, None, last_id=3)
@@ -260,7 +260,7 @@ async def test_the_same_post_with_last_event_id_goes_on(broker: Broker) -> None:
 
 
 async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
-    """An old one, whose client is gone without a word, neither cancels the request nor deletes it."""
+    """An older connection, whose client has gone unnoticed, neither cancels nor deletes the request."""
     async with two_gateways(broker.url, LONG) as (worker, gateway, client, _):
         async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}) as former:
             chunks = former.aiter_raw()

@@ -180,7 +180,7 @@ async def test_best_of_admits_all_requests_or_none(broker: Broker) -> None:
 
 
 async def test_post_to_the_root_returns_an_array_or_a_stream(broker: Broker) -> None:
-    """Its text begins with the prompt unless that is denied; an array of one, or a stream."""
+    """The text begins with the prompt unless `return_full_text` is false."""
     async with answering(broker.url, Answer(ids(" one"))) as (_, _, client):
 
         async def text(**fields: Any) -> Any:
@@ -230,7 +230,7 @@ def ended(logprobs: list[float]) -> Stream:
 
 
 def test_the_best_has_the_highest_mean_log_probability() -> None:
-    """Not the highest sum: the longer answer is the better one here."""
+    """Not the highest sum: here the longer answer is the better one."""
     short, long = ended([-1.0]), ended([-0.5, -0.6, -0.7])
     assert rank_by_logprob([short, long]) == [long, short]
 

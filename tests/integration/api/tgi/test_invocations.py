@@ -36,7 +36,7 @@ async def test_each_body_is_answered_as_by_its_route(broker: Broker) -> None:
     assert (empty.status_code, "`inputs`" in empty.json()["error"]) == (422, True)
 
 
-async def test_the_key_and_the_limit_of_bodies_hold(broker: Broker) -> None:
+async def test_a_wrong_key_and_a_large_body_are_refused(broker: Broker) -> None:
     async with answering(broker.url, Answer([11]), api_key="sesame", payload_limit=100) as (_, _, client):
         assert (await client.post(PATH, json=CHAT)).status_code == 401
         client.headers["authorization"] = "Bearer sesame"

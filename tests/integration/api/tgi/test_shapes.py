@@ -138,7 +138,7 @@ async def test_answers_have_the_shapes_of_tgi(broker: Broker) -> None:
             assert sampling is not None and sampling.watermark_delta == 2.0
 
 
-async def test_without_a_wish_for_usage_each_chunk_has_one_choice_and_no_usage(broker: Broker) -> None:
+async def test_without_stream_options_each_chunk_has_one_choice_and_no_usage(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" one two"))) as (_, _, client):
         plain = frames(await streamed(client, CHAT_PATH, CHAT))
         wished = frames(await streamed(client, CHAT_PATH, CHAT | {"stream_options": {"include_usage": True}}))

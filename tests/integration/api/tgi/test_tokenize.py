@@ -61,7 +61,7 @@ async def test_chat_tokenize_has_the_tokens_of_a_chat_request(broker: Broker) ->
 async def test_info_has_the_limits(
     broker: Broker, settings: dict[str, Any], longest: tuple[int, int]
 ) -> None:
-    """Those of the workers, unless settings are below; they stay known when the workers go."""
+    """The limits of the workers, or lower ones of settings; they stay known when the workers stop."""
     async with serving(broker.url, max_best_of=7, **settings) as (gateway, client):
         early = await client.get("/info")
         assert (early.status_code, early.json()["error_type"]) == (503, "unavailable")

@@ -37,7 +37,7 @@ async def test_each_instance_has_its_prediction(broker: Broker) -> None:
     assert drawn["2"] is not None and (drawn["2"].seed, drawn["2"].temperature) == (7, 1.0)
 
 
-async def test_what_is_wrong_is_said_with_its_instance(broker: Broker) -> None:
+async def test_an_error_names_its_instance(broker: Broker) -> None:
     good = {"inputs": "a"}
     wrong: list[tuple[Any, str]] = [
         ([], "1 to 2 items. Given: 0"),
@@ -56,7 +56,7 @@ async def test_what_is_wrong_is_said_with_its_instance(broker: Broker) -> None:
     assert not worker.seen
 
 
-async def test_the_key_holds_and_a_failure_is_the_fleets(broker: Broker) -> None:
+async def test_a_wrong_key_is_refused_and_a_failed_request_fails_the_answer(broker: Broker) -> None:
     body = {"instances": [{"inputs": "a"}, {"inputs": "b"}]}
     async with answering(broker.url, Answer([11], error="gone"), api_key="sesame") as (_, _, client):
         assert (await client.post(PATH, json=body)).status_code == 401

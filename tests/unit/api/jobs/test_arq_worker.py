@@ -1,4 +1,4 @@
-"""What arq is told of the fleet's limits."""
+"""The limits that an arq worker has from the fleet's settings."""
 
 from redis.asyncio import Redis
 

@@ -10,7 +10,7 @@ from api.errors import ApiError
 from api.http.body import parse_body
 from api.jobs.job import JobBody
 from api.openai.request_schemas import ChatRequest, CompletionRequest
-from api.openai.vllm_tokenize import DetokenizeRequest
+from api.openai.routes_vllm import DetokenizeRequest
 from api.requests.fields import Listed, SamplingFields, Strict, Whole
 from api.responses.request_schemas import ResponsesRequest
 from api.tgi.request_schemas import GenerateParameters

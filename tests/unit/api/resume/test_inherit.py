@@ -1,4 +1,4 @@
-"""For whom an heir waits while the broker is away."""
+"""How long an heir waits for a broker that does not answer."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-// Helpers for the document.
+// Helpers for the document (DOM), and for numbers in it.
 
 export const find = (id) => document.getElementById(id);
 
