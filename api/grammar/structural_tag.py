@@ -138,7 +138,7 @@ class TagRules:
             case TagsWithSeparatorFormat() as tags:
                 source = self.separated(tags, field, following)
             case GrammarFormat(grammar=grammar):
-                source = self.lark.grammar(self.grammar(grammar, f"{field}.grammar"))
+                source = self.lark.nest(self.grammar(grammar, f"{field}.grammar"))
             case JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=most):
                 whitespace = "" if most is None else rf"[ \n\t]{{0,{most}}}"
                 source = self.lark.json(self.schema(schema, f"{field}.json_schema", whitespace))
