@@ -93,9 +93,9 @@ def compile_calls(
     tools = [Tool(*fields) for fields in json.loads(key)]
     is_promised = choice.is_required or any(tool.strict for tool in tools)
     forced = ForcedTools([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
-    if not is_promised and (name == HARMONY or not CALL_RULES[name](Lark(dict(ids)), forced).mark):
-        return ""  # nothing says where free text ends and a call begins
     try:
+        if not is_promised and (name == HARMONY or not CALL_RULES[name](Lark(dict(ids)), forced).mark):
+            return ""  # nothing says where free text ends and a call begins
         check_calls(tools, call_source(name, Lark({}), forced, choice, thinking))
     except ApiError:
         if is_promised:
