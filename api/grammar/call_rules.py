@@ -31,7 +31,7 @@ from api.answers.tagged_calls import (
     PARAMETER,
     TOOL_CALL,
     ArgumentTags,
-    referred,
+    resolve_reference,
     types_of,
 )
 from api.errors import ApiError, invalid
@@ -127,7 +127,7 @@ def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     path = schema.get("$ref")
     if not isinstance(path, str) or not {*schema} <= {"$ref", "type", *DEFINITIONS, *ANNOTATIONS}:
         return schema
-    target = referred(path, schema)
+    target = resolve_reference(path, schema)
     if not isinstance(target, Mapping) or "$ref" in target:
         return schema
     return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)

@@ -62,7 +62,7 @@ class CompiledGrammar:
     field: str
 
 
-def is_json(grammar: Grammar | None) -> bool:
+def describes_json(grammar: Grammar | None) -> bool:
     """Whether all that a grammar describes is JSON."""
     return grammar is not None and grammar.kind == "json"
 

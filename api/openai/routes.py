@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from api.errors import asking_broker, invalid
 from api.event_loop import Pace
-from api.grammar.grammar import is_json
+from api.grammar.grammar import describes_json
 from api.http.openapi import OPENAI
 from api.openai.params import from_completion, read_chat, read_prompts
 from api.openai.render import echoed_prompt
@@ -84,7 +84,7 @@ async def completions(request: Request) -> Response:
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
         await pace.step()
     num_chars = sum(len(params.text or "") for params in all_params)
-    rendering = replace(completion.rendering, is_json=is_json(completion.grammar()))
+    rendering = replace(completion.rendering, is_json=describes_json(completion.grammar()))
     return await respond(request, pool, completion, requests, num_chars, prefixes, rendering)
 
 
