@@ -1,10 +1,5 @@
-"""Generation parameters, independent of an API: the routes of each API convert their bodies into them.
-
-Limits: what the fleet's settings, and its workers, say of each request.
-
-Sampling parameters of a validated request: whether tokens are drawn at all, and what then counts.
-
-Lengths: the prompt's token ids, and how many tokens are generated; refuses what does not fit.
+"""Generation parameters, independent of an API: the routes of each API convert their bodies into them. Here
+they are also completed: sampling (is a token drawn at all?), the prompt's token ids, and lengths.
 """
 
 import secrets
@@ -20,6 +15,16 @@ from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import SamplingParams, StoppingParams
 from common.model_config import read_json
 from common.settings.settings import DEFAULTED, SettingError, Settings, checked_defaults
+
+GREEDY_BELOW = 1e-5
+"""A temperature this low is greedy: logits divided by it would leave float32."""
+GREEDY = SamplingParams()
+NEUTRAL = SamplingParams(temperature=1.0)
+SWITCHES = ("temperature", "top_k", "top_p", "top_p_decay", "min_p", "typical_p")
+"""Parameters that ask for sampling on their own, where they are not neutral."""
+SWITCH_NAMES = ", ".join(f"`{name}`" for name in SWITCHES)
+DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
+"""Parameters that mean nothing where no token is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,15 @@ class GenerationParams:
         guarded: `text` with guards, where a client wrote control tokens' texts into messages.
         add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
             chat template adds them itself.
-        truncate: only the last so many tokens of the prompt are used.
+        truncate: only the last tokens of the prompt are used, this many.
         truncates_to_fit: only as many as fit are used.
-        do_sample: whether tokens are sampled; some sampling parameters also turn sampling on
-            (api/requests/params.py).
+        do_sample: whether tokens are sampled; each of SWITCHES also turns sampling on.
         stopping: without `max_new_tokens`.
         sampling: without `seed`, `choice`, `bad_words`, `grammar` and watermark; its temperature is 1 by
             default.
         top_n_tokens: number of likeliest tokens that are reported with each token.
-        prompt_logprobs: the model's own log-probabilities of the prompt's tokens are reported, and so many of
-            the likeliest tokens at each place; None reports nothing of the prompt.
+        prompt_logprobs: number of likeliest tokens that are reported at each place of the prompt, beside the
+            prompt's own tokens, with the model's own log-probabilities; None reports nothing of the prompt.
         n: answers to this prompt.
         cache_salt: only requests with the same salt share KV blocks.
         names: a parameter's name here → its name in this API, where that is another one.
@@ -100,19 +104,11 @@ def invalid_field(params: GenerationParams, field: str, words: str) -> ApiError:
     return invalid(f"`{params.name(field)}` {words}", params.name(field))
 
 
-GREEDY_BELOW = 1e-5
-"""A temperature this low is greedy: logits divided by it would leave float32."""
-GREEDY = SamplingParams()
-NEUTRAL = SamplingParams(temperature=1.0)
-SWITCHES = ("temperature", "top_k", "top_p", "top_p_decay", "min_p", "typical_p")
-"""Parameters that ask for sampling on their own, where they are not neutral."""
-SWITCH_NAMES = ", ".join(f"`{name}`" for name in SWITCHES)
-DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
-"""Parameters without meaning where no token is drawn."""
+# --- sampling -----------------------------------------------------------------------------------------------
 
 
 def draws(params: GenerationParams) -> bool:
-    """Whether tokens are drawn: where `do_sample` says so, or a parameter makes no sense otherwise."""
+    """Whether tokens are drawn: `do_sample` says so, or a parameter makes no sense otherwise."""
     sampling = params.sampling
     if sampling.temperature < GREEDY_BELOW:
         return False
@@ -147,6 +143,9 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
     found = {} if given == "vllm" else read_json(file)
     defaults = checked_defaults({name: found.get(name) for name in DEFAULTED}, "generation_config", str(file))
     return defaults | settings.sampling_overrides
+
+
+# --- prompt and lengths -------------------------------------------------------------------------------------
 
 
 def with_truncate(params: GenerationParams, limits: Limits) -> GenerationParams:
@@ -197,8 +196,8 @@ def too_many_tokens(params: GenerationParams, field: str, given: str, limits: Li
 
 
 def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Limits) -> int:
-    """How many tokens are generated at most: as many as are asked for; by default, as many as fit behind the
-    prompt.
+    """How many tokens are generated at most: as many as are asked for; by default, as many as fit after the
+    prompt. Raises ApiError.
     """
     room = limits.max_total_tokens - num_prompt_tokens
     least, most = params.stopping.min_new_tokens, params.max_new_tokens

@@ -48,7 +48,10 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
         cache_salt=params.cache_salt,
         num_choices=params.n,
     )
-    return [numbered(request, i) for i in range(params.n)]
+    if request.sampling is None:
+        return [request] * params.n
+    samplings = [replace(request.sampling, choice=i) for i in range(params.n)]  # each draws other numbers
+    return [replace(request, sampling=sampling) for sampling in samplings]
 
 
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
@@ -58,11 +61,6 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     check_items(params)
     check_allowed_ids(params, tokenizer)
     check_top_n(params, limits)
-
-
-def numbered(request: Generate, i: int) -> Generate:
-    """The request for answer `i`: sampling draws other random numbers for each."""
-    return replace(request, sampling=replace(request.sampling, choice=i)) if request.sampling else request
 
 
 # --- parameters ---------------------------------------------------------------------------------------------
