@@ -31,10 +31,10 @@ from api.openai.response_schemas import (
     ModelList,
     response_or_chunks,
 )
-from api.requests.params import Limits, with_truncate
+from api.requests.params import Limits
 from api.requests.pool_registry import pool_and_body, pools_of
 from api.requests.service_terms import generation_body
-from api.requests.validate import validate
+from api.requests.validate import validate, with_truncate
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}
