@@ -115,7 +115,7 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of an object that has only the properties which the schema names."""
+    """The schema of an object that has only the properties that the schema names."""
     schema = {**(inlined(parameters) or {"properties": {}}), "type": "object"}
     if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
         return schema | {"additionalProperties": False}
@@ -146,7 +146,7 @@ def unsupported(tool: Tool, keyword: str) -> ApiError:
 
 
 def calls_between(lark: Lark, forced: ForcedTools, open: str, call: str, close: str) -> CallsRule:
-    """A call between two marks; several are on lines of their own."""
+    """A call between two marks; each of several stands on its own line."""
     return CallsRule(open, forced.calls(f"{call} {lark.mark(close)}", f'"\\n" {lark.mark(open)}'))
 
 
