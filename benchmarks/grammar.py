@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from api.grammar.grammar import Grammar, compile_cached
+from api.grammar.grammar import Grammar, compile_checked
 from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, median, request
 from common import model_files
 from gpu_worker.engine.sampling.grammar import Matcher, Matchers
@@ -79,7 +79,7 @@ def measure_masks(model: str) -> None:
         for number in range(rows):
             begun_s = time.perf_counter()
             text = json.dumps(numbered_schema(rows, number))
-            started.append(matchers.start(compile_cached(Grammar("json", text, "schema")), []))
+            started.append(matchers.start(compile_checked(Grammar("json", text, "schema")), []))
             matchers.compute(started[-1:])
             first_ms.append((time.perf_counter() - begun_s) * 1e3)
         rest_us = list(mask_us(matchers, started, tokens))

@@ -1,9 +1,6 @@
-"""Reasoning: the part of an answer in which the model thinks, by the names that REASONING_PARSER takes.
+"""Formats of calls and reasoning: how a model writes them, and what shows that it does.
 
-Call formats: the ways in which models write calls, by the names that TOOL_CALL_PARSER takes
-(`common/settings/format_names.py`).
-
-Find in which formats a model writes calls and reasoning, from its chat template and its vocabulary.
+Their names are those of TOOL_CALL_PARSER and REASONING_PARSER (`common/settings/format_names.py`).
 """
 
 from collections.abc import Callable
@@ -27,6 +24,13 @@ from api.answers.json_calls import (
 from api.answers.python_calls import read_pythonic
 from api.answers.scanner import SPACE, Scan, Scanner
 from api.answers.tagged_calls import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_functions, read_glm
+
+HARMONY = "openai"
+"""The format in which gpt-oss writes thinking, calls and content alike."""
+HARMONY_MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+MISTRAL_MARKS = (TOOL_CALLS, CALL_ID, ARGS)
+GLM_MARKS = (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end)
+THINK = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,6 @@ class ReasoningFormat:
         return ends_open or (self.always and not self.is_closed(prompt))
 
 
-THINK = ("<think>", "</think>")
 REASONING_FORMATS = {
     form.name: form
     for form in (
@@ -125,12 +128,6 @@ def functions_between(name: str, open: str, close: str) -> CallFormat:
     return CallFormat(name, (open, close), partial(read_functions, open, close), unmarked=(FUNCTION,))
 
 
-HARMONY = "openai"
-"""The format in which gpt-oss writes thinking, calls and content alike."""
-HARMONY_MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
-MISTRAL_MARKS = (TOOL_CALLS, CALL_ID, ARGS)
-GLM_MARKS = (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end)
-
 CALL_FORMATS = {
     form.name: form
     for form in (
@@ -166,7 +163,7 @@ CALL_FORMATS = {
         ),
     )
 }
-"""Those that vLLM does not have: `lfm2`; `tgi`, for models that have none of their own."""
+"""By name. vLLM does not have `lfm2`, nor `tgi`, which is for models without a format of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +178,9 @@ class Signs:
     format: str
     texts: tuple[str, ...]
     token: str | None = None
+
+    def are_in(self, template: str) -> bool:
+        return all(text in template for text in self.texts)
 
 
 CALL_SIGNS = (
@@ -203,7 +203,7 @@ CALL_SIGNS = (
     Signs("pythonic", ("func_name1(",)),
     Signs("llama3_json", ('"parameters": ', "ipython")),
 )
-"""The first one that fits is the model's format."""
+"""The model's format is that of the first signs that it shows."""
 REASONING_SIGNS = (
     Signs("mistral", ("[THINK]",)),
     Signs("seed_oss", ("<seed:think>",)),
@@ -215,7 +215,7 @@ REASONING_SIGNS = (
     Signs("qwen3", ("</think>",)),
 )
 OTHER_THINKING = ("<response>", "<|channel|>")
-"""Templates with these texts mean another way to think by `<think>`, or have none beside their calls."""
+"""Texts of templates that mean something else by `<think>`, or whose format of calls has the thinking."""
 
 
 def find_call_format(template: str, id_of: Callable[[str], int | None]) -> CallFormat | None:
@@ -225,18 +225,14 @@ def find_call_format(template: str, id_of: Callable[[str], int | None]) -> CallF
     found = (
         signs.format
         for signs in CALL_SIGNS
-        if fits(signs, template) or (signs.token and id_of(signs.token) is not None)
+        if signs.are_in(template) or (signs.token and id_of(signs.token) is not None)
     )
     return next((CALL_FORMATS[name] for name in found), None)
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
-    """The format in which a model thinks; None if it does not, or by its format of calls."""
+    """The format in which a model thinks; None if it does not, or if its format of calls has the thinking."""
     if any(text in template for text in OTHER_THINKING):
         return None
-    found = (signs.format for signs in REASONING_SIGNS if fits(signs, template))
+    found = (signs.format for signs in REASONING_SIGNS if signs.are_in(template))
     return next((REASONING_FORMATS[name] for name in found), None)
-
-
-def fits(signs: Signs, template: str) -> bool:
-    return all(text in template for text in signs.texts)

@@ -1,10 +1,7 @@
-"""Answer parser: the deltas of one answer's text, as it comes.
+"""Chat answer: the text of one choice, read piece by piece as content, reasoning and calls, and OpenAI's
+objects of these.
 
-The deltas are a pure function of the pieces of text, and joined they are the same for every cut of it.
-
-Answer of a chat: its text as content, reasoning and calls of tools, piece by piece.
-
-All of it is a function of the answer's `Reading` and of the pieces, so every gateway reads the same.
+It is a function of the answer's `Reading` and of the text, however that is cut: every gateway reads the same.
 """
 
 import hashlib
@@ -32,11 +29,15 @@ from api.answers.scanner import (
 )
 from common.messages.answer import Reading
 
+ID_CHARS = 24
+SHORT_ID_CHARS = 9
+"""Characters of a call's id, where the model's template takes short ones."""
+
 
 class AnswerParser:
     """Reads one answer: reasoning first, where the model thinks, then content and calls.
 
-    Attributes:
+    Args:
         tools: the functions that the request offers.
         calls: how the model writes calls; None if all is content.
         reasoning: how the model thinks; None if it does not.
@@ -68,11 +69,6 @@ class AnswerParser:
         self.scanner.ended = True
         return self.feed("")
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls that have begun."""
-        return self.scanner.num_calls
-
 
 def read_answer(
     scanner: Scanner, calls: CallFormat | None, reasoning: ReasoningFormat | None, prompt: str
@@ -95,10 +91,6 @@ def begins_call(scanner: Scanner, calls: CallFormat) -> Waiting:
     found = yield from scanner.next_is(*calls.marks, *calls.unmarked)
     scanner.position = start
     return found
-
-
-ID_CHARS = 24
-SHORT_ID_CHARS = 9
 
 
 class ChoiceParser:
@@ -165,22 +157,22 @@ class ChoiceParser:
 
     @property
     def has_calls(self) -> bool:
-        return self.parser.num_calls > 0
+        return self.parser.scanner.num_calls > 0
 
     @property
     def is_within_call(self) -> bool:
         """Whether the last call is not complete: a client must not do what it says."""
-        return self.has_calls and not is_json(self.last_call)
+        return self.has_calls and not is_json_text(self.last_call)
 
     @property
     def ends_in_call(self) -> bool:
-        """Whether the answer's last call is complete, and nothing follows it: that `max_tokens` ends the
-        answer there takes nothing from it.
+        """Whether the answer's last call is complete, and nothing follows it: an answer that ends there by
+        `max_tokens` has lost nothing.
         """
         return self.has_calls and not self.goes_on and not self.is_within_call
 
     def call_id(self, index: int) -> str:
-        """The id of a call: the same at whichever gateway it is read, and no other call's."""
+        """The id of a call: every gateway gives it the same one, and no other call has it."""
         digest = hashlib.sha256(f"{self.name}/{index}".encode()).hexdigest()
         form = CALL_FORMATS.get(self.reading.calls)
         return digest[:SHORT_ID_CHARS] if form and form.short_ids else f"call_{digest[:ID_CHARS]}"
@@ -196,7 +188,7 @@ def marks_of(reading: Reading) -> tuple[str, ...]:
 
 
 def render_message(parser: ChoiceParser, deltas: Iterable[Delta], prefix: str = "") -> dict[str, Any]:
-    """The fields of the message that all deltas make, but for its role; its content begins with `prefix`."""
+    """The fields of the message that all deltas make, without its role. Its content begins with `prefix`."""
     content, reasoning = prefix, ""
     calls: list[dict[str, Any]] = []
     for one in deltas:
@@ -224,7 +216,7 @@ def new_call(parser: ChoiceParser, index: int, name: str) -> dict[str, Any]:
 
 
 def render_reasoning(text: str) -> dict[str, str]:
-    """The fields of reasoning: older clients look for the one name, newer ones for the other."""
+    """The fields of reasoning: older clients look for the first name, newer ones for the second."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -250,7 +242,7 @@ def render_call_delta(parser: ChoiceParser, index: int, call: dict[str, Any]) ->
     return {"tool_calls": [{"index": index, **call}]}
 
 
-def is_json(text: str) -> bool:
+def is_json_text(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -260,7 +252,7 @@ def is_json(text: str) -> bool:
 
 def is_whole_json(text: str) -> bool:
     """Whether a text is JSON that nothing but white space may follow, as digits may a number."""
-    return text.rstrip().endswith(("}", "]", '"')) and is_json(text)
+    return text.rstrip().endswith(("}", "]", '"')) and is_json_text(text)
 
 
 def finish_reason(parser: ChoiceParser, reason: str) -> str:

@@ -1,4 +1,4 @@
-"""Harmony, in which gpt-oss writes all: messages on channels, with a recipient where they are calls."""
+"""Harmony, gpt-oss's format: messages on channels; a message that is a call has a recipient."""
 
 import re
 from collections.abc import Generator
@@ -19,7 +19,7 @@ PARAGRAPH = "\n\n"
 
 
 def read_harmony(scanner: Scanner) -> Scan:
-    """Read messages: analysis is reasoning, calls are those to functions, other text is content."""
+    """Read messages: those to functions are calls, analysis is reasoning, other text is content."""
     said: set[str] = set()
     scanner.begin_mark()
     while (yield from scanner.char()):
@@ -56,7 +56,11 @@ def found_in(header: str, pattern: re.Pattern[str]) -> str:
 
 
 def read_body(scanner: Scanner, kind: str, said: set[str]) -> Scan:
-    """Read a message's text; a blank line is between it and the last of its kind."""
+    """Read a message's text. A blank line divides it from earlier text of its kind.
+
+    Args:
+        said: the kinds of text that the answer has so far; this one is added.
+    """
     scanner.trim()
     if kind in said:
         scanner.space = PARAGRAPH

@@ -1,19 +1,6 @@
-"""Read a call that is a JSON object with a name and arguments, the usual form of calls.
+"""Calls whose arguments are one JSON object: after a mark, in lists, on lines of their own, or in sections.
 
-Read a list of calls, and find where the next one may begin.
-
-Calls that are JSON objects after a mark, one or a list of them.
-
-Llama 3's calls: JSON objects without marks around them, or after one.
-
-A JSON object is a call only if it begins a line and names a function that the request offers.
-
-Mistral's calls: a list of JSON objects after a mark; in newer models a mark, a name and arguments each.
-
-Calls in sections with marks at both ends, and between name and arguments: DeepSeek's and Kimi's.
-
-TGI's calls, for models that know none of their own: a JSON object with the function's name among its
-arguments, which a grammar forces.
+The reader of each format passes arguments on as they come. Its constants are its marks.
 """
 
 import json
@@ -23,14 +10,13 @@ from typing import NamedTuple
 from api.answers.json_text import read_members, read_object, read_string, read_value
 from api.answers.scanner import MAX_NAME, SPACE, Scan, Scanner, Waiting
 
-NAME = "name"
-ARGUMENTS = ("arguments", "parameters")
+NAME_KEY = "name"
+ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 def read_call(scanner: Scanner, names: Container[str] | None = None) -> Waiting:
-    """Read a call. False where the text is none, or names a function that is not among `names`.
-
-    Keys come in any order. Other keys are ignored.
+    """Read a call: an object with a name and arguments, in any order; other keys are ignored. False where the
+    text is no call, or names a function that is not among `names`.
     """
     name: str | None = None
     arguments: str | None = None
@@ -41,11 +27,11 @@ def read_call(scanner: Scanner, names: Container[str] | None = None) -> Waiting:
         key = yield from read_key(scanner)
         if key is None:
             return False
-        if key == NAME and name is None:
+        if key == NAME_KEY and name is None:
             name = yield from read_word(scanner)
             if not name or (names is not None and name not in names):
                 return False
-        elif key in ARGUMENTS and name is not None and not begun:
+        elif key in ARGUMENT_KEYS and name is not None and not begun:
             begun = True
             if not (yield from read_arguments(scanner, name)):
                 return False
@@ -53,7 +39,7 @@ def read_call(scanner: Scanner, names: Container[str] | None = None) -> Waiting:
             value: list[str] = []
             if not (yield from read_value(scanner, value.append)):
                 return False
-            if key in ARGUMENTS:
+            if key in ARGUMENT_KEYS:
                 arguments = "".join(value)
         yield from scanner.skip()
         if (yield from scanner.literal("}")):
@@ -121,7 +107,7 @@ def add_whole_call(scanner: Scanner, name: str, arguments: str) -> bool:
 
 
 def read_call_list(scanner: Scanner, read_one: Callable[[], Waiting]) -> Waiting:
-    """Read calls between brackets, with commas between them. False where the text is none."""
+    """Read calls between brackets, with commas between them. False where the text is no such list."""
     if not (yield from scanner.literal("[")):
         return False
     while True:
@@ -136,7 +122,7 @@ def read_call_list(scanner: Scanner, read_one: Callable[[], Waiting]) -> Waiting
 
 
 def next_call(scanner: Scanner, mark: str, line: str) -> Waiting:
-    """Pass on the content before a mark, which is read over, or before a line that begins as a call does.
+    """Pass on the content up to the next mark, which is read over, or up to a line that begins like a call.
     False at the end of the text.
     """
     if scanner.is_either and not scanner.num_calls:
@@ -149,7 +135,7 @@ def next_call(scanner: Scanner, mark: str, line: str) -> Waiting:
 
 
 def read_marked_json(open: str, close: str, scanner: Scanner) -> Scan:
-    """Read calls between two marks, of which models forget the second."""
+    """Read calls between two marks. Models may forget the second one."""
     while (yield from scanner.content_until(open)):
         yield from scanner.skip()
         if (yield from read_calls(scanner)):
@@ -166,11 +152,16 @@ def read_calls(scanner: Scanner) -> Waiting:
     return (yield from read_call(scanner))
 
 
+# --- Llama 3 ------------------------------------------------------------------------------------------------
+
 PYTHON_TAG = "<|python_tag|>"
-LINE = "\n{"
+OBJECT_LINE = "\n{"
 
 
 def read_llama_json(scanner: Scanner) -> Scan:
+    """Read objects without marks around them, or after one. An object is a call only if it begins a line and
+    names a function that the request offers.
+    """
     names = {tool.name for tool in scanner.tools}
     scanner.begin_mark()
     yield from scanner.skip()
@@ -181,9 +172,11 @@ def read_llama_json(scanner: Scanner) -> Scan:
             scanner.begin_mark()
             continue
         scanner.reject()
-        if not (yield from next_call(scanner, PYTHON_TAG, LINE)):
+        if not (yield from next_call(scanner, PYTHON_TAG, OBJECT_LINE)):
             return
 
+
+# --- Mistral ------------------------------------------------------------------------------------------------
 
 TOOL_CALLS = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
@@ -191,14 +184,15 @@ ARGS = "[ARGS]"
 
 
 def read_mistral(scanner: Scanner) -> Scan:
+    """Read a list of objects after a mark; of newer models a mark, a name and arguments for each call."""
     while (yield from scanner.content_until(TOOL_CALLS)):
         yield from scanner.skip()
         is_json = yield from scanner.next_is("[{", "[ ", "[\n", "{")
-        if not (yield from (read_calls(scanner) if is_json else read_named(scanner))):
+        if not (yield from (read_calls(scanner) if is_json else read_mistral_call(scanner))):
             scanner.reject()
 
 
-def read_named(scanner: Scanner) -> Waiting:
+def read_mistral_call(scanner: Scanner) -> Waiting:
     """Read a name, perhaps an id, and arguments."""
     name = yield from scanner.name()
     if (yield from scanner.literal(CALL_ID)):
@@ -208,6 +202,9 @@ def read_named(scanner: Scanner) -> Waiting:
     if not name or not (yield from scanner.next_is("{")):
         return False
     return (yield from read_arguments(scanner, name))
+
+
+# --- DeepSeek and Kimi --------------------------------------------------------------------------------------
 
 
 class SectionMarks(NamedTuple):
@@ -239,6 +236,7 @@ FENCE = "```"
 
 
 def read_sections(marks: SectionMarks, scanner: Scanner) -> Scan:
+    """Read sections with marks at both ends, and between name and arguments."""
     while mark := (yield from scanner.content_until(marks.calls_begin, marks.call_begin)):
         yield from scanner.skip()
         has_begun = mark == marks.call_begin or (yield from scanner.literal(marks.call_begin))
@@ -247,7 +245,7 @@ def read_sections(marks: SectionMarks, scanner: Scanner) -> Scan:
 
 
 def read_section(marks: SectionMarks, scanner: Scanner) -> Waiting:
-    """Read the call that follows the mark of its beginning."""
+    """Read a call, whose first mark is read."""
     head = yield from scanner.until(marks.arguments_begin, MAX_NAME)
     if head is None:
         return False
@@ -259,7 +257,7 @@ def read_section(marks: SectionMarks, scanner: Scanner) -> Waiting:
     if (yield from scanner.literal(FENCE)):
         yield from scanner.literal("json")
         yield from scanner.skip()
-    if not name or not (yield from read_arguments(scanner, bare(name))):
+    if not name or not (yield from read_arguments(scanner, bare_name(name))):
         return False
     yield from scanner.skip()
     if (yield from scanner.literal(FENCE)):
@@ -270,26 +268,31 @@ def read_section(marks: SectionMarks, scanner: Scanner) -> Waiting:
     return True
 
 
-def bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """A name without Kimi's `functions.` before it and the call's number after it."""
     if name.startswith("functions."):
         return name.removeprefix("functions.").split(":")[0]
     return name
 
 
+# --- TGI ----------------------------------------------------------------------------------------------------
+
 TGI_FUNCTION = "function"
 TGI_NAME = "_name"
 
 
 def read_tgi(scanner: Scanner) -> Scan:
+    """Read the call of a model that knows no calls: a grammar forces an object with the function's name among
+    its arguments.
+    """
     scanner.begin_mark()
     yield from scanner.skip()
-    if not (yield from read_named_arguments(scanner)):
+    if not (yield from read_tgi_call(scanner)):
         scanner.reject()
     yield from scanner.content_until()
 
 
-def read_named_arguments(scanner: Scanner) -> Waiting:
+def read_tgi_call(scanner: Scanner) -> Waiting:
     """Read `{"function": {"_name": …, …}}`."""
     if not (yield from scanner.literal("{")) or (yield from read_key(scanner)) != TGI_FUNCTION:
         return False
@@ -298,17 +301,17 @@ def read_named_arguments(scanner: Scanner) -> Waiting:
         return False
     if (yield from read_key(scanner)) != TGI_NAME:
         scanner.position = start
-        found = yield from read_whole(scanner)
+        found = yield from read_with_later_name(scanner)
     else:
-        found = yield from read_rest(scanner)
+        found = yield from read_with_first_name(scanner)
     if not found:
         return False
     yield from scanner.skip()
     return (yield from scanner.literal("}"))
 
 
-def read_whole(scanner: Scanner) -> Waiting:
-    """Read arguments among which the name is not the first."""
+def read_with_later_name(scanner: Scanner) -> Waiting:
+    """Read arguments of which the name is not the first."""
     pieces: list[str] = []
     if not (yield from read_value(scanner, pieces.append)):
         return False
@@ -317,8 +320,8 @@ def read_whole(scanner: Scanner) -> Waiting:
     return isinstance(name, str) and add_whole_call(scanner, name, json.dumps(arguments))
 
 
-def read_rest(scanner: Scanner) -> Waiting:
-    """Read the name, which is the first, and pass on the arguments after it."""
+def read_with_first_name(scanner: Scanner) -> Waiting:
+    """Read the name, and pass on the arguments after it."""
     name = yield from read_word(scanner)
     if not name:
         return False

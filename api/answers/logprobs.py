@@ -1,8 +1,5 @@
-"""Log-probabilities in response bodies, described for /docs.
-
-The bytes of one token. Text decoding cannot tell them if a character consists of several tokens.
-
-Log-probabilities in the shapes of chats and responses, of completions, and of vLLM's prompts.
+"""Log-probabilities in responses: their schemas for /docs, and their shapes in chats and responses, in
+completions, and for the prompt (vLLM).
 """
 
 import re
@@ -15,6 +12,12 @@ from tokenizers import Tokenizer
 from api.http.openapi import ApiObject
 from api.streams.stream import Stream
 from common.messages.records import TopTokens
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for an impossible token, because JSON has no minus infinity."""
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+LogprobLists = dict[str, list[Any]]
+"""The four lists of CompletionLogprobs."""
 
 
 class TopLogprob(ApiObject):
@@ -59,11 +62,10 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """By token id; null for the prompt's first token."""
 
 
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of a token; empty for an unknown id."""
+    """The bytes of a token; empty for an unknown id. Decoding cannot tell them where a character consists of
+    several tokens.
+    """
     piece: str = tokenizer.id_to_token(token_id) or ""
     if "ByteLevel(" in repr(tokenizer.decoder) and byte_of_character().keys() >= set(piece):
         return bytes(byte_of_character()[character] for character in piece)
@@ -82,11 +84,6 @@ def byte_of_character() -> dict[str, int]:
     ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-LEAST_LOGPROB = -9999.0
-"""OpenAI's value for an impossible token, because JSON has no minus infinity."""
-LogprobLists = dict[str, list[Any]]
 
 
 def chat_logprobs(stream: Stream, tokens: Iterable[int], by_id: bool = False) -> list[dict[str, Any]]:

@@ -1,6 +1,4 @@
-"""Read Python's literals, and write them as JSON.
-
-Calls as Python: a list of calls with named arguments, as Llama 3.2, Llama 4 and LFM2 write them.
+"""Calls as Python: a list of calls with named arguments, as Llama 3.2, Llama 4 and LFM2 write them.
 
 A list is one of calls only if it begins a line, or follows a mark, and names functions of the request.
 """
@@ -14,10 +12,11 @@ from api.answers.scanner import Scan, Scanner, Waiting
 
 OPENING = "([{"
 CLOSING = ")]}"
+LIST_LINE = "\n["
 
 
 def read_literal(scanner: Scanner) -> Generator[None, None, str | None]:
-    """A value up to the comma or bracket after it, as JSON. None if it is no literal."""
+    """Read a value of Python up to the comma or bracket after it: its JSON text; None if it is no literal."""
     start, depth, quote = scanner.position, 0, ""
     while True:
         char = yield from scanner.char()
@@ -35,14 +34,14 @@ def read_literal(scanner: Scanner) -> Generator[None, None, str | None]:
         elif char in OPENING:
             depth += 1
         elif depth == 0 and char in ",)]}":
-            return as_json(scanner.text[start : scanner.position])
+            return literal_to_json(scanner.text[start : scanner.position])
         elif char in CLOSING:
             depth -= 1
         scanner.position += 1
 
 
-def as_json(text: str) -> str | None:
-    """The JSON text of a literal, which may be JSON itself."""
+def literal_to_json(text: str) -> str | None:
+    """The JSON text of a literal of Python or JSON; None if the text is none."""
     try:
         json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
@@ -60,9 +59,6 @@ def refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-LINE = "\n["
-
-
 def read_pythonic(open: str, close: str, scanner: Scanner) -> Scan:
     """Read lists of calls; marks around them may be missing."""
     names = {tool.name for tool in scanner.tools}
@@ -77,7 +73,7 @@ def read_pythonic(open: str, close: str, scanner: Scanner) -> Scan:
             scanner.begin_mark()
         else:
             scanner.reject()
-        if not (yield from next_call(scanner, open, LINE)):
+        if not (yield from next_call(scanner, open, LIST_LINE)):
             return
 
 

@@ -1,14 +1,23 @@
-"""Scanner: an answer's text as it comes, read by generators that wait for more of it.
+"""Scanner: an answer's text as it comes, read by generators that wait for more of it. What it says is deltas.
 
-A generator yields where the text so far does not decide what follows. It decides the same for every cut of
-the text, since it never looks at where the text so far ends.
-
-Deltas: what an answer's text says, as it comes: content, reasoning, and calls of tools.
+A generator yields where the text so far does not decide what follows. It never looks at where the text so far
+ends, so it decides the same for every cut of the text.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+SPACE = " \t\r\n"
+MAX_NAME = 256
+MAX_KEPT = 4096
+"""Characters of a call that are kept after they were read."""
+NO_NAME = "<>[]{}()\"'`,;="
+"""Characters that no function's name has."""
+Scan = Generator[None, None, None]
+"""A reader of text. It yields while it waits for more."""
+Waiting = Generator[None, None, bool]
+"""The same; it returns whether the text was what it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +76,8 @@ def joined(last: Delta, delta: Delta) -> Delta | None:
             return None
 
 
-Scan = Generator[None, None, None]
-Waiting = Generator[None, None, bool]
-SPACE = " \t\r\n"
-MAX_NAME = 256
-MAX_KEPT = 4096
-"""Characters of a call that are kept after they were read."""
-NO_NAME = "<>[]{}()\"'`,;="
-
-
 class Scanner:
-    """The text that is not read for certain, and the deltas of what is.
+    """The text about which nothing is decided yet, and the deltas of what is decided.
 
     White space before and after calls and reasoning is dropped.
 
@@ -85,7 +85,7 @@ class Scanner:
         tools: the functions that the request offers.
         text: from the last mark on; it is content if no call follows.
         position: how much of it is read.
-        content_to: the end of the mark, up to which it is content if no call follows.
+        content_to: where the mark ends; up to here, text is content if no call follows.
         ended: no text follows.
         space: white space that is content if more content follows.
         trims: white space that follows is dropped.
@@ -229,7 +229,7 @@ class Scanner:
         return kept
 
     def trim(self) -> None:
-        """Drop white space on both sides of this place."""
+        """Drop the white space before and after this place."""
         self.space = ""
         self.trims = True
 
@@ -256,9 +256,8 @@ class Scanner:
 
 
 def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple[int, str] | None:
-    """The place of the first of the marks in the text, and which it is: the longest of those that begin
-    there; at the end of a text without any, its end and "". None while another one may have begun before it,
-    or may follow.
+    """The place of the first mark in the text, and the mark: the longest of those that begin there. Without a
+    mark in a whole text, its end and "". None while a mark may have begun before that place, or may follow.
     """
     found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     place, _, mark = min(found, default=(len(text), 0, ""))

@@ -1,5 +1,6 @@
-"""The text of a choice on OpenAI's routes: without hidden tokens and stop strings. Text that may become part
-of a stop string is held back until that is known.
+"""Stop holdback: the text of a choice on OpenAI's routes, without hidden tokens and stop strings.
+
+Text that may become a part of a stop string is held back until that is known.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,8 +11,8 @@ from api.streams.stream import Stream
 class StopHoldback:
     """The text of a stream, token by token. All pieces together are the whole text.
 
-    Stop strings are found as in `StopMatcher`: not in the first `min_new_tokens` tokens, and special tokens
-    count as their literal text.
+    Stop strings are found as the worker's `StopMatcher` finds them: not in the first `min_new_tokens` tokens,
+    and special tokens count as their literal text.
 
     Attributes:
         hidden_ids: tokens that are no part of the text.
@@ -55,7 +56,7 @@ class StopHoldback:
             self.held.pop()
         return self.take_text(0)
 
-    # --- pieces: (text, visible text: the same or empty) -----------------------------------------------
+    # --- pieces: (text, visible text: the same or empty) ----------------------------------------------------
 
     @property
     def text(self) -> str:

@@ -1,6 +1,6 @@
-"""Write the values of formats without types as JSON, by the schema of the parameter.
+"""Tagged calls: calls whose arguments are texts between tags, Qwen3-Coder's and GLM's.
 
-Calls whose arguments are tagged texts: Qwen3-Coder's and GLM's.
+A value is written as JSON of the type that the schema gives its parameter.
 """
 
 import json
@@ -8,10 +8,14 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 from api.answers.json_text import read_value
-from api.answers.python_calls import as_json
+from api.answers.python_calls import literal_to_json
 from api.answers.scanner import MAX_NAME, Scan, Scanner, Waiting
 
-TYPES: Mapping[type, str] = {
+TOOL_CALL = "<tool_call>"
+END_TOOL_CALL = "</tool_call>"
+FUNCTION = "<function="
+END_FUNCTION = "</function>"
+JSON_TYPES: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
     int: "integer",
@@ -21,82 +25,7 @@ TYPES: Mapping[type, str] = {
     type(None): "null",
 }
 MAX_REFERENCES = 8
-
-
-def read_typed(scanner: Scanner, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
-    """Read a value up to one of the marks, and add it to the arguments of a call. A text is passed on as it
-    comes, others when they are whole. A mark inside of a JSON string does not end it.
-    """
-    if types == {"string"}:
-        scanner.add_arguments('"')
-        mark = yield from scanner.pass_until(escaping(scanner.add_arguments), *marks)
-        if mark:
-            scanner.add_arguments('"')
-        return mark
-    start = scanner.position
-    pieces: list[str] = []
-    yield from scanner.skip()
-    is_json = yield from read_value(scanner, pieces.append)
-    yield from scanner.skip()
-    if not is_json or not (yield from scanner.next_is(*marks)):
-        scanner.position = start
-        pieces.clear()
-    mark = yield from scanner.pass_until(pieces.append, *marks)
-    if mark:
-        scanner.add_arguments(typed("".join(pieces), types))
-    return mark
-
-
-def escaping(write: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: write(json.dumps(text, ensure_ascii=False)[1:-1])
-
-
-def typed(text: str, types: frozenset[str]) -> str:
-    """A value of one of these types as JSON; a text where it is none of them."""
-    value = as_json(text)
-    if value is not None and (not types or matches(json.loads(value), types)):
-        return value
-    return json.dumps(text, ensure_ascii=False)
-
-
-def matches(value: Any, types: frozenset[str]) -> bool:
-    name = TYPES[type(value)]
-    return name in types or (name == "integer" and "number" in types)
-
-
-def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The types that a schema allows for a property; none if it does not say."""
-    properties = parameters.get("properties")
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return types_of(schema, parameters)
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-        return frozenset()
-    if isinstance(kind := schema.get("type"), str | list):
-        return frozenset([kind] if isinstance(kind, str) else [one for one in kind if isinstance(one, str)])
-    if isinstance(path := schema.get("$ref"), str):
-        return types_of(referred(path, root), root, depth + 1)
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(TYPES[type(value)] for value in values if type(value) in TYPES)
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
-    found = [types_of(part, root, depth + 1) for part in parts]
-    return frozenset().union(*found) if all(found) else frozenset()
-
-
-def referred(path: str, root: Mapping[str, Any]) -> Any:
-    """The schema at a reference `#/…` inside of the parameters."""
-    value: Any = root
-    for key in path.removeprefix("#").split("/")[1:]:
-        value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
-    return value
-
-
-TOOL_CALL = "<tool_call>"
-END_TOOL_CALL = "</tool_call>"
-FUNCTION = "<function="
-END_FUNCTION = "</function>"
+"""How many references of a schema are followed."""
 
 
 class ArgumentTags(NamedTuple):
@@ -104,9 +33,9 @@ class ArgumentTags(NamedTuple):
 
     Attributes:
         name_end: follows the name.
-        value: follows that, and white space; "" if the value follows at once.
-        line: what divides tags and value besides, where the model writes it.
-        untyped: the types of a parameter of which the schema says none.
+        value: follows `name_end`, after white space; "" if the value follows at once.
+        line: what else divides tags and value, where the model writes it.
+        untyped: the types of a parameter for which the schema says none.
     """
 
     name: str
@@ -122,7 +51,7 @@ PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
-    """Read Qwen3-Coder's functions between two marks, which are missing at times."""
+    """Read Qwen3-Coder's functions between two marks. The model may leave the marks out."""
     while mark := (yield from scanner.content_until(open, FUNCTION)):
         yield from scanner.skip()
         has_begun = mark == FUNCTION or (yield from scanner.literal(FUNCTION))
@@ -175,3 +104,76 @@ def read_tagged_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: s
     if found or not scanner.ended or not any(mark.startswith(rest) for mark in awaited):
         scanner.add_arguments("{}" if before == "{" else "}")  # else the text ends before the mark
     return found
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+def read_typed(scanner: Scanner, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
+    """Read a value up to one of the marks, and add it to the arguments of the call. A text is passed on as it
+    comes, other values when they are whole. A mark within a JSON string does not end the value.
+    """
+    if types == {"string"}:
+        scanner.add_arguments('"')
+        mark = yield from scanner.pass_until(escaping(scanner.add_arguments), *marks)
+        if mark:
+            scanner.add_arguments('"')
+        return mark
+    start = scanner.position
+    pieces: list[str] = []
+    yield from scanner.skip()
+    is_json = yield from read_value(scanner, pieces.append)
+    yield from scanner.skip()
+    if not is_json or not (yield from scanner.next_is(*marks)):
+        scanner.position = start
+        pieces.clear()
+    mark = yield from scanner.pass_until(pieces.append, *marks)
+    if mark:
+        scanner.add_arguments(typed("".join(pieces), types))
+    return mark
+
+
+def escaping(write: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: write(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """A value of one of these types as JSON; a text where it is none of them."""
+    value = literal_to_json(text)
+    if value is not None and (not types or is_of(json.loads(value), types)):
+        return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def is_of(value: Any, types: frozenset[str]) -> bool:
+    name = JSON_TYPES[type(value)]
+    return name in types or (name == "integer" and "number" in types)
+
+
+def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
+    """The types that a schema allows for a property; none if it does not say."""
+    properties = parameters.get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return types_of(schema, parameters)
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return frozenset()
+    if isinstance(kind := schema.get("type"), str | list):
+        return frozenset([kind] if isinstance(kind, str) else [one for one in kind if isinstance(one, str)])
+    if isinstance(path := schema.get("$ref"), str):
+        return types_of(resolve_reference(path, root), root, depth + 1)
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return frozenset(JSON_TYPES[type(value)] for value in values if type(value) in JSON_TYPES)
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
+    found = [types_of(part, root, depth + 1) for part in parts]
+    return frozenset().union(*found) if all(found) else frozenset()
+
+
+def resolve_reference(path: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a reference `#/…` inside of the parameters."""
+    value: Any = root
+    for key in path.removeprefix("#").split("/")[1:]:
+        value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
+    return value

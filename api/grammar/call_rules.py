@@ -1,14 +1,6 @@
-"""Forced tools: the functions that a model may call, and the rule of its calls.
+"""Call rules: the rules of forced calls in Lark, for each format in which models write calls.
 
-The schemas of functions' arguments, as grammars force them.
-
-Rules for calls whose arguments are one JSON object.
-
-Rules for calls that write each argument by itself.
-
-The grammar of a whole answer in Harmony.
-
-The rules of all formats that calls can be forced in.
+A format whose calls cannot be held to a keyword of a schema refuses it for strict functions.
 """
 
 import json
@@ -39,15 +31,29 @@ from api.answers.tagged_calls import (
     PARAMETER,
     TOOL_CALL,
     ArgumentTags,
-    referred,
+    resolve_reference,
     types_of,
 )
 from api.errors import ApiError, invalid
-from api.grammar.grammar import Grammar, as_compiled, compile_cached
-from api.grammar.json_schema import WHITESPACE
+from api.grammar.grammar import Grammar, compile_checked
+from api.grammar.json_schema import WHITESPACE, enforced_schema
 from api.grammar.lark import TEXT, Lark, literal, one_of
 
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
+"""With one of these, a schema says itself which other properties there may be."""
+DEFINITIONS = ("$defs", "definitions")
+ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
+WHOLE_OBJECT = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""Keywords that say something of an object as a whole, not of one property."""
+TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+PYTHON_NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 COMMA = '", "'
+KIMI_NUMBER = '":" /[0-9]{1,2}/'
+"""Kimi numbers the calls of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +89,11 @@ class CallsRule:
 
 
 Rule = Callable[[Lark, ForcedTools], CallsRule]
+Arguments = Callable[[Tool, Mapping[str, Any]], str]
+"""(function, schema of its arguments) → the expression of its arguments."""
 
 
-def calls_between(lark: Lark, forced: ForcedTools, open: str, call: str, close: str) -> CallsRule:
-    """A call between two marks; several are on lines of their own."""
-    return CallsRule(open, forced.calls(f"{call} {lark.mark(close)}", f'"\\n" {lark.mark(open)}'))
-
-
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
-"""With one of these, a schema says itself which other properties there may be."""
-DEFINITIONS = ("$defs", "definitions")
-ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
+# --- schemas of arguments -----------------------------------------------------------------------------------
 
 
 def field_of(tool: Tool) -> str:
@@ -107,16 +106,16 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
     """
     try:
         schema = closed(tool.parameters)
-        compile_cached(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
+        compile_checked(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
     except ApiError:
         if tool.strict:
             raise
         return with_whitespace(ANY_OBJECT)
-    return with_whitespace(as_compiled(schema, closed=True))
+    return with_whitespace(enforced_schema(schema, closed=True))
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of an object that has only the properties which the schema names."""
+    """The schema of an object that has only the properties that the schema names."""
     schema = {**(inlined(parameters) or {"properties": {}}), "type": "object"}
     if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
         return schema | {"additionalProperties": False}
@@ -128,7 +127,7 @@ def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     path = schema.get("$ref")
     if not isinstance(path, str) or not {*schema} <= {"$ref", "type", *DEFINITIONS, *ANNOTATIONS}:
         return schema
-    target = referred(path, schema)
+    target = resolve_reference(path, schema)
     if not isinstance(target, Mapping) or "$ref" in target:
         return schema
     return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)
@@ -141,6 +140,14 @@ def with_whitespace(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def unsupported(tool: Tool, keyword: str) -> ApiError:
     cause = f"the keyword `{keyword}` is not supported in the format in which this model writes calls"
     return invalid(f"`{field_of(tool)}` cannot be compiled: {cause}", field_of(tool))
+
+
+# --- calls whose arguments are one JSON object --------------------------------------------------------------
+
+
+def calls_between(lark: Lark, forced: ForcedTools, open: str, call: str, close: str) -> CallsRule:
+    """A call between two marks; each of several stands on its own line."""
+    return CallsRule(open, forced.calls(f"{call} {lark.mark(close)}", f'"\\n" {lark.mark(open)}'))
 
 
 def call_object(lark: Lark, forced: ForcedTools, arguments: str = "arguments") -> str:
@@ -226,14 +233,7 @@ def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-Arguments = Callable[[Tool, Mapping[str, Any]], str]
-NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
-OF_OBJECTS = (
-    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-)
-"""Keywords that say something of an object as a whole."""
-OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+# --- calls that write each argument by itself ---------------------------------------------------------------
 
 
 def functions_between(open: str, close: str, lark: Lark, forced: ForcedTools) -> CallsRule:
@@ -276,7 +276,7 @@ def tagged_value(lark: Lark, tool: Tool, schema: Mapping[str, Any], end: str) ->
         return f"{one_of(map(literal, words))} {lark.marked(end)}"
     if types_of(schema, schema) != {"string"}:
         return f"{lark.json(schema)} {lark.marked(end)}"
-    check_keywords(tool, schema, OF_TEXTS)
+    check_keywords(tool, schema, TEXT_KEYWORDS)
     return lark.until(end)
 
 
@@ -284,7 +284,7 @@ def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, 
     """(name, schema, whether it is required) of each argument. A schema stands alone: it has the definitions
     to which it may refer, and the white space of the whole.
     """
-    check_keywords(tool, schema, OF_OBJECTS)
+    check_keywords(tool, schema, WHOLE_OBJECT)
     shared = {name: schema[name] for name in (*DEFINITIONS, "x-guidance") if name in schema}
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     for name in dict.fromkeys([*properties, *required]):
@@ -314,7 +314,7 @@ def named_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
     required: list[str] = []
     optional: list[str] = []
     for name, part, is_required in properties_of(tool, schema):
-        if NAME.fullmatch(name) is None:
+        if PYTHON_NAME.fullmatch(name) is None:
             raise unsupported(tool, f"properties/{name}")
         (required if is_required else optional).append(f"{literal(name + '=')} {lark.json(part)}")
     if required:
@@ -324,6 +324,9 @@ def named_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
 
 def beginning_at(arguments: Sequence[str], i: int) -> str:
     return arguments[i] + "".join(f' (", " {argument})?' for argument in arguments[i + 1 :])
+
+
+# --- Harmony: a grammar of the whole answer -----------------------------------------------------------------
 
 
 def harmony_answer(lark: Lark, forced: ForcedTools, is_required: bool) -> str:
@@ -338,13 +341,13 @@ def harmony_answer(lark: Lark, forced: ForcedTools, is_required: bool) -> str:
     if is_required:
         return f"({aside(lark, ['analysis'])})* {one_of([*before, *after])}"
     asides = ["analysis", "commentary"]
-    last = [message_of(lark, asides, TEXT), final_message(lark, TEXT)]
+    last = [message_of(lark, asides, TEXT), message_of(lark, ["final"], TEXT)]
     return f"({aside(lark, asides)})* {one_of([*before, *after, *last])}"
 
 
 def harmony_final(lark: Lark, content: str) -> str:
     """Analysis, then the final answer, with this content."""
-    return f"({aside(lark, ['analysis'])})* {final_message(lark, content)}"
+    return f"({aside(lark, ['analysis'])})* {message_of(lark, ['final'], content)}"
 
 
 def aside(lark: Lark, channels: Sequence[str]) -> str:
@@ -357,13 +360,7 @@ def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
     return f"{lark.mark(CHANNEL)} {names} {lark.mark(MESSAGE)} {content}"
 
 
-def final_message(lark: Lark, content: str) -> str:
-    return f'{lark.mark(CHANNEL)} "final" {lark.mark(MESSAGE)} {content}'
-
-
-NUMBER = '":" /[0-9]{1,2}/'
-"""Kimi numbers the calls of an answer."""
-RULES: Mapping[str, Rule] = {
+CALL_RULES: Mapping[str, Rule] = {
     "hermes": partial(objects_between, TOOL_CALL, END_TOOL_CALL),
     "qwen3_coder": partial(functions_between, TOOL_CALL, END_TOOL_CALL),
     "seed_oss": partial(functions_between, "<seed:tool_call>", "</seed:tool_call>"),
@@ -374,7 +371,7 @@ RULES: Mapping[str, Rule] = {
     "mistral": mistral_calls,
     "deepseek_v3": partial(fenced_sections, DEEPSEEK),
     "deepseek_v31": partial(named_sections, DEEPSEEK, "", ""),
-    "kimi_k2": partial(named_sections, KIMI, "functions.", NUMBER),
+    "kimi_k2": partial(named_sections, KIMI, "functions.", KIMI_NUMBER),
     "glm45": glm_calls,
     "granite": partial(list_between, "<|tool_call|>", ""),
     "nemotron_json": partial(list_between, "<TOOLCALL>", "</TOOLCALL>"),

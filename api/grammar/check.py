@@ -1,11 +1,7 @@
-"""Checks of grammars in llguidance's form: whether one can be served, and what its texts can begin with.
+"""Check: whether a grammar in llguidance's form can be served, and what its texts can begin with.
 
-Vocabulary: the tokens that a grammar may name. Grammars are checked with a vocabulary of single bytes.
-
-Dead ends: places in a grammar after which nothing may follow, although no text of the grammar ends there.
-
-A regex has no dead ends. Rules may have them: after a comma, those of a JSON object may offer a name that no
-text can have.
+Grammars are checked with a vocabulary of single bytes: what is too complex for it is too complex for a
+model's.
 """
 
 import functools
@@ -23,6 +19,43 @@ from api.grammar.lark import TEXT, regex
 from api.prompts.tokenizer import ModelTokenizer
 
 NUM_BYTES = 256
+NUM_TRIED = 32
+"""How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
+ALLOWED_BIAS = 200
+"""The bias that llguidance gives a token that may come next."""
+NO_TEXT = "NoExtensionBias"
+"""llguidance's error for a grammar that no text satisfies."""
+OWN_WORDS = (
+    (re.compile("Regex is empty:.*"), "no text has all that is said of a string"),
+    (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
+    (re.compile(r"json-schema:///(#\S*)"), r"`\1`"),
+    (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
+    (re.compile(r"^panic: (.|\n)*"), "its rules cannot be told apart"),
+)
+"""What llguidance says of a schema → what the error says."""
+MAX_QUOTED = 100
+
+MAX_PLACES = 256
+"""How many places are searched for dead ends; it takes some 30 ms."""
+MAX_FORCED = 8192
+"""How many bytes may be forced at once: the engine tokenizes all of them at each step."""
+MAX_ALIKE = 16
+"""How many places in a row are searched where the same may follow, as within a string."""
+FREE = 64
+"""Where more bytes than this may follow, text is free: a quote ends it, and a letter stands for the rest."""
+FREE_TEXT = b'"a'
+CLOSING = b'"}]'
+SHAPE = b"{}[],"
+"""Two places differ if the texts before them have different numbers of these bytes."""
+CLASSES = (
+    b"0123456789",
+    b"abcdefghijklmnopqrstuvwxyz",
+    b"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    bytes(range(128, 256)),
+)
+MANY = 8
+"""Where more bytes of a class than this may follow, the first one stands for the rest."""
+SPACE = b" \n\t\r"
 
 
 class Bytes:
@@ -56,39 +89,91 @@ BYTES = Bytes()
 
 
 @functools.lru_cache(maxsize=8)
-def byte_vocabulary(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
-    """The vocabulary of single bytes, in which ids below `size` may be named."""
-    tokenizer = Bytes(size)
-    wrapper = llguidance.TokenizerWrapper(tokenizer)
-    return llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.size + 1, eos_token=[tokenizer.size])
+def byte_tokenizer(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
+    """llguidance's tokenizer of single bytes. A grammar may name ids below `size`."""
+    vocabulary = Bytes(size)
+    wrapper = llguidance.TokenizerWrapper(vocabulary)
+    return llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.size + 1, eos_token=[vocabulary.size])
 
 
-MAX_PLACES = 256
-"""How many places are looked at, which takes some 30 ms."""
-MAX_FORCED = 8192
-"""How many bytes may be forced at once: the engine tokenizes all of them at each step."""
-MAX_ALIKE = 16
-"""How many places in a row are looked at where the same may follow, as within a string."""
-FREE = 64
-"""Where more bytes than this may follow, text is free: a quote ends it, and a letter stands for the rest."""
-FREE_TEXT = b'"a'
-CLOSING = b'"}]'
-SHAPE = b"{}[],"
-"""Two places differ if the texts before them have different numbers of these bytes."""
-CLASSES = (
-    b"0123456789",
-    b"abcdefghijklmnopqrstuvwxyz",
-    b"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    bytes(range(128, 256)),
-)
-MANY = 8
-"""Where more bytes of a class than this may follow, the first one stands for the rest."""
-SPACE = b" \n\t\r"
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def find_error(source: str, size: int = NUM_BYTES) -> str:
+    """Why a grammar cannot be served; "" if it can, as far as the beginning of one of its texts shows.
+
+    Args:
+        size: ids that the grammar names are below it.
+    """
+    tokenizer = byte_tokenizer(size)
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
+    if matcher.is_error():
+        return error_of(matcher)
+    if way := find_dead_end(matcher.deep_copy(), tokenizer.eos_token):
+        return describe_dead_end(way)
+    next_token = last_allowed(matcher, tokenizer)
+    for _ in range(NUM_TRIED):
+        if next_token < 0 or not matcher.consume_token(next_token):
+            break
+        next_token = last_allowed(matcher, tokenizer)
+    cause = error_of(matcher)
+    return f"it is too complex: {cause}" if cause and not cause.startswith(NO_TEXT) else ""
+
+
+def last_allowed(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> int:
+    """The highest token that may come next, without the end; -1 if none may."""
+    if matcher.is_stopped():
+        return -1
+    return matcher.compute_logit_bias().rfind(ALLOWED_BIAS, 0, tokenizer.eos_token)
+
+
+def error_of(matcher: llguidance.LLMatcher) -> str:
+    """The error of a matcher; "" if it has none."""
+    cause = matcher.get_error().split("<state>")[0].strip()
+    for pattern, words in OWN_WORDS:
+        cause = pattern.sub(words, cause)
+    return cause
+
+
+def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
+    """Whether a text of the grammar can begin with this one."""
+    matcher = llguidance.LLMatcher(byte_tokenizer(size), source, log_level=0)
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def can_go_on(pattern: str, first: str) -> bool:
+    """Whether a text that matches can go on with this character and still match: the longest match would then
+    take a part of what follows. Both are regexes of a Lark grammar. Raises ValueError.
+    """
+    return not matches_nothing(f"ONE & (ONE /{first}/ {TEXT})\nONE: {pattern}")
+
+
+@functools.lru_cache(maxsize=256)
+def matches_only_space(pattern: str) -> bool:
+    """Whether a regex matches nothing but white space. Raises ValueError."""
+    return matches_nothing(f"{regex(pattern)} & ~/\\s*/")
+
+
+def matches_nothing(lexeme: str) -> bool:
+    """Whether no text matches a lexeme of Lark. Raises ValueError."""
+    source = f"start: LEXEME\nLEXEME: {lexeme}"
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    cause = error_of(matcher)
+    if cause and not cause.startswith(NO_TEXT):
+        raise ValueError(cause)
+    return bool(cause)
+
+
+# --- dead ends ----------------------------------------------------------------------------------------------
 
 
 @dataclass(order=True, slots=True)
 class Way:
-    """A way into a grammar.
+    """The beginning of a text, and the grammar's state after it.
 
     Attributes:
         num_turns: how many of its bytes were not the ones that close soonest.
@@ -129,6 +214,9 @@ def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
     """The way into a dead end of a grammar, or to a forced text that is too long (its matcher has no error);
     None if there is none.
 
+    At a dead end nothing may follow, although no text of the grammar ends there. A regex has none. Rules may
+    have them: after a comma, those of a JSON object may offer a name that no text can have.
+
     Args:
         start: a matcher of the grammar; it is consumed.
         end: the token that ends a text.
@@ -146,7 +234,7 @@ def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
             return way
         if way.place not in seen and way.num_alike < MAX_ALIKE:
             seen.add(way.place)
-            for turns, byte in enumerate(following(way.mask, end)):
+            for turns, byte in enumerate(tokens_to_try(way.mask, end)):
                 matcher = way.matcher.deep_copy()
                 matcher.consume_token(byte)
                 later = way.num_turns + bool(turns), next(numbers), matcher, (*way.text, byte)
@@ -154,7 +242,7 @@ def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
     return None
 
 
-def following(mask: bytes, end: int) -> list[int]:
+def tokens_to_try(mask: bytes, end: int) -> list[int]:
     """The bytes and tokens of a mask that are tried; those that close soonest come first."""
     flags = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:end]
     allowed: list[int] = np.flatnonzero(flags).tolist()
@@ -167,105 +255,17 @@ def following(mask: bytes, end: int) -> list[int]:
     return [token for token in allowed if token not in SPACE] or allowed
 
 
-EMPTY = "NoExtensionBias"
-"""llguidance's error for a grammar that no text satisfies."""
-OWN_WORDS = (
-    (re.compile("Regex is empty:.*"), "no text has all that is said of a string"),
-    (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
-    (re.compile(r"json-schema:///(#\S*)"), r"`\1`"),
-    (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
-    (re.compile(r"^panic: (.|\n)*"), "its rules cannot be told apart"),
-)
-"""What llguidance says of a schema → what the error says."""
-MAX_QUOTED = 100
-NUM_TRIED = 32
-"""How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
-ALLOWED = 200
-"""The bias that llguidance gives a token that may come next."""
-
-
-def error_of(source: str, size: int = NUM_BYTES) -> str:
-    """Why a grammar cannot be served; "" if it can, as far as the beginning of one of its texts shows.
-
-    What is too complex for single bytes is too complex for a model's vocabulary.
-
-    Args:
-        size: ids that the grammar names are below it.
-    """
-    vocabulary = byte_vocabulary(size)
-    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
-    if matcher.is_error():
-        return cause_of(matcher)
-    if way := find_dead_end(matcher.deep_copy(), vocabulary.eos_token):
-        return cause_of_end(way)
-    next_token = last_allowed(matcher, vocabulary)
-    for _ in range(NUM_TRIED):
-        if next_token < 0 or not matcher.consume_token(next_token):
-            break
-        next_token = last_allowed(matcher, vocabulary)
-    cause = cause_of(matcher)
-    return f"it is too complex: {cause}" if cause and not cause.startswith(EMPTY) else ""
-
-
-def cause_of_end(way: Way) -> str:
+def describe_dead_end(way: Way) -> str:
     """What is wrong with a grammar that has this way into a dead end."""
-    cause = cause_of(way.matcher)
+    cause = error_of(way.matcher)
     if not cause:
         return f"it forces a text of more than {MAX_FORCED} bytes"
-    if not cause.startswith(EMPTY):
+    if not cause.startswith(NO_TEXT):
         return f"it is too complex: {cause}"
-    return f"nothing can follow {quoted(way.text)}" if way.text else "no text satisfies it"
+    return f"nothing can follow {quoted_end(way.text)}" if way.text else "no text satisfies it"
 
 
-def quoted(tokens: Iterable[int]) -> str:
+def quoted_end(tokens: Iterable[int]) -> str:
     """The end of a text of single bytes, between quotes."""
     text = bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
     return json.dumps(text.rstrip()[-MAX_QUOTED:], ensure_ascii=False)
-
-
-def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
-    """Whether a text of the grammar can begin with this one."""
-    matcher = llguidance.LLMatcher(byte_vocabulary(size), source, log_level=0)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens)
-
-
-@functools.lru_cache(maxsize=256)
-def can_go_on(pattern: str, first: str) -> bool:
-    """Whether a text that matches can go on with this character and still match: the longest match would then
-    take a part of what follows. Both are regexes of a Lark grammar. Raises ValueError.
-    """
-    return not is_empty(f"ONE & (ONE /{first}/ {TEXT})\nONE: {pattern}")
-
-
-@functools.lru_cache(maxsize=256)
-def is_space(pattern: str) -> bool:
-    """Whether a regex matches nothing but white space. Raises ValueError."""
-    return is_empty(f"{regex(pattern)} & ~/\\s*/")
-
-
-def is_empty(lexeme: str) -> bool:
-    """Whether no text matches a lexeme of Lark. Raises ValueError."""
-    source = f"start: LEXEME\nLEXEME: {lexeme}"
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    cause = cause_of(matcher)
-    if cause and not cause.startswith(EMPTY):
-        raise ValueError(cause)
-    return bool(cause)
-
-
-def last_allowed(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> int:
-    """The highest token that may come next, without the end; -1 if none may."""
-    if matcher.is_stopped():
-        return -1
-    return matcher.compute_logit_bias().rfind(ALLOWED, 0, vocabulary.eos_token)
-
-
-def cause_of(matcher: llguidance.LLMatcher) -> str:
-    """The error of a matcher; "" if it has none."""
-    cause = matcher.get_error().split("<state>")[0].strip()
-    for pattern, words in OWN_WORDS:
-        cause = pattern.sub(words, cause)
-    return cause

@@ -1,17 +1,16 @@
-"""Forced calls: the grammar of an answer with calls, in the format of the model, and after its thinking."""
+"""Forced calls: the grammar of an answer with calls in the model's format, and of thinking before it."""
 
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from api.answers.call_formats import HARMONY, CallFormat, ReasoningFormat
 from api.answers.scanner import Tool
 from api.errors import ApiError, cut, invalid
 from api.event_loop import LONG_SIZE, offload
 from api.grammar.call_rules import (
-    RULES,
+    CALL_RULES,
     CallsRule,
     ForcedTools,
     field_of,
@@ -19,11 +18,12 @@ from api.grammar.call_rules import (
     harmony_answer,
     harmony_final,
 )
-from api.grammar.check import error_of
+from api.grammar.check import find_error
 from api.grammar.grammar import MAX_GRAMMAR_BYTES
 from api.grammar.lark import TEXT, Lark, escaped
 
-SPACE = r"/\n{0,2}/"
+LINES = r"/\n{0,2}/"
+"""White space between thinking and what follows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,34 +93,35 @@ def compile_calls(
     tools = [Tool(*fields) for fields in json.loads(key)]
     is_promised = choice.is_required or any(tool.strict for tool in tools)
     forced = ForcedTools([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
-    if not is_promised and (name == HARMONY or not RULES[name](Lark(dict(ids)), forced).mark):
-        return ""  # nothing says where free text ends and a call begins
     try:
-        check(tools, answer_rule(name, Lark({}), forced, choice, thinking))
+        if not is_promised and (name == HARMONY or not CALL_RULES[name](Lark(dict(ids)), forced).mark):
+            return ""  # nothing says where free text ends and a call begins
+        check_calls(tools, call_source(name, Lark({}), forced, choice, thinking))
     except ApiError:
         if is_promised:
             raise
         return ""
-    return answer_rule(name, Lark(dict(ids)), forced, choice, thinking)
+    return call_source(name, Lark(dict(ids)), forced, choice, thinking)
 
 
-def check(tools: Sequence[Tool], source: str) -> None:
-    """Raises ApiError if a grammar without special tokens cannot be compiled."""
-    if cause := error_of(source):
+def check_calls(tools: Sequence[Tool], source: str) -> None:
+    """Raises ApiError if a grammar without special tokens cannot be served."""
+    if cause := find_error(source):
         field = field_of(tools[0]) if len(tools) == 1 else "tools"
         raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
 
 
-def answer_rule(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking) -> str:
+def call_source(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking) -> str:
+    """The grammar of an answer in the call format `name`."""
     if name == HARMONY:
         return lark.source(harmony_answer(lark, forced, choice.is_required))
-    calls = RULES[name](lark, forced)
+    calls = CALL_RULES[name](lark, forced)
     required = f"{lark.mark(calls.mark)} {calls.rest}" if calls.mark else calls.rest
-    body = required if choice.is_required else optional(lark, calls, choice.is_parallel)
-    return lark.source(f"{thought(lark, thinking)} {lark.rule(body)}")
+    body = required if choice.is_required else optional_calls(lark, calls, choice.is_parallel)
+    return lark.source(f"{thinking_rule(lark, thinking)} {lark.rule(body)}")
 
 
-def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
+def optional_calls(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
     """Text with calls after their marks; in a format without a mark, either text or calls."""
     if not calls.mark:
         other = lark.rule(rf"/[^\s{escaped(calls.first)}](.|\n)*/")
@@ -130,11 +131,11 @@ def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
     return f"({found})* {text}" if is_parallel else f"{found} | {text}"
 
 
-def thought(lark: Lark, thinking: Thinking) -> str:
+def thinking_rule(lark: Lark, thinking: Thinking) -> str:
     """The rule of the thinking before an answer, and of the white space after it."""
     if thinking.form is None:
         return ""
-    open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {SPACE}"
+    open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {LINES}"
     if not thinking.begins_inside:
         return f"({open} {rest})?"
     return f"({open})? {rest}" if thinking.form.open in lark.special_ids else rest
@@ -152,16 +153,13 @@ def after_thinking(
     """
     lark, thinking = Lark(special_ids), thinking_after(reasoning, prompt)
     if calls is not None and calls.name == HARMONY:
-        start = harmony_final(lark, "@answer")
-    elif thinking.form is not None:
-        start = f"{thought(lark, thinking)} @answer"
-    else:
+        return lark.source(harmony_final(lark, lark.nest(source, "answer")))
+    if thinking.form is None:
         return source
-    return json.dumps({"grammars": [{"lark_grammar": lark.source(start)}, *named(source, "answer")]})
+    return lark.source(f"{thinking_rule(lark, thinking)} {lark.nest(source, 'answer')}")
 
 
-def named(source: str, name: str) -> list[dict[str, Any]]:
-    """The list of grammars in a grammar of llguidance's form; the first of them gets this name."""
-    is_json = source.lstrip().startswith('{"grammars"')
-    first, *others = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
-    return [{**first, "name": name}, *others]
+def either(calls: str, text: str) -> str:
+    """The grammar of answers that match one of two."""
+    lark = Lark({})
+    return lark.source(f"{lark.nest(calls, 'calls')} | {lark.nest(text, 'text')}")

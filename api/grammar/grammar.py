@@ -1,7 +1,8 @@
-"""Grammar: what an answer must look like, compiled to llguidance's form.
+"""Grammar: what an answer must look like, from a client's words to llguidance's form.
 
-A gateway compiles each grammar once, for a vocabulary of single bytes, so that what cannot be served is
-refused before it is queued. Workers compile it again for their model's vocabulary.
+`response_format.py` reads it from a request. Here it is compiled, and `check.py` says whether it can be
+served: others are refused before they are queued. `forced_calls.py` adds calls and thinking. Workers compile
+llguidance's form for their model's vocabulary.
 """
 
 import functools
@@ -15,15 +16,13 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
 from api.event_loop import LONG_SIZE, offload
-from api.grammar.check import BYTES, Vocabulary, error_of, is_space
-from api.grammar.json_schema import WHITESPACE, all_schemas, close_objects, list_names, map_schemas
+from api.grammar.check import BYTES, Vocabulary, find_error, matches_only_space
+from api.grammar.json_schema import WHITESPACE, all_schemas, enforced_schema
 from api.grammar.lark import Lark, literal
 from api.grammar.structural_tag import TagRules
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Formats that are enforced; others are annotations, as in JSON Schema."""
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
 """Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
@@ -50,11 +49,6 @@ class Grammar:
     closed: bool = False
 
 
-def is_json(grammar: Grammar | None) -> bool:
-    """Whether all that a grammar describes is JSON."""
-    return grammar is not None and grammar.kind == "json"
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar in llguidance's own form. A part of it came from the client.
@@ -68,8 +62,17 @@ class CompiledGrammar:
     field: str
 
 
+def describes_json(grammar: Grammar | None) -> bool:
+    """Whether all that a grammar describes is JSON."""
+    return grammar is not None and grammar.kind == "json"
+
+
+# --- compiling ----------------------------------------------------------------------------------------------
+
+
 async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
-    """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place.
+    """Compile a grammar in a thread, and check it. Raises ApiError (422) with the keyword at fault and its
+    place.
 
     `vocabulary` is the model's: tags may be its special tokens.
     """
@@ -80,29 +83,30 @@ async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
             grammar.field,
         )
     named = vocabulary if grammar.kind == "structural_tag" else BYTES
-    return await offload(LONG_SIZE, lambda: compile_cached(grammar, named))
+    return await offload(LONG_SIZE, lambda: compile_checked(grammar, named))
 
 
 @functools.lru_cache(maxsize=256)
-def compile_cached(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+def compile_checked(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+    """Compile a grammar, and check it. Raises ApiError (422), as `compile_grammar`."""
     try:
-        if not is_space(grammar.whitespace):
+        if not matches_only_space(grammar.whitespace):
             raise ValueError("its `whitespace_pattern` must match nothing but white space")
-        source = source_of(grammar, vocabulary)
+        source = compile_unchecked(grammar, vocabulary)
     except ValueError as error:
-        raise refusal(grammar, str(error)) from error
-    if cause := error_of(source, vocabulary.size):
-        raise refusal(grammar, cause)
+        raise cannot_compile(grammar, str(error)) from error
+    if cause := find_error(source, vocabulary.size):
+        raise cannot_compile(grammar, cause)
     return source
 
 
-def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
-    """The grammar in llguidance's form, not yet checked. Raises ValueError."""
+def compile_unchecked(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+    """The grammar in llguidance's form. Raises ApiError and ValueError."""
     match grammar.kind:
         case "json":
-            schema = as_compiled(checked_schema(grammar), grammar.closed)
+            schema = json.dumps(enforced_schema(parse_schema(grammar), grammar.closed))
             return llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": grammar.whitespace}
+                schema, overrides={"whitespace_pattern": grammar.whitespace}
             )
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
@@ -110,11 +114,11 @@ def source_of(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
             words = " | ".join(map(literal, json.loads(grammar.text)))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
-            schema = functools.partial(embedded_schema, grammar.whitespace)
-            rules = TagRules(Lark(vocabulary.special_tokens), schema, embedded_grammar)
+            schema_of = functools.partial(embedded_schema, grammar.whitespace)
+            rules = TagRules(Lark(vocabulary.special_tokens), schema_of, embedded_grammar)
             return rules.source(grammar.text, grammar.field)
         case _:
-            return llguidance.LLMatcher.grammar_from_lark(lark_of(grammar.text))
+            return llguidance.LLMatcher.grammar_from_lark(to_lark(grammar.text))
 
 
 def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> dict[str, Any]:
@@ -126,18 +130,18 @@ def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> 
     if not isinstance(schema, dict | bool):
         raise invalid(f"`{field}` must be a JSON schema", field)
     grammar = Grammar("json", json.dumps(schema), field, whitespace or own)
-    compile_cached(grammar)
-    schema = as_compiled(checked_schema(grammar), closed=False)
-    return {**schema, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
+    compile_checked(grammar)
+    enforced = enforced_schema(parse_schema(grammar), closed=False)
+    return {**enforced, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
 
 
 def embedded_grammar(text: str, field: str) -> str:
     """A grammar in GBNF or Lark, as a part of another, in Lark. Raises ApiError."""
-    compile_cached(Grammar("grammar", text, field))
-    return lark_of(text)
+    compile_checked(Grammar("grammar", text, field))
+    return to_lark(text)
 
 
-def lark_of(text: str) -> str:
+def to_lark(text: str) -> str:
     """A grammar in Lark, given as Lark or as GBNF. xgrammar's GBNF may escape a dash. Raises ValueError."""
     try:
         return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
@@ -147,20 +151,20 @@ def lark_of(text: str) -> str:
         raise ValueError(str(error)) from error
 
 
-def checked_schema(grammar: Grammar) -> Any:
+def parse_schema(grammar: Grammar) -> Any:
     """The schema as an object. Raises ApiError."""
     try:
         schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
-        raise refusal(grammar, f"it is not JSON: {error}") from error
+        raise cannot_compile(grammar, f"it is not JSON: {error}") from error
     if schema is True:
         return {}
     if schema is False:
-        raise refusal(grammar, "no value satisfies the schema `false`")
+        raise cannot_compile(grammar, "no value satisfies the schema `false`")
     if not isinstance(schema, dict):
-        raise refusal(grammar, "a JSON schema is an object")
+        raise cannot_compile(grammar, "a JSON schema is an object")
     if (depth := depth_of(schema)) > MAX_SCHEMA_DEPTH:
-        raise refusal(grammar, f"its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}")
+        raise cannot_compile(grammar, f"its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}")
     return schema
 
 
@@ -173,23 +177,11 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-def as_compiled(schema: Any, closed: bool) -> Any:
-    """A schema as it is compiled: without what is not enforced, and with closed objects if `closed`."""
-    enforced = map_schemas(schema, without_annotations)
-    return map_schemas(close_objects(enforced) if closed else enforced, list_names)
+# --- errors -------------------------------------------------------------------------------------------------
 
 
-def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without a format that is not enforced, and without llguidance's own options."""
-    return {
-        name: value
-        for name, value in schema.items()
-        if name != "x-guidance" and not (name == "format" and value not in FORMATS)
-    }
-
-
-def refusal(grammar: Grammar, cause: str) -> ApiError:
-    """The error for a grammar that cannot be compiled."""
+def cannot_compile(grammar: Grammar, cause: str) -> ApiError:
+    """The error for a grammar that cannot be compiled; `cause` may be llguidance's."""
     if (found := UNIMPLEMENTED.match(cause)) is not None:
         keyword = found[1].split('", "')[0]
         place = place_of(keyword, json.loads(grammar.text))

@@ -1,6 +1,5 @@
-"""JSON schemas as trees: every schema in a schema, changed one by one; objects that are closed.
-
-`patternProperties` that match only names which the object lists.
+"""JSON schema: what is enforced of one. Objects are closed where that is safe, and patterns that match only
+listed names become a part of what those names satisfy.
 """
 
 import functools
@@ -13,9 +12,11 @@ import llguidance
 from api.grammar.check import can_begin
 
 WHITESPACE = r"(\x20|\n\x20{0,32})?"
-"""White space between the tokens of JSON: none, a space, or a line that is indented. More than that, a model
-could write for ever.
+"""White space between the tokens of JSON: none, a space, or a new line with its indent. A model could write
+more than that for ever.
 """
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats that are enforced; others are annotations, as in JSON Schema."""
 NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose keys are names, not keywords."""
 VALUES = ("const", "enum", "default", "examples")
@@ -24,12 +25,31 @@ COMBINING = frozenset(
     "allOf oneOf not if dependentSchemas dependentRequired unevaluatedProperties $dynamicRef".split()
 )
 """Keywords by which an object may have to satisfy several schemas, or exactly one of several."""
-OF_OBJECTS = frozenset("properties required minProperties maxProperties propertyNames".split()) | {
-    "patternProperties",
-    "additionalProperties",
-}
-ELSEWHERE = frozenset({"$ref", "anyOf"})
+REFERRING = frozenset({"$ref", "anyOf"})
 """Keywords by which a schema refers to others."""
+OF_OBJECTS = frozenset(
+    "properties required minProperties maxProperties propertyNames patternProperties".split()
+) | {"additionalProperties"}
+MAX_MATCHES = 1024
+"""Patterns of an object times its names; with more than this, no pattern is tried."""
+
+
+def enforced_schema(schema: Any, closed: bool) -> Any:
+    """What is enforced of a schema: annotations are left out; objects are closed if `closed`."""
+    enforced = map_schemas(schema, without_annotations)
+    return map_schemas(close_objects(enforced) if closed else enforced, list_names)
+
+
+def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without a format that is not enforced, and without llguidance's own options."""
+    return {
+        name: value
+        for name, value in schema.items()
+        if name != "x-guidance" and not (name == "format" and value not in FORMATS)
+    }
+
+
+# --- schemas in a schema ------------------------------------------------------------------------------------
 
 
 def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -60,19 +80,22 @@ def all_schemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, A
         for name, value in schema.items():
             if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
                 for key, item in value.items():
-                    yield from all_schemas(item, f"{path}/{name}/{escape(key)}")
+                    yield from all_schemas(item, f"{path}/{name}/{escape_pointer(key)}")
             elif name not in VALUES:
-                yield from all_schemas(value, f"{path}/{escape(name)}")
+                yield from all_schemas(value, f"{path}/{escape_pointer(name)}")
 
 
-def escape(name: str) -> str:
+def escape_pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
+
+
+# --- closed objects -----------------------------------------------------------------------------------------
 
 
 def close_objects(schema: Any) -> Any:
     """The schema with `additionalProperties: false` in each object that lists its properties and says nothing
-    of others: OpenAI's strict mode and TGI's grammars mean that. A small model takes the freedom that JSON
-    Schema leaves there for an invitation, and writes properties until `max_tokens`.
+    of others: OpenAI's strict mode and TGI's grammars mean that. Where other properties are allowed, a small
+    model writes them until `max_tokens`.
 
     What satisfies the closed schema satisfies the open one. A schema that combines its parts is left as it
     is: what one part closes, another may require.
@@ -82,11 +105,11 @@ def close_objects(schema: Any) -> Any:
 
 def combines(schema: dict[str, Any]) -> bool:
     """Whether an object may have to satisfy this schema and another one."""
-    elsewhere = ELSEWHERE & schema.keys()
+    referring = REFERRING & schema.keys()
     return (
         bool(COMBINING & schema.keys())
-        or len(elsewhere) > 1
-        or bool(elsewhere and OF_OBJECTS & schema.keys())
+        or len(referring) > 1
+        or bool(referring and OF_OBJECTS & schema.keys())
     )
 
 
@@ -99,8 +122,7 @@ def close(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | {"additionalProperties": False} if known else schema
 
 
-MAX_MATCHES = 1024
-"""Patterns of an object times its names; with more than this, no pattern is tried."""
+# --- patterns of listed names -------------------------------------------------------------------------------
 
 
 def list_names(schema: dict[str, Any]) -> dict[str, Any]:
@@ -119,15 +141,12 @@ def list_names(schema: dict[str, Any]) -> dict[str, Any]:
     for pattern in complete:
         for name in names:
             if matches(pattern, name):
-                properties = properties | {name: both(properties.get(name), patterns[pattern])}
+                own, other = properties.get(name), patterns[pattern]
+                properties = properties | {name: other if own is None else {"allOf": [own, other]}}
     if not complete:
         return schema
     others = {pattern: one for pattern, one in patterns.items() if pattern not in complete}
     return schema | {"properties": properties, "patternProperties": others}
-
-
-def both(one: Any, other: Any) -> Any:
-    return other if one is None else {"allOf": [one, other]}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Lark: a grammar in llguidance's dialect, built rule by rule."""
+"""Lark: a grammar in llguidance's dialect of it, built rule by rule."""
 
 import json
 import re
@@ -6,30 +6,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 TEXT = r"/(.|\n)*/"
+"""Any text."""
 
 
 class Lark:
     """The rules of one grammar.
 
     Attributes:
-        special_ids: the model's special tokens. A grammar names them by their ids.
-        nested: whole grammars, which rules refer to by name.
+        special_ids: the model's special tokens, id by text. A grammar names them by their ids.
+        nested: whole grammars, to which rules refer by name.
     """
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.special_ids = special_ids
         self.rules: list[str] = []
-        self.nested: list[dict[str, str]] = []
+        self.nested: list[dict[str, Any]] = []
 
     def source(self, start: str) -> str:
         """The grammar: Lark, or llguidance's list of grammars if others are nested in it."""
         lark = "\n".join([f"start: {start}", *self.rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.nested]}) if self.nested else lark
 
-    def grammar(self, lark: str) -> str:
-        """A nested grammar. The names of its rules do not collide with others."""
-        name = f"grammar_{len(self.nested)}"
-        self.nested.append({"name": name, "lark_grammar": lark})
+    def nest(self, source: str, name: str = "") -> str:
+        """A reference to a whole grammar, given as Lark or as a list of grammars. The names of its rules do
+        not collide with others.
+        """
+        is_list = source.lstrip().startswith('{"grammars"')
+        first, *others = json.loads(source)["grammars"] if is_list else [{"lark_grammar": source}]
+        name = name or f"grammar_{len(self.nested)}"
+        self.nested += [{**first, "name": name}, *others]
         return f"@{name}"
 
     def mark(self, text: str) -> str:
@@ -66,8 +71,8 @@ class Lark:
         return self.rule(f"%json {json.dumps(schema)}")
 
     def until(self, mark: str, pattern: str = TEXT) -> str:
-        """Any text, or one that matches a pattern, up to a mark, and the mark. A special token ends the text
-        before it, without a lazy rule.
+        """A text that matches the pattern, up to a mark, and the mark. A special token ends the text before
+        it, without a lazy rule.
         """
         head, *tail = self.pieces(mark)
         if head in self.special_ids:

@@ -1,4 +1,4 @@
-"""Structural tags in Lark: texts with structured parts between tags, as vLLM and xgrammar describe them."""
+"""Structural tag: text with structured parts between tags, as vLLM and xgrammar describe it, in Lark."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TagRules:
     """The rules of formats in one grammar. The rule of a format includes the mark that follows the format:
-    only by its mark is it seen where free text ends.
+    only the mark shows where free text ends.
 
     Attributes:
         schema: (JSON schema, its field, white space) → the schema as it is compiled. Raises ApiError.
@@ -138,7 +138,7 @@ class TagRules:
             case TagsWithSeparatorFormat() as tags:
                 source = self.separated(tags, field, following)
             case GrammarFormat(grammar=grammar):
-                source = self.lark.grammar(self.grammar(grammar, f"{field}.grammar"))
+                source = self.lark.nest(self.grammar(grammar, f"{field}.grammar"))
             case JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=most):
                 whitespace = "" if most is None else rf"[ \n\t]{{0,{most}}}"
                 source = self.lark.json(self.schema(schema, f"{field}.json_schema", whitespace))
@@ -154,8 +154,8 @@ class TagRules:
         return self.lark.lexeme(pattern)
 
     def choice(self, text: Part, choice: Part, following: Following) -> str:
-        """A text, and one of several formats after it. The text ends with the mark that comes, or before a
-        character with which a format without a mark may begin.
+        """A text, and one of several formats after it. The text ends before the next format's mark, or before
+        a character with which a format without a mark may begin.
         """
         assert isinstance(choice.form, OrFormat)
         options = parts_of(choice.form.elements, choice.field)
@@ -197,8 +197,8 @@ class TagRules:
         return f"{first if form.at_least_one else ''} ({any_tag})* {text}"
 
     def trigger_of(self, tag: TagFormat, triggers: Sequence[str], place: str) -> str:
-        """The shortest trigger that a tag begins with, since it comes first; or the whole special token of
-        which it is a part. Raises ApiError where there is none.
+        """The shortest trigger that a tag begins with, since it comes first; if it is a part of a special
+        token, the whole token. Raises ApiError where there is none.
         """
         trigger = min((one for one in triggers if tag.begin.startswith(one)), key=len, default=None)
         if trigger is None:

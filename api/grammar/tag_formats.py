@@ -52,7 +52,7 @@ class GrammarFormat(TagModel):
 
 
 class AnyTextFormat(TagModel):
-    """Any text in which none of `excludes` stands."""
+    """Any text that contains none of `excludes`."""
 
     type: Literal["any_text"]
     excludes: list[Text] = []
@@ -85,7 +85,7 @@ class OrFormat(TagModel):
 
 
 class TagFormat(TagModel):
-    """A format between two texts, of which the second is one of `end`."""
+    """A format between two texts; the second is one of `end`."""
 
     type: Literal["tag"] = "tag"
     begin: str
@@ -94,7 +94,7 @@ class TagFormat(TagModel):
 
 
 class TriggeredTagsFormat(TagModel):
-    """Any text, with tags in it. Where a trigger comes, one of the tags that begin with it follows."""
+    """Any text, with tags in it. A trigger begins one of the tags that begin with it."""
 
     type: Literal["triggered_tags"]
     triggers: OneOrMore[Text]
@@ -131,7 +131,7 @@ Format = Annotated[
 
 
 class StructuralTag(BaseModel):
-    """A structural tag: one format, which consists of others."""
+    """A structural tag: one format that consists of others."""
 
     format: Format
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from api.answers.call_formats import HARMONY
 from api.errors import invalid, quoted
 from api.event_loop import offload
-from api.grammar.grammar import Grammar, is_json
+from api.grammar.grammar import Grammar, describes_json
 from api.openai.request_schemas import ChatRequest, CompletionRequest, OpenAIRequest
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import Rendered
@@ -80,7 +80,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     if reading is not None:
         reading = await reading_beside(asked, tools, reading, pool.tokenizer)
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
-    rendering = replace(body.rendering, reading=reading, is_json=is_json(asked))
+    rendering = replace(body.rendering, reading=reading, is_json=describes_json(asked))
     return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
 
 

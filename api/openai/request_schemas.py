@@ -11,14 +11,7 @@ from pydantic import Field
 
 from api.errors import invalid, quoted
 from api.grammar.grammar import Grammar
-from api.grammar.response_format import (
-    GUIDED,
-    from_response_format,
-    from_structured_outputs,
-    guided,
-    only_one,
-    with_whitespace,
-)
+from api.grammar.response_format import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.requests.chat_prompt import EFFORTS, TOOL_PROMPT, ChatMessage
 from api.requests.fields import (
@@ -209,17 +202,8 @@ class OpenAIRequest(ServedFields):
 
     def grammar(self) -> Grammar | None:
         """What the text must look like. Raises ApiError."""
-        fields: dict[str, Grammar | None] = {
-            name: guided(kind, getattr(self, name), name)
-            for name, kind in GUIDED.items()
-            if getattr(self, name) is not None
-        }
-        if self.response_format is not None:
-            fields["response_format"] = from_response_format(self.response_format)
-        if self.structured_outputs is not None:
-            fields["structured_outputs"] = from_structured_outputs(self.structured_outputs)
-        pattern = self.guided_whitespace_pattern
-        return with_whitespace(only_one(fields), pattern, "guided_whitespace_pattern")
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return read_grammar(fields, self.guided_whitespace_pattern)
 
     @property
     def rendering(self) -> Rendering:

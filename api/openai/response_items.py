@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from api.answers.chat_answer import is_json
+from api.answers.chat_answer import is_json_text
 
 Event = dict[str, Any]
 """An event of a stream, without its sequence number."""
@@ -158,7 +158,7 @@ class CallItem(OutputItem):
         return [self.event("response.function_call_arguments.delta", delta=text)]
 
     def finish(self, status: str) -> list[Event]:
-        return super().finish(status if is_json(self.text) else "incomplete")
+        return super().finish(status if is_json_text(self.text) else "incomplete")
 
     def done_events(self) -> list[Event]:
         """The arguments of an incomplete call are never done: clients would run the call."""

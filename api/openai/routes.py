@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from api.errors import asking_broker, invalid
 from api.event_loop import Pace
-from api.grammar.grammar import is_json
+from api.grammar.grammar import describes_json
 from api.http.openapi import OPENAI
 from api.openai.params import from_completion, read_chat, read_prompts
 from api.openai.render import echoed_prompt
@@ -28,10 +28,10 @@ from api.openai.response_schemas import (
     ModelList,
     response_or_chunks,
 )
-from api.requests.params import Limits, with_truncate
+from api.requests.params import Limits
 from api.requests.pool_registry import pool_and_body, pools_of
 from api.requests.service_terms import generation_body
-from api.requests.validate import validate
+from api.requests.validate import validate, with_truncate
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 models_router = APIRouter(tags=[OPENAI])
@@ -82,7 +82,7 @@ async def completions(request: Request) -> Response:
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
         await pace.step()
     num_chars = sum(len(params.text or "") for params in all_params)
-    rendering = replace(completion.rendering, is_json=is_json(completion.grammar()))
+    rendering = replace(completion.rendering, is_json=describes_json(completion.grammar()))
     return await respond(request, pool, completion, requests, num_chars, prefixes, rendering)
 
 

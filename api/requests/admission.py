@@ -1,6 +1,5 @@
-"""Admission: puts requests on the pool's queue, or refuses them; releases what they held when they end.
-
-Admit: the error of a request that the script `admit` refuses.
+"""Admission: puts requests on the pool's queue, or refuses them; cancels and deletes them when nobody reads
+their streams any more.
 """
 
 import asyncio
@@ -29,20 +28,6 @@ from common.messages.codec import encode
 from common.messages.request import Generate
 from common.settings.settings import Settings
 
-MAX_WAIT_S = 60
-
-
-def refusal(reply: AdmitReply, tenant: str) -> ApiError:
-    """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
-    there may be room.
-    """
-    if reply.outcome == "conflict":
-        return conflict("request")
-    wait_s = min(MAX_WAIT_S, max(1, math.ceil(reply.wait_ms / 1000)))
-    why = f": tenant {tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
-    return overloaded(why, wait_s)
-
-
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -50,6 +35,8 @@ Result = TypeVar("Result")
 NOT_EXECUTED = (ResponseError, BusyLoadingError, AuthenticationError)
 """Errors of a broker that did not execute the command."""
 MAX_COMMANDS = 16
+"""How many admissions, and how many other commands, wait for the broker at once."""
+MAX_RETRY_AFTER_S = 60
 CLEANUP_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
 
@@ -58,9 +45,9 @@ class Admission:
     """Admits the requests of one gateway to one pool.
 
     Attributes:
-        admissions: limit those that are with the broker at once: clients wait for them.
-        num_answered: how many of them the broker has answered.
-        permits: limit the other commands, of which jobs and cleanups may have hundreds.
+        admissions: limits the admissions that are with the broker at once: clients wait for them.
+        num_answered: number of admissions that the broker has answered.
+        permits: limits the other commands: jobs and cleanups may have hundreds of them.
         cleanups: tasks that cancel and delete requests whose streams were released.
         waits: tasks that hold streams whose clients have left and may come back.
     """
@@ -104,7 +91,7 @@ class Admission:
         await self.batcher.check_grace()
 
     async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
-        """Submit the requests of all choices or none, as `submit`; the answer is kept with the first one."""
+        """As `submit`, for the requests of all choices or none; the answer is kept with the first one."""
         kept = encode(answer)
         streams: list[Stream] = []
         try:
@@ -144,14 +131,9 @@ class Admission:
         return outcome == "attached"
 
     async def admit_once(self, request: Generate, answer: bytes) -> str:
-        """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if it is full."""
-        reply = await self.send_admit(request, answer)
-        if reply.outcome not in ("admitted", "attached"):
-            raise refusal(reply, request.tenant)
-        return reply.outcome
-
-    async def send_admit(self, request: Generate, answer: bytes) -> AdmitReply:
-        """The reply of the script `admit`, which is sent again if that was lost, then `attached`."""
+        """`admitted`; `attached` for a request that is there already, as it is where a reply was lost. Raises
+        ApiError: 409 if another request has the id, 429 if the queue is full.
+        """
         call = request_scripts.admit(
             self.client.keys,
             request,
@@ -162,20 +144,23 @@ class Admission:
             max_tokens=self.settings.max_queued_tokens,
             max_bytes=self.settings.max_queued_bytes,
         )
-        async with self.turn(), asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with self.admission_permit(), asyncio.timeout(CONNECT_TIMEOUT_S):
             try:
-                return await self.client.run(call)
+                reply = await self.client.run(call)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 await self.client.redis.connection_pool.disconnect(inuse_connections=False)
-                return await self.client.run(call)
+                reply = await self.client.run(call)
+        if reply.outcome not in ("admitted", "attached"):
+            raise not_admitted(reply, request.tenant)
+        return reply.outcome
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for one of `admissions`, no longer than for an answer. When that is too short, too many wait
-        at this gateway, ApiError (429), unless the broker has answered none of them: TimeoutError.
+    async def admission_permit(self) -> AsyncIterator[None]:
+        """Hold one of `admissions`, after CONNECT_TIMEOUT_S at the latest. Raises ApiError (429) if too many
+        wait at this gateway; TimeoutError if the broker has answered none meanwhile.
         """
         num_answered = self.num_answered
         try:
@@ -194,8 +179,8 @@ class Admission:
     # --- release --------------------------------------------------------------------------------------------
 
     def release(self, stream: Stream, reader: int = 0, keep_s: float = 0.0) -> None:
-        """Release a stream that its reader, by number, does not read any more. In the background, and unless
-        it has another reader, its request is cancelled and deleted; with `keep_s` after so many seconds.
+        """Release a stream that this reader, a number, does not read any more. In the background its request
+        is cancelled and deleted, after `keep_s` seconds, unless it has another reader by then.
         """
         if stream.terminal or not keep_s:
             metrics.count_stream(stream, self.workers.limits)
@@ -207,7 +192,7 @@ class Admission:
         task.add_done_callback(tasks.discard)
 
     async def wait_for_client(self, stream: Stream, reader: int, keep_s: float) -> None:
-        """Hold a stream until it ends, and with that offer it to a broker that has lost it. Cancel its
+        """Hold a stream until it ends: a held stream is offered to a broker that has lost it. Cancel its
         request when nobody has come back in time. Its keys expire.
         """
         stream.left = True
@@ -240,8 +225,8 @@ class Admission:
             self.relay.release(stream)
 
     async def cancel(self, request_id: str, reader: int | None = None) -> bool:
-        """Cancel a request, if given only for this reader, however long the broker is away. Returns False if
-        the request has ended, is not known or has another reader.
+        """Cancel a request, however long the broker is away. Returns False if the request has ended, is not
+        known, or has another reader than the one that is given.
         """
         return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader))
 
@@ -263,3 +248,14 @@ class Admission:
             _, unfinished = await asyncio.wait(self.cleanups, timeout=CLOSE_TIMEOUT_S)
             for task in unfinished:
                 task.cancel()
+
+
+def not_admitted(reply: AdmitReply, tenant: str) -> ApiError:
+    """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
+    there may be room.
+    """
+    if reply.outcome == "conflict":
+        return conflict("request")
+    wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(reply.wait_ms / 1000)))
+    why = f": tenant {tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
+    return overloaded(why, wait_s)

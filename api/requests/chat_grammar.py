@@ -7,7 +7,7 @@ from dataclasses import replace
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.event_loop import LONG_SIZE, offload
 from api.grammar.check import can_begin
-from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar, named
+from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar, either
 from api.grammar.grammar import CompiledGrammar, Grammar, compile_grammar
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.tools import ToolChoice
@@ -19,9 +19,9 @@ ANY_NAME = '{"any name'
 async def reading_beside(
     grammar: Grammar | None, tools: ToolChoice | None, reading: Reading, tokenizer: ModelTokenizer
 ) -> Reading:
-    """How an answer is read for which the client gives a grammar: it is what the grammar describes, or calls.
-    If a JSON schema describes the very object that a call without a mark is, the answer is never a call.
-    Raises ApiError.
+    """How an answer is read when the client gives a grammar beside tools: it is calls, or what the grammar
+    describes. If the grammar describes the very object that a call without a mark is, the answer is never a
+    call. Raises ApiError.
     """
     if grammar is None or tools is None or tools.is_forced or reading.calls == HARMONY:
         return reading
@@ -60,9 +60,3 @@ async def answer_grammar(
     source = await compile_grammar(grammar, tokenizer)
     text = after_thinking(source, reasoning, prompt, tokenizer.special_tokens, form)
     return CompiledGrammar(either(calls, text) if calls else text, grammar.field)
-
-
-def either(calls: str, text: str) -> str:
-    """The grammar of answers that match one of two."""
-    start = {"lark_grammar": "start: @calls | @text"}
-    return json.dumps({"grammars": [start, *named(calls, "calls"), *named(text, "text")]})

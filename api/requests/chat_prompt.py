@@ -1,9 +1,7 @@
-"""Messages of a chat: as clients send them, and as chat templates expect them.
+"""Chat prompt: a chat's messages as clients send them, as chat templates expect them, and rendered with the
+tools by the model's template.
 
-Prompt: a chat's messages and tools, rendered by the model's chat template.
-
-A model whose template has no tools gets them as text-generation-inference puts them: as text at the end of
-the last message.
+A model whose template has no tools gets them as TGI puts them: as text at the end of the last message.
 """
 
 import functools
@@ -21,6 +19,19 @@ from api.prompts.chat_template import OWN_VARIABLES, ChatTemplate, template_erro
 from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
 from api.requests.fields import Listed, Strict, with_one_error
 from api.requests.tools import ToolChoice
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+TOOL_PROMPT = (
+    "Given the functions available, please respond with a JSON for a function call with its proper arguments "
+    "that best answers the given prompt. Respond in the format {name: function name, parameters: dictionary "
+    "of argument name and its value}.Do not use variables."
+)
+"""TGI's own, to the letter."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn reasoning on and off."""
 
 
 class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
@@ -126,7 +137,7 @@ def template_call(function: EarlierFunction, call_id: str) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
-    """Arguments as an object; a text that is no JSON (a model wrote it) stays as it is."""
+    """Arguments as an object; a model's text that is no JSON stays as it is."""
     if not arguments:
         return {}
     if isinstance(arguments, dict):
@@ -147,7 +158,7 @@ def join_parts(content: str | list[ContentPart] | None, name: str, may_refuse: b
 
 
 def part_text(part: ContentPart, name: str, may_refuse: bool, field: str) -> str:
-    """The text of a part. Raises ApiError, which has the name of the whole `field`."""
+    """The text of a part. Raises ApiError with the name of the whole `field`."""
     is_refusal = may_refuse and part.type == "refusal"
     if part.type != "text" and not is_refusal:
         raise invalid(f"`{name}` is of type {quoted(part.type)}: this model takes text only", field)
@@ -157,18 +168,7 @@ def part_text(part: ContentPart, name: str, may_refuse: bool, field: str) -> str
     return text
 
 
-log = logging.getLogger(__name__)
-
-Message = Mapping[str, Any]
-TOOL_PROMPT = (
-    "Given the functions available, please respond with a JSON for a function call with its proper arguments "
-    "that best answers the given prompt. Respond in the format {name: function name, parameters: dictionary "
-    "of argument name and its value}.Do not use variables."
-)
-"""TGI's own, to the letter."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates turn reasoning on and off."""
+# --- prompt -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class Chat:
     Attributes:
         messages: as `template_messages` makes them.
         tools: None where none may be called.
-        tool_prompt: text behind the tools; TGI's field.
+        tool_prompt: text after the tools; TGI's field.
         variables: a client's own ones, for the template.
         add_generation_prompt: whether the prompt ends with the beginning of the next message.
         continues_final_message: the last message is continued.
@@ -236,11 +236,11 @@ def tool_text(choice: ToolChoice, tool_prompt: str | None, template_has_tools: b
 
 @functools.cache
 def note_missing_tools() -> None:
-    log.warning("the chat template has no tools: the prompt has them as text, behind the last message")
+    log.warning("the chat template has no tools: the prompt has them as text, after the last message")
 
 
 def last_place(messages: Sequence[Message]) -> int:
-    """The last message that is not the assistant's; the last one, if all are."""
+    """The place of the last message that is not the assistant's; of the last one, if all are."""
     places = [i for i, one in enumerate(messages) if one["role"] != "assistant"]
     return places[-1] if places else len(messages) - 1
 
@@ -310,5 +310,5 @@ def reasoning_variables(
             f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {quoted(effort)}",
             "reasoning_effort",
         )
-    values = {"reasoning_effort": effort} | dict.fromkeys(SWITCHES, effort != "none")
+    values = {"reasoning_effort": effort} | dict.fromkeys(REASONING_SWITCHES, effort != "none")
     return {name: value for name, value in values.items() if name in known} | dict(variables)

@@ -1,7 +1,6 @@
 """Fields of request bodies: kinds of fields, and the parameters that TGI's and OpenAI's routes share.
 
-The ranges of numbers are only described here, for /docs; `api/requests/validate.py` checks them together
-with the limits of the fleet.
+The ranges of numbers are only described here, for /docs; `validate.py` checks them with the fleet's limits.
 """
 
 import inspect
@@ -103,7 +102,7 @@ def token_ids(description: str) -> Any:
 
 RESUME_S: Any = Field(
     default=None,
-    description="With a stream: after its connection is lost, the request goes on for so many seconds, and "
+    description="With a stream: after its connection is lost, the request goes on for this many seconds, and "
     "`GET /requests/{id}/stream` continues it. Default: 0, and GATEWAY_GRACE_S if its gateway has died. The "
     "header `x-resume-seconds` means the same.",
     json_schema_extra={"minimum": 0, "maximum": 3600},
@@ -121,7 +120,9 @@ class SamplingFields(Strict, extra="allow"):
     temperature: float | None = ranged(
         "temperature", "Default: 1. With 0, the most likely token is taken (greedy decoding)."
     )
-    top_k: Whole | None = ranged("top_k", "Sample from so many most likely tokens. 0 and -1 mean all tokens.")
+    top_k: Whole | None = ranged(
+        "top_k", "Sample from this many of the most likely tokens. 0 and -1 mean all."
+    )
     top_p: float | None = ranged(
         "top_p", "Sample from the most likely tokens whose probabilities add up to this."
     )
@@ -174,8 +175,8 @@ class SamplingFields(Strict, extra="allow"):
         return self.cache_salt or ""
 
     def sampling_params(self, **others: Any) -> SamplingParams:
-        """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation. Raises
-        ApiError.
+        """The fields that are given, and `others`, without `seed` and `bad_words`: validation completes them.
+        Raises ApiError.
         """
         if self.allowed_token_ids == []:
             raise invalid("`allowed_token_ids` cannot be empty", "allowed_token_ids")
@@ -185,7 +186,7 @@ class SamplingFields(Strict, extra="allow"):
         return SamplingParams(**{"temperature": 1.0} | present | others)
 
     def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
-        """The stopping parameters without `max_new_tokens`, which validation completes."""
+        """The stopping parameters without `max_new_tokens`: validation completes it."""
         return StoppingParams(
             min_new_tokens=min_new_tokens or 0,
             stop=stop or [],

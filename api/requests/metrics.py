@@ -1,6 +1,4 @@
-"""Metrics of requests: counts and durations from their arrival to their end, and the log line of their
-end.
-"""
+"""Metrics of requests: counts, durations from arrival to end, and the log line at the end."""
 
 import logging
 import time
@@ -61,7 +59,10 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     )
     catalogue.REQUESTS.add(1, stream.request.service_class, reason)
     if stream.finished:
-        observe_durations(stream)
+        catalogue.REQUEST_SUCCESS.add()
+        for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
+            HISTOGRAMS[name].observe(seconds)
+        catalogue.GENERATED_TOKENS.observe(stream.num_tokens)
     else:
         catalogue.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
 
@@ -71,13 +72,6 @@ def fit_buckets(limits: Limits) -> None:
     catalogue.INPUT_LENGTH.fit(limits.max_input_tokens)
     catalogue.MAX_NEW_TOKENS.fit(limits.max_total_tokens)
     catalogue.GENERATED_TOKENS.fit(limits.max_total_tokens)
-
-
-def observe_durations(stream: Stream) -> None:
-    catalogue.REQUEST_SUCCESS.add()
-    for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
-        HISTOGRAMS[name].observe(seconds)
-    catalogue.GENERATED_TOKENS.observe(stream.num_tokens)
 
 
 def durations(stream: Stream, arrived_s: float) -> dict[str, float]:

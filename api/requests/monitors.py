@@ -1,8 +1,4 @@
-"""Worker monitor: what a gateway knows of a pool's workers; sends the gateway's own heartbeat with every
-look.
-
-Batcher monitor: what a gateway knows of its pool's active batcher, and whether that one works.
-"""
+"""Monitors: what a gateway knows of a pool's workers and of its active batcher, as it last read it."""
 
 import asyncio
 import contextlib
@@ -24,19 +20,41 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 FRESH_S = 0.05
 TTL_SHARE = 0.8
-"""Share of WORKER_TTL_S after which a gateway's heartbeat expires: in the rest of it others claim its
-jobs.
+"""Share of WORKER_TTL_S after which a gateway's heartbeat expires; in the rest of it others claim its jobs.
 """
+SILENT_S = 2 * LEASE_S
+"""A batcher whose last heartbeat is older does not work. A successor takes over within this time."""
 
 
-class WorkerMonitor:
-    """Reads the state of the workers at every heartbeat interval. The limits of workers that died are kept.
+class Monitor:
+    """What a gateway reads again and again.
+
+    Attributes:
+        checked_s: monotonic time of the last read.
+    """
+
+    def __init__(self) -> None:
+        self.checked_s = 0.0
+        self.refresh_lock = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        raise NotImplementedError
+
+    async def refresh_unless_fresh(self) -> None:
+        """Refresh, unless that was done within FRESH_S."""
+        async with self.refresh_lock:
+            if time.monotonic() - self.checked_s > FRESH_S:
+                await self.refresh()
+
+
+class WorkerMonitor(Monitor):
+    """Reads the state of the workers at every heartbeat interval, and sends the gateway's own heartbeat. The
+    limits of workers that died are kept.
 
     Attributes:
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker.
         last_error: why the last read failed; empty if it succeeded.
-        checked_s: monotonic time of the last read.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
     """
@@ -44,6 +62,7 @@ class WorkerMonitor:
     def __init__(
         self, client: PoolClient, gateway: str, settings: Settings, num_streams: Callable[[], int]
     ) -> None:
+        super().__init__()
         self.client = client
         self.settings = settings
         self.heartbeat = Heartbeat(client, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
@@ -51,8 +70,6 @@ class WorkerMonitor:
         self.ready_s: float | None = None
         self.max_total_tokens = 0
         self.last_error = "not connected to the broker yet"
-        self.checked_s = 0.0
-        self.refresh_lock = asyncio.Lock()
         self.state = "ready"
         self.names: list[str] = []
 
@@ -74,12 +91,6 @@ class WorkerMonitor:
                 log.warning("cannot read the workers: %s", self.last_error)
         self.checked_s = time.monotonic()
 
-    async def refresh_unless_fresh(self) -> None:
-        """Refresh, unless that was done within FRESH_S."""
-        async with self.refresh_lock:
-            if time.monotonic() - self.checked_s > FRESH_S:
-                await self.refresh()
-
     async def send_heartbeat(self) -> None:
         """Send the gateway's heartbeat, with the number of its streams and tasks."""
         await self.heartbeat.send(
@@ -87,9 +98,7 @@ class WorkerMonitor:
         )
 
     async def read_workers(self) -> None:
-        """Read the workers, in one round trip unless others have joined, and note what those say that are
-        ready.
-        """
+        """Read the workers, in one round trip unless others have joined, and note what the ready ones say."""
         found, seen, now_ms = await self.client.look_at_workers(self.names, ["state", "capacity"])
         self.names = [*seen]
         ages_s, max_tokens = [], []
@@ -124,11 +133,7 @@ class WorkerMonitor:
         return Limits(max_input_tokens, max_total_tokens, self.settings)
 
 
-SILENT_S = 2 * LEASE_S
-"""A batcher without a heartbeat for so long does not work. A successor takes over within this time."""
-
-
-class BatcherMonitor:
+class BatcherMonitor(Monitor):
     """Reads the lease, and the heartbeat of its holder, at an interval.
 
     The holder works as long as its heartbeats go on: its loop sends them, between one turn and the next. What
@@ -140,18 +145,16 @@ class BatcherMonitor:
         heartbeat: the holder, and the time of its last heartbeat by the broker's clock.
         worked_s: monotonic time of the last heartbeat of any holder; None before there was one.
         opened_s: monotonic time at which this gateway began to look.
-        checked_s: monotonic time of the last read.
     """
 
     def __init__(self, client: PoolClient, settings: Settings) -> None:
+        super().__init__()
         self.client = client
         self.settings = settings
         self.holder = ""
         self.heartbeat: tuple[str, float] | None = None
         self.worked_s: float | None = None
         self.opened_s = time.monotonic()
-        self.checked_s = 0.0
-        self.refresh_lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Never returns."""
@@ -221,9 +224,3 @@ class BatcherMonitor:
             return "no batcher is active yet"
         what = f"the active batcher {self.holder} hangs" if self.holder else "no batcher is active"
         return f"{what}: none has worked for {self.gone_s:.0f} s"
-
-    async def refresh_unless_fresh(self) -> None:
-        """Refresh, unless that was done within FRESH_S."""
-        async with self.refresh_lock:
-            if time.monotonic() - self.checked_s > FRESH_S:
-                await self.refresh()

@@ -1,4 +1,4 @@
-"""Pool: everything through which a gateway reaches the workers of one pool."""
+"""Pool: all that a gateway needs to reach the workers of one pool."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,14 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
-from api.answers import call_formats
-from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat, ReasoningFormat
+from api.answers.call_formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    CallFormat,
+    ReasoningFormat,
+    find_call_format,
+    find_reasoning_format,
+)
 from api.event_loop import background_task
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
 from api.requests.admission import Admission
@@ -22,7 +28,7 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 PLAIN_FORMAT = "llama3_json"
-"""What a model is asked to write whose template has no tools: `{"name": …, "parameters": …}`."""
+"""The format that a model is asked for if its template has none: `{"name": …, "parameters": …}`."""
 NO_REASONING = "none"
 
 
@@ -45,8 +51,8 @@ class Pool:
         self.settings = settings
         self.gateway = gateway
         self.tokenizer = tokenizer
-        self.call_format = find_call_format(settings, tokenizer)
-        self.reasoning_format = find_reasoning_format(settings, tokenizer)
+        self.call_format = call_format_of(settings, tokenizer)
+        self.reasoning_format = reasoning_format_of(settings, tokenizer)
         self.client = PoolClient.connect(settings)
         self.relay = Relay(self.client, gateway, lose)
         self.workers = WorkerMonitor(
@@ -96,25 +102,20 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
 # --- formats of answers -------------------------------------------------------------------------------------
 
 
-def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
+def call_format_of(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
     """The call format that TOOL_CALL_PARSER names; by default, the one that the model's template shows."""
-    name = settings.tool_call_parser
-    template = tokenizer.chat_template
-    if name is None:
-        source = template.for_tools.source if template else ""
-        found = (
-            call_formats.find_call_format(source, tokenizer.backend.token_to_id) or CALL_FORMATS[PLAIN_FORMAT]
-        )
-    else:
-        found = CALL_FORMATS[name]
+    template, name = tokenizer.chat_template, settings.tool_call_parser
+    source = template.for_tools.source if template else ""
+    shown = find_call_format(source, tokenizer.backend.token_to_id) if name is None else None
+    found = shown or CALL_FORMATS[name or PLAIN_FORMAT]
     log.info("call format of the model: %s", found.name)
     return found
 
 
-def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
+def reasoning_format_of(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
     """The reasoning format that REASONING_PARSER names; by default, the one of the model's template."""
     name = settings.reasoning_parser
     if name is None:
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        return call_formats.find_reasoning_format(source)
+        return find_reasoning_format(source)
     return None if name == NO_REASONING else REASONING_FORMATS[name]

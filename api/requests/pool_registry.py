@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from starlette.requests import Request
@@ -26,22 +27,22 @@ PLACEHOLDERS = ("tgi", "dummy")
 """Model names of clients that do not care which model answers."""
 URL_SCHEMES = ("http://", "https://")
 IDLE_S = 300.0
-"""A foreign pool without live streams is closed when nobody has named it for so long."""
+"""A foreign pool without live streams is closed after this time without a client that names it."""
 CHECK_S = 10.0
 
 
+@dataclass(slots=True)
 class OpenPool:
     """A foreign pool that is open.
 
     Attributes:
-        used_s: time at which a client named it last.
         stack: closes the pool.
+        used_s: time at which a client named it last.
     """
 
-    def __init__(self, pool: Pool, stack: contextlib.AsyncExitStack, used_s: float) -> None:
-        self.pool = pool
-        self.stack = stack
-        self.used_s = used_s
+    pool: Pool
+    stack: contextlib.AsyncExitStack
+    used_s: float
 
 
 class PoolRegistry:
@@ -72,8 +73,8 @@ class PoolRegistry:
         return pool
 
     async def named(self, name: str) -> Pool:
-        """The pool `name`, which has admitted a request. Raises ApiError (503), also while no worker of it
-        lives.
+        """The pool `name`, where a request was admitted. Raises ApiError (503), also if it has no live
+        worker.
         """
         pool = self.own if name == self.own.settings.pool else await self.find_foreign(name)
         if pool is None:

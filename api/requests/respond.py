@@ -1,8 +1,5 @@
-"""Respond: describes an answer, submits its requests, and responds with a stream or with the whole.
-
-Resume terms: how long an answer waits for a client that comes back, and to whom it belongs.
-
-Headers of a response: TGI's counts and times, which accounting proxies read.
+"""Respond: describes an answer, submits its requests, and responds with a stream or with the whole. Its
+headers are TGI's counts and times: accounting proxies read them.
 """
 
 import hashlib
@@ -26,22 +23,22 @@ from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 from common.settings.settings import Settings
 
-HEADER = "x-resume-seconds"
+RESUME_HEADER = "x-resume-seconds"
 MAX_RESUME_S = 3600
 
 
 def read_terms(
     request: Request, request_id: str, streamed: bool, resume_s: float | None, detached: bool | None
 ) -> ResumeTerms:
-    """The terms that a client asks for. Raises ApiError (422).
+    """How long the answer waits for a client that comes back, and to whom it belongs. Raises ApiError (422).
 
     Args:
         resume_s, detached: the fields of the body.
     """
-    given = request.headers.get(HEADER)
+    given = request.headers.get(RESUME_HEADER)
     if given is not None and resume_s is not None:
-        raise invalid(f"give the header `{HEADER}` or the field `resume_s`, not both", "resume_s")
-    name, seconds = ("resume_s", resume_s) if given is None else (HEADER, read_seconds(given))
+        raise invalid(f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both", "resume_s")
+    name, seconds = ("resume_s", resume_s) if given is None else (RESUME_HEADER, read_seconds(given))
     if seconds is not None and not 0 <= seconds <= MAX_RESUME_S:
         raise invalid(f"`{name}` must be at least 0 and at most {MAX_RESUME_S} seconds", name)
     if detached and seconds is not None:
@@ -99,8 +96,8 @@ class AnswerRenderer(NamedTuple):
     """How the answers of an API are rendered.
 
     Attributes:
-        frames: all frames of a stream, from the first one on; it is the only reader of the streams, which are
-            those of all choices, in order.
+        frames: all frames of a stream, from the first one on. It is the only reader of the streams: those of
+            all choices, in order.
         whole: the body of a whole answer.
     """
 
@@ -127,19 +124,16 @@ def new_answer(
         prefixes: for each prompt, the text with which its choices begin.
         resume_s, detached, priority, service_tier: the fields of the body.
     """
-    on_own_terms = on_terms(request, requests, pool.settings, priority, service_tier)
-    own_id, model = request_id(request), pool.settings.model_name
-    terms = read_terms(request, own_id, streamed, resume_s, detached)
-    route = request.url.path
+    own_id = request_id(request)
     return describe_answer(
         request_id=own_id,
-        route=route,
+        route=request.url.path,
         streamed=streamed,
-        model=model,
-        requests=on_own_terms,
+        model=pool.settings.model_name,
+        requests=on_terms(request, requests, pool.settings, priority, service_tier),
         prefixes=prefixes,
         rendering=rendering,
-        terms=terms,
+        terms=read_terms(request, own_id, streamed, resume_s, detached),
     )
 
 

@@ -1,7 +1,5 @@
-"""Service terms: before which others, for which tenant and until when a request is served.
-
-Service terms over HTTP: headers, and fields of OpenAI's and vLLM's bodies. A header comes before a field:
-it is what a proxy in front sets.
+"""Service terms: before which others, for which tenant and until when a request is served. Headers give them,
+and fields of OpenAI's and vLLM's bodies. A header comes before a field: a proxy in front sets it.
 """
 
 import hashlib
@@ -21,6 +19,8 @@ from common.settings.settings import Settings
 TENANT = r"[A-Za-z0-9._:@/+~-]{1,64}"
 """Pattern of a tenant's name; `=` and `,` divide TENANT_WEIGHTS."""
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
+NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
+PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
 MAX_DEADLINE_MS = 7 * 86_400_000
 TIERS = {
     "auto": "standard",
@@ -31,6 +31,29 @@ TIERS = {
 }
 """OpenAI's service tiers → classes."""
 
+SERVICE_HEADERS: list[dict[str, Any]] = [
+    {
+        "name": PRIORITY,
+        "in": "header",
+        "description": "The class of the request: `interactive` before `standard` (the default) before "
+        "`batch`. Or vLLM's number: below 0, 0, above 0.",
+        "schema": {"anyOf": [{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}]},
+    },
+    {
+        "name": TENANT_NAME,
+        "in": "header",
+        "description": "Whose request it is: tenants have fair shares. Default: a digest of the API key.",
+        "schema": {"type": "string", "pattern": f"^{TENANT}$"},
+    },
+    {
+        "name": DEADLINE,
+        "in": "header",
+        "description": "The request ends with an error if it is not finished after this many milliseconds. "
+        "Default, and the most: REQUEST_TIMEOUT_S.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS},
+    },
+]
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceTerms:
@@ -39,7 +62,7 @@ class ServiceTerms:
     Attributes:
         service_class: one of SERVICE_CLASSES.
         tenant: who shares the fleet with others; empty for all who do not say.
-        deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, which is the most.
+        deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, the longest.
     """
 
     service_class: str = DEFAULT_CLASS
@@ -98,30 +121,7 @@ def chosen_class(priority: str | int | None, tier: str | None, default: str = DE
     return tier_class if priority is None else read_class(priority, "priority")
 
 
-PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
-NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
-SERVICE_HEADERS: list[dict[str, Any]] = [
-    {
-        "name": PRIORITY,
-        "in": "header",
-        "description": "The class of the request: `interactive` before `standard` (the default) before "
-        "`batch`. Or vLLM's number: below 0, 0, above 0.",
-        "schema": {"anyOf": [{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}]},
-    },
-    {
-        "name": TENANT_NAME,
-        "in": "header",
-        "description": "Whose request it is: tenants have fair shares. Default: a digest of the API key.",
-        "schema": {"type": "string", "pattern": f"^{TENANT}$"},
-    },
-    {
-        "name": DEADLINE,
-        "in": "header",
-        "description": "The request ends with an error if it is not finished after so many milliseconds. "
-        "Default, and the most: REQUEST_TIMEOUT_S.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS},
-    },
-]
+# --- over HTTP ----------------------------------------------------------------------------------------------
 
 
 def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
@@ -142,17 +142,14 @@ def on_terms(
         priority, service_tier: the fields of the body.
     """
     given = request.headers
+    own = given.get(PRIORITY)
     chosen = chosen_class(priority, service_tier)
     terms = ServiceTerms(
-        read_class(number_or_name(given[PRIORITY]), PRIORITY) if PRIORITY in given else chosen,
+        read_class(int(own) if NUMBER.fullmatch(own) else own, PRIORITY) if own is not None else chosen,
         read_tenant(given[TENANT_NAME], TENANT_NAME) if TENANT_NAME in given else key_digest(request),
         read_deadline(given[DEADLINE], DEADLINE) if DEADLINE in given else None,
     )
     return terms.apply(requests, settings)
-
-
-def number_or_name(text: str) -> int | str:
-    return int(text) if NUMBER.fullmatch(text) else text
 
 
 def key_digest(request: Request) -> str:

@@ -12,13 +12,13 @@ from api.errors import cut, invalid, quoted
 from api.requests.fields import Strict
 
 MAX_TOOLS = 128
-NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-MODES = ("none", "auto", "required")
+CHOICES = ("none", "auto", "required")
 
 
 class FunctionSchema(Strict, extra="allow"):
-    name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
+    name: str = Field(json_schema_extra={"pattern": f"^{FUNCTION_NAME.pattern}$"})
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
         default=None, description="JSON schema of the arguments, an object's. Default: it has none."
@@ -128,14 +128,14 @@ def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, fiel
 
 
 def name_of(choice: Any, field: str) -> str:
-    """The name in `{"type": "function", "function": {"name": …}}`; the Responses API has it beside `type`.
+    """The name in `{"type": "function", "function": {"name": …}}`. The Responses API has it beside `type`.
     Raises ApiError.
     """
     if isinstance(choice, Mapping) and choice.get("type", "function") == "function":
         function = choice.get("function", choice)
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             return str(function["name"])
-    words = f'must be one of {", ".join(MODES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
+    words = f'must be one of {", ".join(CHOICES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
     raise invalid(f"`{field}` {words}", field)
 
 
@@ -151,7 +151,7 @@ def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Too
         raise invalid(f"`{field}` supports up to {MAX_TOOLS} functions. Given: {len(functions)}", field)
     names: set[str] = set()
     for one in functions:
-        if not NAME.fullmatch(one.name):
+        if not FUNCTION_NAME.fullmatch(one.name):
             words = "must have names of 1 to 128 letters, digits and _ . : / -"
             raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}", field)
         if one.name in names:

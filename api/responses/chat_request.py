@@ -13,7 +13,7 @@ from starlette.requests import Request
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
 from api.grammar.grammar import Grammar
-from api.grammar.response_format import ANY_OBJECT, named_schema
+from api.grammar.response_format import ANY_OBJECT, read_named_schema
 from api.http.body import schema_error
 from api.openai.params import CHARS_OF_MESSAGE, CHAT_NAMES, ChatParams, read_chat
 from api.openai.request_schemas import ChatRequest
@@ -190,7 +190,7 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
         case "json_object":
             return Grammar("json", ANY_OBJECT, "text.format")
         case "json_schema":
-            return named_schema(form, "text.format")
+            return read_named_schema(form, "text.format")
         case kind:
             name = "text.format.type"
             allowed = "text, json_object, json_schema"

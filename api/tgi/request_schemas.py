@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from api.errors import invalid
-from api.grammar.response_format import GRAMMAR_SCHEMA, from_tgi
+from api.grammar.response_format import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.openai.request_schemas import OPENAI_FIELDS
 from api.requests.fields import (
@@ -139,7 +139,7 @@ class GenerateRequest(Strict):
             ),
             seed=parameters.seed,
             bad_words=parameters.bad_words or [],
-            grammar=from_tgi(parameters.grammar) if parameters.grammar else None,
+            grammar=read_tgi_grammar(parameters.grammar) if parameters.grammar else None,
             n=parameters.best_of or 1,
             top_n_tokens=parameters.top_n_tokens or 0,
             watermark=bool(parameters.watermark),

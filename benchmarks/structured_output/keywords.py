@@ -20,8 +20,8 @@ from typing import Any
 import llguidance
 
 from api.errors import ApiError
-from api.grammar.check import byte_vocabulary
-from api.grammar.grammar import Grammar, compile_cached
+from api.grammar.check import byte_tokenizer
+from api.grammar.grammar import Grammar, compile_checked
 
 FOLDER = "tests/draft2020-12"
 
@@ -37,7 +37,7 @@ def read_groups(clone: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def accepts(source: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     for keyword, group in read_groups(parser.parse_args().clone):
         found = refused.setdefault(keyword, Counter())
         try:
-            source = compile_cached(Grammar("json", json.dumps(group["schema"]), "schema"))
+            source = compile_checked(Grammar("json", json.dumps(group["schema"]), "schema"))
         except ApiError as error:
             found[str(error).removeprefix("`schema` cannot be compiled: ")[:90]] += 1
             continue

@@ -22,7 +22,7 @@ import llguidance
 from tokenizers import Tokenizer
 
 from api.errors import ApiError
-from api.grammar.grammar import Grammar, compile_cached
+from api.grammar.grammar import Grammar, compile_checked
 from benchmarks.structured_output.cases import Case, read_cases
 from common import model_files
 
@@ -70,7 +70,7 @@ class Judge:
 def judge_case(judge: Judge, case: Case, verdicts: Verdicts) -> None:
     started_s = time.perf_counter()
     try:
-        source = compile_cached(Grammar("json", json.dumps(case.schema), "schema"))
+        source = compile_checked(Grammar("json", json.dumps(case.schema), "schema"))
     except ApiError as error:
         verdicts.refused[str(error).partition(" (at")[0][:100]] += 1
         return

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
@@ -35,7 +35,9 @@ ROWS: list[SamplingParams | None] = [
     SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, seed=5),
     SamplingParams(temperature=1.0, top_k=20, bad_words=[[7, 9], [11]], seed=6),
 ]
-SENTENCE = source_of(Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f"))
+SENTENCE = compile_unchecked(
+    Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f")
+)
 
 
 def play(engine: Engine, rows: list[SamplingParams | None], prefill_tokens: int = 1000) -> Player:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.grammar.grammar import Grammar, compile_cached
+from api.grammar.grammar import Grammar, compile_checked
 from api.grammar.response_format import ANY_OBJECT
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
@@ -51,7 +51,7 @@ def service(redis: Redis) -> Service:
 
 
 async def test_any_json_object_can_be_requested_in_every_api(broker: Broker, service: Service) -> None:
-    expected = compile_cached(Grammar("json", ANY_OBJECT, "f"))
+    expected = compile_checked(Grammar("json", ANY_OBJECT, "f"))
     async with answering(broker.url, Answer(ids("{}"))) as (worker, _, client):
         for path, body in JSON_BODIES:
             answer = await client.post(path, json={"model": "default"} | body if "/v1" in path else body)

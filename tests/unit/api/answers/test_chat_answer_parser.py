@@ -77,4 +77,4 @@ def test_an_answer_of_the_clients_form_is_no_call_behind_its_beginning(form: Cal
         parser = AnswerParser(TOOLS, form, is_either=True)
         read = [*(delta for char in text for delta in parser.feed(char)), *parser.finish()]
         content = "".join(one.text for one in read if isinstance(one, ContentDelta))
-        assert (content, parser.num_calls) == (text, 0) or form.name == "openai"
+        assert (content, parser.scanner.num_calls) == (text, 0) or form.name == "openai"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.errors import ApiError
-from api.grammar.check import byte_vocabulary, find_dead_end, following
-from api.grammar.grammar import Grammar, compile_cached, source_of
+from api.grammar.check import byte_tokenizer, find_dead_end, tokens_to_try
+from api.grammar.grammar import Grammar, compile_checked, compile_unchecked
 
 CLOSED = {"type": "object", "additionalProperties": False}
 TWO: Any = [
@@ -40,8 +40,8 @@ LARK = {
 
 def text_before(grammar: Grammar) -> str:
     """The text before the dead end that is found, without the space that may stand there; "" for none."""
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source_of(grammar), log_level=0)
-    way = find_dead_end(matcher, byte_vocabulary().eos_token)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), compile_unchecked(grammar), log_level=0)
+    way = find_dead_end(matcher, byte_tokenizer().eos_token)
     return bytes(way.text).decode().rstrip() if way else ""
 
 
@@ -80,13 +80,13 @@ SCHEMAS = OBJECTS | st.lists(OBJECTS, min_size=2, max_size=2).map(lambda parts: 
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_no_way_into_an_object_that_is_served_leads_nowhere(schema: Any, random: Random) -> None:
     try:
-        source = compile_cached(Grammar("json", json.dumps(schema), "f"))
+        source = compile_checked(Grammar("json", json.dumps(schema), "f"))
     except ApiError:
         return
     for _ in range(10):
-        matcher, text = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0), b""
+        matcher, text = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0), b""
         while not matcher.is_stopped() and len(text) < 80:
-            bytes_ = following(matcher.compute_bitmask(), byte_vocabulary().eos_token)
+            bytes_ = tokens_to_try(matcher.compute_bitmask(), byte_tokenizer().eos_token)
             assert not matcher.is_error(), (schema, text)
             if not bytes_:
                 break

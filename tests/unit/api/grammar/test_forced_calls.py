@@ -105,6 +105,13 @@ def test_nothing_is_forced_without_need_where_calls_have_no_mark() -> None:
         assert grammar(name, CallChoice(is_required=False), {}, TOOLS[1:]) == ""
 
 
+def test_nothing_is_forced_without_need_where_a_call_cannot_be_written() -> None:
+    spaced = Tool("f", {"type": "object", "properties": {"my name": {"type": "string"}}})
+    assert grammar("pythonic", CallChoice(is_required=False), {}, (spaced,)) == ""
+    with pytest.raises(ApiError, match="`properties/my name` is not supported"):
+        grammar("pythonic", ONE, {}, (spaced,))
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "tgi"])
 @pytest.mark.parametrize("is_required", [False, True])
 def test_a_strict_functions_schema_is_refused_by_name(name: str, is_required: bool) -> None:

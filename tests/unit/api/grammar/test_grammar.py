@@ -7,7 +7,7 @@ import llguidance
 import pytest
 
 from api.errors import ApiError
-from api.grammar.check import BYTES, byte_vocabulary
+from api.grammar.check import BYTES, byte_tokenizer
 from api.grammar.grammar import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_DEPTH,
@@ -140,7 +140,7 @@ async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
 
 
 def accepts(source: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 

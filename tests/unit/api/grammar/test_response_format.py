@@ -6,7 +6,7 @@ import pytest
 
 from api.errors import ApiError
 from api.grammar.grammar import Grammar
-from api.grammar.response_format import ANY_OBJECT, from_response_format, from_structured_outputs
+from api.grammar.response_format import ANY_OBJECT, read_response_format, read_structured_outputs
 from api.openai.request_schemas import ChatRequest
 
 SCHEMA = {"type": "object"}
@@ -30,7 +30,7 @@ TEXT = '{"type": "object"}'
     ],
 )
 def test_response_formats_of_openai_and_tgi(value: dict[str, Any], kind: str, text: str) -> None:
-    grammar = from_response_format(value)
+    grammar = read_response_format(value)
     assert grammar is not None and (grammar.kind, grammar.text) == (kind, text)
 
 
@@ -45,12 +45,12 @@ def test_response_formats_of_openai_and_tgi(value: dict[str, Any], kind: str, te
     ],
 )
 def test_openais_strict_mode_and_tgis_shapes_close_objects(value: dict[str, Any], closed: bool) -> None:
-    grammar = from_response_format(value)
+    grammar = read_response_format(value)
     assert grammar is not None and grammar.closed == closed
 
 
 def test_the_format_text_is_no_grammar() -> None:
-    assert from_response_format({"type": "text"}) is None
+    assert read_response_format({"type": "text"}) is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_response_format_of_another_shape_is_refused_by_its_field(
     value: dict[str, Any], text: str, param: str
 ) -> None:
     with pytest.raises(ApiError) as refusal:
-        from_response_format(value)
+        read_response_format(value)
     assert text in str(refusal.value) and refusal.value.param == param
 
 
@@ -101,7 +101,7 @@ def test_a_response_format_of_another_shape_is_refused_by_its_field(
     ],
 )
 def test_vllms_structured_outputs_become_grammars(value: dict[str, Any], kind: str) -> None:
-    grammar = from_structured_outputs(value)
+    grammar = read_structured_outputs(value)
     assert grammar is not None and grammar.kind == kind
 
 
@@ -134,7 +134,7 @@ def test_wrong_structured_outputs_are_refused_by_their_field(value: dict[str, An
         if text[0] == "`"
         else pytest.raises(ApiError, match=text)
     ):
-        from_structured_outputs(value)
+        read_structured_outputs(value)
 
 
 def chat(**fields: Any) -> ChatRequest:

@@ -8,9 +8,9 @@ import llguidance
 import pytest
 
 from api.errors import ApiError
-from api.grammar.check import byte_vocabulary
-from api.grammar.grammar import compile_cached, compile_grammar
-from api.grammar.response_format import from_response_format, from_structured_outputs
+from api.grammar.check import byte_tokenizer
+from api.grammar.grammar import compile_checked, compile_grammar
+from api.grammar.response_format import read_response_format, read_structured_outputs
 from common import model_files
 from tests.support.tokenizer import model_tokenizer
 from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
@@ -135,10 +135,10 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-def source_of(form: Mapping[str, Any]) -> str:
-    grammar = from_response_format({"type": "structural_tag", "format": form})
+def compile_unchecked(form: Mapping[str, Any]) -> str:
+    grammar = read_response_format({"type": "structural_tag", "format": form})
     assert grammar is not None
-    return compile_cached(grammar)
+    return compile_checked(grammar)
 
 
 def accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) -> bool:
@@ -148,18 +148,18 @@ def accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) 
 
 @pytest.mark.parametrize(("form", "right", "wrong"), ACCEPTED)
 def test_texts_of_a_format_and_others(form: dict[str, Any], right: list[str], wrong: list[str]) -> None:
-    source = source_of(form)
-    assert [text for text in right if not accepts(byte_vocabulary(), source, list(text.encode()))] == []
-    assert [text for text in wrong if accepts(byte_vocabulary(), source, list(text.encode()))] == []
+    source = compile_unchecked(form)
+    assert [text for text in right if not accepts(byte_tokenizer(), source, list(text.encode()))] == []
+    assert [text for text in wrong if accepts(byte_tokenizer(), source, list(text.encode()))] == []
 
 
 def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
     structure = {"begin": "<call=year>", "schema": AGE["json_schema"], "end": "</call>"}
     older = {"type": "structural_tag", "structures": [structure], "triggers": ["<call="]}
     newer = {"type": "structural_tag", "format": {**CALLS, "tags": [YEAR]}}
-    grammars = [from_response_format(older), from_response_format(newer)]
-    grammars += [from_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
-    assert len({compile_cached(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
+    grammars = [read_response_format(older), read_response_format(newer)]
+    grammars += [read_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
+    assert len({compile_checked(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
 
 
 STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
@@ -185,9 +185,9 @@ STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
 )
 def test_the_older_form_is_refused_by_its_own_fields(sent: dict[str, Any], text: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        grammar = from_response_format({"type": "structural_tag", "triggers": ["<"], **sent}, "f")
+        grammar = read_response_format({"type": "structural_tag", "triggers": ["<"], **sent}, "f")
         assert grammar is not None
-        compile_cached(grammar)
+        compile_checked(grammar)
     assert str(refusal.value).startswith(text) and f"`{refusal.value.param}`" == text.split()[0]
 
 
@@ -197,9 +197,9 @@ def test_a_tag_that_is_nested_deeply_is_refused_by_the_limit(depth: int) -> None
     value = f'{{"format": {head * depth}{{"type": "any_text"}}{"}" * depth}}}'
     grammar = None
     try:
-        grammar = from_structured_outputs({"structural_tag": value})
+        grammar = read_structured_outputs({"structural_tag": value})
         assert grammar is not None
-        compile_cached(grammar)
+        compile_checked(grammar)
     except ApiError as error:
         assert depth > 62 and error.param == "structured_outputs.structural_tag"
         assert depth > 330 or f"its depth must be at most 64. Given: {depth + 2}" in str(error)
@@ -208,18 +208,18 @@ def test_a_tag_that_is_nested_deeply_is_refused_by_the_limit(depth: int) -> None
 
 def test_white_space_in_a_tags_json_is_as_asked_for() -> None:
     form = {"format": tag({"type": "json_schema", "json_schema": {"type": "object"}})}
-    grammar = from_structured_outputs({"structural_tag": form, "whitespace_pattern": r"\t*"})
+    grammar = read_structured_outputs({"structural_tag": form, "whitespace_pattern": r"\t*"})
     assert grammar is not None
-    source = compile_cached(grammar)
+    source = compile_checked(grammar)
     texts = ["<t>{\t\t}</t>", "<t>{ }</t>"]
-    assert [accepts(byte_vocabulary(), source, list(one.encode())) for one in texts] == [True, False]
+    assert [accepts(byte_tokenizer(), source, list(one.encode())) for one in texts] == [True, False]
 
 
 async def test_tags_may_be_special_tokens() -> None:
     """The bundled model's `<|im_start|>` stands for such a tag: its text is no text to the engine."""
     age = {"begin": "<|im_start|>x=", "content": AGE, "end": "<|im_end|>"}
     form = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [age]}
-    grammar = from_response_format({"type": "structural_tag", "format": form})
+    grammar = read_response_format({"type": "structural_tag", "format": form})
     assert grammar is not None
     path = str(model_files.resolve("smollm2") / "tokenizer.json")
     vocabulary = llguidance.LLTokenizer(path, eos_token=0)
@@ -281,4 +281,4 @@ async def test_tags_may_be_special_tokens() -> None:
 )
 def test_what_cannot_be_served_is_refused_by_its_place(form: dict[str, Any], text: str) -> None:
     with pytest.raises(ApiError, match=text):
-        source_of(form)
+        compile_unchecked(form)

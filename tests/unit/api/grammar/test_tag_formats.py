@@ -6,9 +6,9 @@ import llguidance
 import pytest
 
 from api.errors import ApiError
-from api.grammar.check import byte_vocabulary
-from api.grammar.grammar import Grammar, compile_cached
-from api.grammar.response_format import from_response_format
+from api.grammar.check import byte_tokenizer
+from api.grammar.grammar import Grammar, compile_checked
+from api.grammar.response_format import read_response_format
 from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
 
 AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
@@ -68,7 +68,7 @@ TEXTS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 def grammar_of(form: Any) -> Grammar:
-    grammar = from_response_format({"type": "structural_tag", "format": form}, "f")
+    grammar = read_response_format({"type": "structural_tag", "format": form}, "f")
     assert grammar is not None
     return grammar
 
@@ -81,9 +81,9 @@ def accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) 
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_of_a_format_and_others(name: str) -> None:
     form, right, wrong = TEXTS[name]
-    source = compile_cached(grammar_of(form))
-    assert [one for one in right if not accepts(byte_vocabulary(), source, list(one.encode()))] == []
-    assert [one for one in wrong if accepts(byte_vocabulary(), source, list(one.encode()))] == []
+    source = compile_checked(grammar_of(form))
+    assert [one for one in right if not accepts(byte_tokenizer(), source, list(one.encode()))] == []
+    assert [one for one in wrong if accepts(byte_tokenizer(), source, list(one.encode()))] == []
 
 
 FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, tag, triggered_tags, "
@@ -119,7 +119,7 @@ FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, ta
 )
 def test_what_cannot_be_served_is_refused_by_its_place(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        compile_cached(grammar_of(form))
+        compile_checked(grammar_of(form))
     assert str(refusal.value).startswith(message) and refusal.value.param == message.split("`")[1]
 
 
@@ -132,7 +132,7 @@ OTHERS = (
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_types_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        compile_cached(grammar_of(tag(sequence({"type": kind, "content": AGE}))))
+        compile_checked(grammar_of(tag(sequence({"type": kind, "content": AGE}))))
     place = "f.format.content.elements.0.type"
     assert refusal.value.param == place and str(refusal.value).startswith(
         f"`{place}` must be one of {FORMATS}"
@@ -144,6 +144,6 @@ def test_the_defaults_that_xgrammar_writes_are_accepted() -> None:
     """Its models are sent whole."""
     full = tag(AGE | {"style": "json", "any_order": False, "max_whitespace_cnt": None}, end="</t>")
     free: dict[str, Any] = ANY_TEXT | {"excludes": [], "max_tokens": None, "max_chars": None}
-    assert compile_cached(grammar_of(sequence(free, full))) == compile_cached(
+    assert compile_checked(grammar_of(sequence(free, full))) == compile_checked(
         grammar_of(sequence(ANY_TEXT, tag(AGE)))
     )

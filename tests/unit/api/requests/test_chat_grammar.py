@@ -6,7 +6,7 @@ from dataclasses import replace
 import llguidance
 import pytest
 
-from api.grammar.check import byte_vocabulary
+from api.grammar.check import byte_tokenizer
 from api.grammar.grammar import CompiledGrammar, Grammar
 from api.requests.chat_grammar import answer_grammar, reading_beside
 from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
@@ -39,7 +39,7 @@ async def accepted(grammar: Grammar | None, choice: ToolChoice | None, reasoning
 
 
 def matches(source: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 

@@ -12,7 +12,7 @@ from api.answers import harmony
 from api.answers.call_formats import CALL_FORMATS
 from api.answers.scanner import Tool
 from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import Settings
@@ -86,7 +86,9 @@ def test_a_model_without_sense_writes_valid_calls(engine: Engine) -> None:
 def test_a_model_without_sense_writes_a_valid_answer_after_harmonys_analysis(engine: Engine) -> None:
     player = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
     form, ids_of = CALL_FORMATS["openai"], special_ids("openai")
-    source = after_thinking(source_of(Grammar("json", json.dumps(SCHEMA), "f")), None, "", ids_of, form)
+    source = after_thinking(
+        compile_unchecked(Grammar("json", json.dumps(SCHEMA), "f")), None, "", ids_of, form
+    )
     ends = [(ids_of[mark], 12.0) for mark in harmony.ENDS]  # one of them comes after about twenty tokens
     params = [SamplingParams(grammar=source, temperature=1.5, seed=row, logit_bias=ends) for row in range(4)]
     starts = [

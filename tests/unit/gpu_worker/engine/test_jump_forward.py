@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player
@@ -24,8 +24,10 @@ SCHEMA = {
     },
     "required": ["identification", "kind", "notes"],
 }
-SENTENCE = source_of(Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f"))
-OBJECT = source_of(Grammar("json", json.dumps(SCHEMA), "f"))
+SENTENCE = compile_unchecked(
+    Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f")
+)
+OBJECT = compile_unchecked(Grammar("json", json.dumps(SCHEMA), "f"))
 HOT = SamplingParams(temperature=1.4, seed=7, top_p=0.95, frequency_penalty=0.3, raw_logprobs=True)
 SAMPLING = [
     replace(params, grammar=source) for source in (SENTENCE, OBJECT) for params in (SamplingParams(), HOT)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from gpu_worker.engine import loop
 from gpu_worker.engine.batch.rows import Rows
@@ -98,7 +98,7 @@ def run(engine: Engine, channel: socket.socket) -> None:
 
 def fresh(number: int) -> str:
     """A grammar that nobody has compiled."""
-    return source_of(Grammar("regex", f"[0-9]{{2}}-{number}", "f"))
+    return compile_unchecked(Grammar("regex", f"[0-9]{{2}}-{number}", "f"))
 
 
 def gated(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> threading.Event:

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
@@ -38,9 +38,9 @@ SHORT_SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-JSON = source_of(Grammar("json", json.dumps(SCHEMA), "f"))
-SHORT = source_of(Grammar("json", json.dumps(SHORT_SCHEMA), "f"))
-REGEX = source_of(Grammar("regex", r"[0-9]{2}-[a-f]{3}", "f"))
+JSON = compile_unchecked(Grammar("json", json.dumps(SCHEMA), "f"))
+SHORT = compile_unchecked(Grammar("json", json.dumps(SHORT_SCHEMA), "f"))
+REGEX = compile_unchecked(Grammar("regex", r"[0-9]{2}-[a-f]{3}", "f"))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_row_whose_grammar_allows_no_token_fails_alone(player: Player) -> None
 def test_a_row_whose_grammar_proves_too_complex_fails_alone_and_says_so(player: Player, pattern: str) -> None:
     """Where a mask takes too much work, llguidance allows the end of the text alone, valid or not."""
     prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
-    sampling = grammar(source_of(Grammar("regex", pattern, "f")), temperature=2.0, seed=1)
+    sampling = grammar(compile_unchecked(Grammar("regex", pattern, "f")), temperature=2.0, seed=1)
     starts = [player.start(0, prompts[0], 60, sampling=sampling), player.start(1, prompts[1], 20)]
     ids = player.run(starts)
     assert player.ended[0][0] == "grammar_limit"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
@@ -176,7 +176,7 @@ def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_pat
     sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
     tiny_models.save(tmp_path, "Llama", sizes)
     shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", tmp_path)
-    source = source_of(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
+    source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
     sampling = {"sampling": SamplingParams(grammar=source, temperature=1.2, seed=5)}
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
     alone, rows = Engine(Settings(**settings)), dict(enumerate(prompts(VOCAB)))

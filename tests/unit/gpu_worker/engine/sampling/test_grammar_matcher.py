@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from api.grammar.grammar import Grammar, source_of
+from api.grammar.grammar import Grammar, compile_unchecked
 from common import model_files
 from gpu_worker.engine.sampling.grammar import Matcher, Matchers
 from tests.support.engine import tiny_tokenizers
@@ -73,7 +73,7 @@ class Model:
         """The text of a row that takes `most` forced tokens at a time, up to the first that its mask does not
         allow, as the engine does; else the highest of its mask.
         """
-        matcher = self.matchers.start(source_of(grammar), [])
+        matcher = self.matchers.start(compile_unchecked(grammar), [])
         ids: list[int] = []
         while not matcher.must_end():
             before = len(ids)

@@ -1,8 +1,19 @@
-"""Formats are found from what a model's chat template writes, and from its vocabulary."""
+"""Formats are found from a model's chat template and its vocabulary. Reasoning is apart from content."""
+
+from typing import get_args
 
 import pytest
 
-from api.answers.call_formats import find_call_format, find_reasoning_format
+from api.answers.call_formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    find_call_format,
+    find_reasoning_format,
+)
+from common.settings.format_names import CALL_FORMAT_ALIASES, ReasoningParser, ToolCallParser
+from common.settings.settings import Settings
+from tests.support.tool_calls.answers import Answer, Reading
+from tests.support.tool_calls.golden import check
 
 THINK = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>{% endif %}"
 DEEPSEEK = "{{ '<｜tool▁call▁begin｜>' + call.%s + '<｜tool▁sep｜>' + call.%s }}"
@@ -62,3 +73,63 @@ def test_a_template_that_thinks_otherwise_or_not_at_all() -> None:
     assert find_reasoning_format("{{ messages }}") is None
     assert find_reasoning_format("<think></think> <response></response>") is None
     assert find_reasoning_format(CALLS["openai"] + "<think>") is None
+
+
+def test_call_formats_are_the_values_of_tool_call_parser() -> None:
+    names, *_ = get_args(ToolCallParser)
+    assert set(get_args(names)) == CALL_FORMATS.keys()
+
+
+def test_formats_have_other_names() -> None:
+    assert not CALL_FORMAT_ALIASES.keys() & CALL_FORMATS.keys()
+    assert Settings.read(["--tool-call-parser", "qwen3_xml"], {}).tool_call_parser == "qwen3_coder"
+
+
+# --- reasoning ----------------------------------------------------------------------------------------------
+
+QWEN = REASONING_FORMATS["qwen3"]
+R1 = REASONING_FORMATS["deepseek_r1"]
+
+
+def test_every_cut_of_reasoning_says_the_same() -> None:
+    check(
+        Reading(reasoning=QWEN),
+        {
+            "<think>\nSo </thin. \n</think>\n\n It rains.\n": Answer(" It rains.\n".strip(" "), "So </thin."),
+            "<think></think>It": Answer("It"),
+            "<think>\nSo": Answer("", "So"),
+            " It rains. <think>So</think>": Answer(" It rains. <think>So</think>"),
+            "<thin": Answer("<thin"),
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<think>\n", "</think> a <think>", "a <think> b </think><|assistant|><think>\n\n"]
+)
+def test_a_prompt_may_begin_thinking(prompt: str) -> None:
+    check(
+        Reading(reasoning=QWEN, prompt=prompt),
+        {"\nSo\n</think>\nIt": Answer("It", "So"), "So": Answer("", "So")},
+    )
+
+
+@pytest.mark.parametrize("prompt", ["", "<think>\n\n</think>\n\n", "What is <think>?<|assistant|>"])
+def test_a_prompt_that_does_not_begin_thinking(prompt: str) -> None:
+    check(Reading(reasoning=QWEN, prompt=prompt), {"It": Answer("It")})
+
+
+def test_some_models_begin_thinking_without_a_mark() -> None:
+    check(
+        Reading(reasoning=R1), {"So</think>It": Answer("It", "So"), "<think>So</think>It": Answer("It", "So")}
+    )
+    check(Reading(reasoning=R1, prompt="<think>\n</think>\n"), {"It": Answer("It")})
+
+
+def test_mistral_has_marks_of_its_own() -> None:
+    check(Reading(reasoning=REASONING_FORMATS["mistral"]), {"[THINK]So[/THINK]It": Answer("It", "So")})
+
+
+def test_reasoning_formats_are_the_values_of_reasoning_parser() -> None:
+    names, *_ = get_args(ReasoningParser)
+    assert set(get_args(names)) == {*REASONING_FORMATS, "none"}

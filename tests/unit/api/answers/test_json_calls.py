@@ -1,0 +1,156 @@
+"""Calls in JSON are read as they come, and the same for every cut of the text."""
+
+import pytest
+
+from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS
+from api.answers.scanner import CallArguments, CallStart
+from tests.support.tool_calls.answers import Answer, Reading, cuts
+from tests.support.tool_calls.golden import TOOLS, check
+
+CITY = '{"city": "Oslo"}'
+READ = ("weather", CITY)
+NOW = ("now", "{}")
+
+# --- Hermes -------------------------------------------------------------------------------------------------
+
+HERMES = Reading(CALL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+ARGUMENTS = '{"a": [1, -2.5e3, "x\\n</tool_call>é"], "b": null}'
+HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+HERMES_ANSWERS = {
+    HERMES_CALL: Answer(calls=[("f", ARGUMENTS)]),
+    f"Let me see.\n{HERMES_CALL}\n{HERMES_CALL}\nThat is it.": Answer(
+        "Let me see.That is it.", calls=[("f", ARGUMENTS), ("f", ARGUMENTS)]
+    ),
+    f"<think>\nSo: <tool_call>\n</think>\n\nYes. \n{HERMES_CALL}": Answer(
+        "Yes.", "So: <tool_call>", calls=[("f", ARGUMENTS)]
+    ),
+    '<tool_call>{"name": "f"}</tool_call>': Answer(calls=[("f", "{}")]),
+    '<tool_call>{"arguments": {"a": 1}, "id": [0], "name": "f"}': Answer(calls=[("f", '{"a": 1}')]),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}': Answer(calls=[("f", '{"a": 1}')]),
+    '<tool_call>{"name": "f", "arguments": {"a": "two\nlines"}}': Answer(
+        calls=[("f", '{"a": "two\\nlines"}')]
+    ),
+    "  a  <tool_call> b <tool_call": Answer("  a  <tool_call> b <tool_call"),
+    '<tool_call>\n{"name": "f", "arguments"= 1} \n': Answer('<tool_call>\n{"name": "f", "arguments"= 1} \n'),
+    f"<tool_call>{HERMES_CALL}": Answer("<tool_call>", calls=[("f", ARGUMENTS)]),
+    # A call that was begun stays, with the arguments that were sent.
+    '<tool_call>\n{"name": "f", "arguments": {"a": 1,, } what?': Answer(
+        ", } what?", calls=[("f", '{"a": 1,')]
+    ),
+    '<tool_call>\n{"name": "f", "arguments": {"a": "b': Answer(calls=[("f", '{"a": "b')]),
+}
+
+
+@pytest.mark.parametrize("text", HERMES_ANSWERS)
+def test_every_cut_of_hermes_calls_says_the_same(text: str) -> None:
+    assert HERMES.read(text) == HERMES_ANSWERS[text]
+    for pieces in cuts(text):
+        assert HERMES.read(*pieces) == HERMES_ANSWERS[text], pieces
+
+
+def test_the_name_comes_first_and_arguments_as_they_come() -> None:
+    pieces = ["<tool_call>", '{"name": "f", "arguments": ', '{"a', '": "x', 'yz"', "}}"]
+    *deltas, last = HERMES.deltas(pieces)
+    assert deltas == [
+        [],
+        [],
+        [CallStart(0, "f"), CallArguments(0, '{"a')],
+        [CallArguments(0, '": "x')],
+        [CallArguments(0, 'yz"')],
+        [CallArguments(0, "}")],
+    ]
+    assert last == []
+
+
+# --- Llama 3 ------------------------------------------------------------------------------------------------
+
+LLAMA_CALL = f'{{"name": "weather", "parameters": {CITY}}}'
+
+
+def test_every_cut_of_llamas_calls_says_the_same() -> None:
+    check(
+        Reading(CALL_FORMATS["llama3_json"], tools=TOOLS),
+        {
+            LLAMA_CALL: Answer(calls=[READ]),
+            f"\n\n{LLAMA_CALL}\n": Answer(calls=[READ]),
+            f'<|python_tag|>{LLAMA_CALL}; {{"type": "function", "name": "now"}}': Answer(calls=[READ, NOW]),
+            f"Let me look.\n{LLAMA_CALL}": Answer("Let me look.", calls=[READ]),
+            f"It is <|python_tag|>{LLAMA_CALL}": Answer("It is", calls=[READ]),
+            f"A call is {LLAMA_CALL}": Answer(f"A call is {LLAMA_CALL}"),
+            '{"name": "Oslo", "parameters": {}}': Answer('{"name": "Oslo", "parameters": {}}'),
+            '{"city": "Oslo"}\n{': Answer('{"city": "Oslo"}\n{'),
+            '<|python_tag|>search.call(query="x")': Answer('<|python_tag|>search.call(query="x")'),
+        },
+    )
+
+
+# --- Mistral ------------------------------------------------------------------------------------------------
+
+LIST = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]'
+
+
+def test_every_cut_of_mistrals_calls_says_the_same() -> None:
+    check(
+        Reading(CALL_FORMATS["mistral"]),
+        {
+            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CITY}, "id": "a"}}]': Answer(calls=[READ]),
+            f"[TOOL_CALLS]{LIST}": Answer(calls=[READ, NOW]),
+            f"So.[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}": Answer("So.", "", [READ, NOW]),
+            f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{CITY}": Answer(calls=[READ]),
+            f"[TOOL_CALLS]weather{CITY}": Answer(calls=[READ]),
+            "[TOOL_CALLS] I cannot [1, 2].": Answer("[TOOL_CALLS] I cannot [1, 2]."),
+            "[TOOL_CALLS][1, 2]": Answer("[TOOL_CALLS][1, 2]"),
+            '[TOOL_CALLS]weather{"city": Oslo}': Answer("Oslo}", calls=[("weather", '{"city": ')]),
+        },
+    )
+
+
+# --- DeepSeek and Kimi --------------------------------------------------------------------------------------
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+OPEN = f"{CALL}function{SEP}weather\n```json\n"
+FENCED = f"{OPEN}{CITY}\n```{CALL_END}"
+PLAIN = f"{CALL}weather{SEP}{CITY}{CALL_END}"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{CITY}<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+def test_every_cut_of_deepseeks_calls_says_the_same() -> None:
+    check(
+        Reading(CALL_FORMATS["deepseek_v3"]),
+        {
+            f"{BEGIN}{FENCED}{END}": Answer(calls=[READ]),
+            f"Yes.\n\n{BEGIN}{FENCED}\n{FENCED}{END}": Answer("Yes.", calls=[READ, READ]),
+            f"{BEGIN}{PLAIN}{PLAIN}{END}So": Answer("So", calls=[READ, READ]),
+            f"{BEGIN}Nothing.{END}": Answer(f"{BEGIN}Nothing.{END}"),
+            f"{OPEN}Oslo": Answer(f"{OPEN}Oslo"),
+            f"{CALL}" + "x" * 400 + SEP: Answer(f"{CALL}" + "x" * 400 + SEP),
+        },
+    )
+
+
+def test_every_cut_of_kimis_calls_says_the_same() -> None:
+    check(Reading(CALL_FORMATS["kimi_k2"]), {f"So.{KIMI}": Answer("So.", calls=[READ])})
+
+
+# --- TGI ----------------------------------------------------------------------------------------------------
+
+
+def test_every_cut_of_tgis_calls_says_the_same() -> None:
+    check(
+        Reading(CALL_FORMATS["tgi"]),
+        {
+            '{"function": {"_name": "weather", "city": "Oslo", "days": 3}}': Answer(
+                calls=[("weather", '{"city": "Oslo", "days": 3}')]
+            ),
+            '{"function":{"_name":"now"}}': Answer(calls=[("now", "{}")]),
+            '{"function": {"a": 1, "_name": "now"}}': Answer(calls=[("now", '{"a": 1}')]),
+            '{"function": {"a": 1}}': Answer('{"function": {"a": 1}}'),
+            '{"function": "now"}': Answer('{"function": "now"}'),
+            " It rains. ": Answer(" It rains. "),
+            '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
+        },
+    )
