@@ -45,6 +45,10 @@ class Keys:
         return ":".join((f"tf:{{{self.pool}}}", *parts))
 
     @property
+    def pools(self) -> str:
+        return POOLS
+
+    @property
     def requests(self) -> str:
         return self.key("requests")
 
