@@ -1,7 +1,7 @@
 """Reasoning: the part of an answer in which the model thinks, by the names that REASONING_PARSER takes.
 
 Call formats: the ways in which models write calls, by the names that TOOL_CALL_PARSER takes
-(`common/settings/format_names.py`).
+(`common/settings/types.py`).
 
 Find in which formats a model writes calls and reasoning, from its chat template and its vocabulary.
 """

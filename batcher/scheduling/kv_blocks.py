@@ -1,7 +1,6 @@
-"""PrefixCache: which KV blocks of a worker hold what, by name (common/block_hashes.py). PrefixIndex: which
-workers know a name.
+"""KV blocks of workers: which are free, and which hold what, by name (common/messages/block_hashes.py).
 
-BlockPool: which KV blocks of a worker are free. It holds numbers only; the engine has the memory.
+The batcher has numbers of blocks only; the engine has their memory.
 """
 
 from collections import Counter, OrderedDict

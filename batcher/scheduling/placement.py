@@ -15,7 +15,7 @@ from batcher.scheduling.kv_blocks import PrefixCache, PrefixIndex
 from batcher.scheduling.pace import LEAST_HORIZON
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.block_hashes import HASHED_TOKENS
+from common.messages.block_hashes import HASHED_TOKENS
 
 SPREAD = 1.25
 """A worker gets no row for what it has cached if it has so many times the mean number of rows."""

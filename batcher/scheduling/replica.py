@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from batcher.scheduling.kv_blocks import BlockPool
 from batcher.scheduling.pace import WorkerPace, horizon
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
-from common.block_hashes import block_names
+from common.messages.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
 from common.messages.request import LEAST_URGENT
 from common.settings.fields import SettingFields

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from common.block_hashes import block_names, extend_hashes
 from common.broker.keys import parse_stream_id
+from common.messages.block_hashes import block_names, extend_hashes
 from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate, class_index
 
@@ -30,8 +30,8 @@ class Sequence:
         refused_at: number of the change of a worker behind which there was no room for it.
         stays: it started because its class had waited long enough, and makes no room for others.
         victim: the row that was preempted last to make room for it.
-        block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
-            shares no blocks.
+        block_hashes: hashes of the prompt and of `records` (common/messages/block_hashes.py); none where the
+            request shares no blocks.
         named_blocks: by block size: the names of the blocks that these fill.
     """
 

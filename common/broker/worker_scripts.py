@@ -1,7 +1,7 @@
 """Scripts of workers: one function for each Lua script that workers run, and for those that end a worker."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Argument, Fields, ScriptCall, call_script, in_pairs
@@ -117,13 +117,17 @@ def flush(
     }
     return call_script(
         "flush",
-        lambda reply: FlushReply(reply[0].decode(), reply[1:]),
+        read_flush_reply,
         keys,
         worker,
         args=args,
         more_keys=more_keys,
         more_args=more_args,
     )
+
+
+def read_flush_reply(reply: list[Any]) -> FlushReply:
+    return FlushReply(reply[0].decode(), reply[1:])
 
 
 def drain(keys: Keys, worker: str) -> ScriptCall[tuple[str, int] | None]:

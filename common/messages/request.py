@@ -117,8 +117,8 @@ class Generate:
         result_ttl_ms: how long the result is kept.
         num_shown: of a request that a gateway queues again: tokens that its client has; they are committed.
         cache_salt: requests with different salts share no KV blocks.
-        block_hashes: hashes of the prompt (common/block_hashes.py), from the root on; empty where the request
-            shares no KV blocks.
+        block_hashes: hashes of the prompt (block_hashes.py), from the root on; empty where the request shares
+            no KV blocks.
         class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of requests for one answer, with the same prompt, that this is one of.

@@ -8,8 +8,8 @@
 -- KEYS requests, places, request, clock, ...
 -- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer,
 --      service_class, tenant, weight, num_prompt
--- One key more: the tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a token.
--- `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
+-- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
+-- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
 -- A prompt of more tokens than may wait is admitted when no other waits.
 -- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant',
 -- what was counted, ms until there may be room}.

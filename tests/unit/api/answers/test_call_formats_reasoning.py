@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from api.answers.call_formats import REASONING_FORMATS
-from common.settings.format_names import ReasoningParser
+from common.settings.types import ReasoningParser
 from tests.support.tool_calls.answers import Answer, Reading
 from tests.support.tool_calls.golden import check
 

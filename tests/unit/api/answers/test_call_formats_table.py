@@ -1,8 +1,8 @@
 from typing import get_args
 
 from api.answers.call_formats import CALL_FORMATS
-from common.settings.format_names import CALL_FORMAT_ALIASES, ToolCallParser
 from common.settings.settings import Settings
+from common.settings.types import CALL_FORMAT_ALIASES, ToolCallParser
 
 
 def test_the_formats_are_the_values_of_tool_call_parser() -> None:
