@@ -241,7 +241,7 @@ class WorkerSet:
             replica.draining = True
             self.review()
 
-    def close(self) -> None:
+    def set_closing(self) -> None:
         self.closing = True
         self.review()
 
