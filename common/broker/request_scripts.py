@@ -144,8 +144,8 @@ def offer(
 
 
 def cancel(keys: Keys, request_id: str, *, reader: int | None) -> ScriptCall[bool]:
-    """Cancel a request, if given only for this reader. False if it has ended, is not known or has another
-    reader.
+    """Cancel a request; with `reader`, only if that is its reader. False if it has ended, is not known or has
+    another reader.
     """
     payload, number = encode(Cancel(request_id, "client")), "" if reader is None else reader
     return call_script("cancel", bool, keys, request_id, args={"payload": payload, "reader": number})

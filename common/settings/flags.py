@@ -1,11 +1,9 @@
-"""Flags and variables: the texts that a person wrote, by field of Settings; and the help.
+"""Flags and variables: the texts that a person wrote, by field of Settings.
 
 argparse reads the flags. With pydantic-settings (2.16) a switch of TGI either stands alone or has a value,
 while TGI takes both (`--sharded`, `--sharded false`). Its errors name the field (`max_total_tokens`); ours
 repeat the name that the person wrote (`--max-model-len`). Its `Settings()` reads the environment by itself,
 which a test must not.
-
-FlagParser: an argparse parser whose errors are SettingErrors that name the flag at fault.
 """
 
 import argparse
@@ -20,6 +18,8 @@ from common.settings.types import SettingError
 
 
 class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are SettingErrors that name the flag at fault."""
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse says, as `argument -p/--port: expected one argument`."""
         what, _, rest = message.partition(": ")

@@ -12,7 +12,7 @@ MAX_PORT = 65_535
 MAX_NUMBER = 2**53
 """Lua scripts count in doubles, which are exact up to here."""
 MAX_PROCESSES = 1024
-"""Processes of one kind, or threads: above what a machine can use, below what it chokes on."""
+"""Processes of one kind, or threads: more than a machine can use, but too few to stop it."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}

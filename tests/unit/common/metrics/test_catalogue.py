@@ -267,15 +267,15 @@ async def test_counts_in_flight_at_the_end_are_added_once(
 def test_a_process_serves_its_own_metrics_on_metrics_port(host: str) -> None:
     code = """
 import sys, urllib.request
-from common.metrics import catalogue, http
+from common.metrics import catalogue, exposition
 from common.settings.settings import Settings
 from tests.support.machine.ports import free_port
 host, port = sys.argv[1], free_port()
-http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
+exposition.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
 catalogue.PLANS.add(7)
 print(urllib.request.urlopen(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics").read().decode())
 try:
-    http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
+    exposition.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
 except Exception as error:
     print("#", error)
 """
