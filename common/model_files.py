@@ -44,7 +44,7 @@ Progress = Callable[[str], None]
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder in which this user keeps files that were converted or compiled, for the next start."""
+    """Return the folder of files that this user has converted or compiled, for the next start."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / name
 
 

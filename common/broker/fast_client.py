@@ -127,7 +127,7 @@ class FastConnection(asyncio.Protocol):
 
 
 def own_tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
-    """Return a duplicate of a transport's socket, to be closed separately; None unless it is TCP without TLS."""
+    """Return a duplicate of a transport's socket, to be closed, too; None unless it is TCP without TLS."""
     if transport.is_closing():
         return None
     shared = transport.get_extra_info("socket")

@@ -100,7 +100,7 @@ class KeeperMessage:
 
 
 def received(channel: socket.socket) -> Iterator[tuple[bytes, socket.socket | None]]:
-    """Yield the datagrams that have come, each with the socket beside it; an empty one at the channel's end."""
+    """Yield the datagrams that have come, each with the socket beside it; an empty one at the end."""
     while True:
         try:
             data, handles, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, 1)

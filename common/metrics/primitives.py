@@ -47,7 +47,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True, eq=False)
 class Summary(Metric):
-    """Quantiles. Only TGI's skipped tokens have this type, always 0: quantiles of processes cannot be added."""
+    """Quantiles. Only TGI's skipped tokens have this type: quantiles of processes cannot be added."""
 
     kind: Kind = field(init=False, default="summary")
 

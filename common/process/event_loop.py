@@ -1,4 +1,4 @@
-"""Event loop: intervals, tasks that end together, and the garbage collector, for every process that has one."""
+"""Event loop: intervals, tasks that end together, and the garbage collector."""
 
 import asyncio
 import gc

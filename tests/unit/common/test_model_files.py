@@ -102,7 +102,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     stub = tmp_path / "gpu_worker" / "engine" / "model"
     stub.mkdir(parents=True)
     for name, text in (
-        ("gguf.py", STUB),
+        ("gguf_convert.py", STUB),
         ("__init__.py", ""),
         ("../__init__.py", ""),
         ("../../__init__.py", ""),
