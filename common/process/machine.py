@@ -22,7 +22,7 @@ MEMORY_FILES = (
 
 
 def group_folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups and of all above; a container sees no others."""
+    """Yield the folders of this process's control groups and of those above, up to its container's."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
