@@ -23,7 +23,7 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.requests.pool import load_tokenizer
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import logs, parent_death
-from common.process.preload import FLAG, wait_for_place
+from common.process.preload import PRELOAD_FLAG, wait_for_place
 from common.settings.settings import SettingError, Settings
 from common.startup import configure_process, exit_when_unservable, start_process
 
@@ -39,7 +39,7 @@ def main() -> None:
     with EX_CONFIG if a setting cannot be served.
     """
     with exit_when_unservable():
-        preloaded = preload() if sys.argv[1:] == [FLAG] else None
+        preloaded = preload() if sys.argv[1:] == [PRELOAD_FLAG] else None
         own = start_process("api", "g0")
         settings = Settings.read([])
         configure_process(own, settings)

@@ -3,7 +3,7 @@
 They are done in order. Scripts are pipelined: each is sent without waiting for the replies to those before
 it. One connection keeps their order, and the broker refuses a plan that does not follow the one before. Any
 other action is a barrier: it waits until everything before it is done, and everything after it waits for it.
-Follow-ups of a reply are done before all that is not sent yet.
+Follow-ups of a reply run before anything that is not sent yet.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from common.broker.lua import ScriptCall, load_script
 MAX_CALLS = 64
 """Scripts that are on their way at once."""
 MAX_BYTES = 2**22
-"""No further script is sent behind those that carry so much, as plans with long prompts do."""
+"""No further script is sent while more than this is on its way, as with plans that have long prompts."""
 SCRIPTS = ("publish_plan", "dequeue")
 
 Action = Callable[[], Awaitable[object]]
-"""Something that takes any number of round trips."""
+"""Takes any number of round trips."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScriptAction:
-    """Something that one of SCRIPTS does.
+    """An action that is one of SCRIPTS.
 
     Attributes:
-        call: returns the call, when its turn has come.
-        on_reply: takes the reply, and returns what it calls for.
+        call: makes the call when it is sent.
+        on_reply: takes the reply, and returns its follow-ups.
     """
 
     call: Callable[[], ScriptCall[Any]]
@@ -42,12 +42,12 @@ class ScriptAction:
 
 
 class ActionQueue:
-    """Each action can be repeated: one that fails is done again, and scripts that were sent behind it, too.
+    """Each action can be repeated: one that fails is done again, and so are scripts that were sent after it.
 
     Attributes:
-        deferred: long actions that are not in `queue` yet; `barrier` is the one that came there last.
-        sent: scripts on their way, `num_bytes` long; to the first of them there are `replies`.
-        all_replied: done once there is a reply to each, or will be none.
+        deferred: long actions that are not in `queue` yet; `barrier` is the one that was queued last.
+        sent: scripts on their way, `num_bytes` long; `replies` are those to the first of them.
+        all_replied: done once each of them has its reply, or the connection is lost.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -68,25 +68,25 @@ class ActionQueue:
         self.queue.extend(actions)
 
     def defer(self, action: Action) -> None:
-        """Add an action that takes long. A turn queues at most one: plans and entries come between two."""
+        """Add an action that takes long. A turn queues at most one, so that plans come between two."""
         self.deferred.append(action)
 
     def queue_deferred(self) -> None:
-        """Queue the next long action after all that was decided before, unless the last one is not done."""
+        """Queue the next long action after all earlier ones, unless the last long one is not done yet."""
         if self.deferred and self.barrier not in self.queue:
             self.barrier = self.deferred.popleft()
             self.queue.append(self.barrier)
 
     @property
     def can_run(self) -> bool:
-        """Whether the first action that is not sent waits for no reply."""
+        """Whether the first action that is not sent can run before any reply comes."""
         if not self.sent or not self.queue:
             return bool(self.queue)
         has_room = len(self.sent) < MAX_CALLS and self.num_bytes <= MAX_BYTES
         return has_room and isinstance(self.queue[0], ScriptAction)
 
     async def run_next(self) -> bool:
-        """Send all scripts that come before the next other action, or do that one. Return whether it did."""
+        """Send the scripts up to the next barrier, or run that barrier. Return whether it was a barrier."""
         if isinstance(first := self.queue[0], ScriptAction):
             await self.send()
             return False
@@ -124,32 +124,32 @@ class ActionQueue:
             self.all_replied.set_result(None)
 
     def take_replies(self) -> None:
-        """Take the replies that have come. Where the broker refused a script, or the connection is lost, this
-        raises the error, and all whose replies are not taken is sent again.
+        """Take the replies that have come. Raises the error if the broker refused a script, or the connection
+        is lost; then all scripts without a reply are sent again.
         """
-        called_for: list[Action | ScriptAction] = []
+        follow_ups: list[Action | ScriptAction] = []
         try:
             while self.replies:
                 if isinstance(reply := self.replies.popleft(), Exception):
                     raise reply
-                called_for += self.sent.popleft().on_reply(reply)
+                follow_ups += self.sent.popleft().on_reply(reply)
             if self.connection is not None and self.connection.closed.done():
                 self.connection.closed.result()
         except ERRORS:
             self.close()
             raise
         finally:
-            self.queue.extendleft(reversed(called_for))
+            self.queue.extendleft(reversed(follow_ups))
         if not self.sent:
             self.num_bytes = 0
 
     @property
     def due(self) -> list[asyncio.Future[None]]:
-        """What is done when all scripts on their way have replies."""
+        """A future that is done when all scripts on their way have replies; empty if none are."""
         return [self.all_replied] if self.sent and self.all_replied else []
 
     def close(self) -> None:
-        """Close the connection: what was sent on it, and not replied to, is sent again on the next one."""
+        """Close the connection: scripts without a reply are sent again on the next one."""
         if self.connection is not None:
             self.connection.close()
         self.connection = self.all_replied = None

@@ -1,9 +1,8 @@
-"""FailureDetector: decides which workers are dead: those without a heartbeat.
+"""Failure detector: which workers are dead, and for how long the pool has had none.
 
-Heartbeats are missing, too, after the broker was away or slow or its clock jumped, and after this process was
-stopped. Then nobody is declared dead until everybody had time for a new heartbeat.
-
-WorkerAbsence: since when the pool has had no worker, and whether that is too long for its clients.
+A worker without a heartbeat is dead. But heartbeats are also missing after the broker was away or slow, after
+its clock jumped, and after this process was stopped. Then no worker is declared dead until each has had time
+for a new heartbeat.
 """
 
 import logging
@@ -13,8 +12,10 @@ from collections.abc import Callable
 from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
+
 CLOCK_JUMP_MS = 1000
 STALL_S = 2.0
+"""Time between two checks after which heartbeats may be missing: checks come every HEARTBEAT_S."""
 
 
 class FailureDetector:
@@ -41,13 +42,13 @@ class FailureDetector:
         return time.monotonic() >= self.resumes_s
 
     def is_dead(self, has_heartbeat: bool, seen_ms: float, now_ms: float) -> bool:
-        """Whether a worker is dead, whose last heartbeat was at `seen_ms`. One of the future is none: it was
-        sent before the broker's clock went back, and would last too long.
+        """Whether a worker is dead whose last heartbeat came at `seen_ms`. A time in the future does not
+        count: the broker's clock has gone back since, so the heartbeat would last too long.
         """
         return self.active and not (has_heartbeat and seen_ms <= now_ms)
 
     def check_stall(self) -> None:
-        """Pause if the last check is long ago: the broker loaded or its disk was busy, or we were stopped."""
+        """Pause if the last check is long ago: the broker was busy, or this process was stopped."""
         now_s = time.monotonic()
         if now_s - self.checked_s > STALL_S:
             log.warning("no reply from the broker for %.1f s", now_s - self.checked_s)
@@ -55,8 +56,8 @@ class FailureDetector:
         self.checked_s = now_s
 
     def check_clock_jump(self, now_ms: float) -> None:
-        """Pause if the broker's clock, which expires heartbeats, has jumped, or may have: at the first check
-        nobody knows what it showed before.
+        """Pause if the broker's clock, which expires heartbeats, has jumped, or may have jumped before the
+        first check.
         """
         offset_ms = now_ms - time.monotonic() * 1000
         if self.clock_offset_ms is None:
@@ -72,10 +73,10 @@ class FailureDetector:
 
 
 class WorkerAbsence:
-    """Measures how long no worker has been there and none was starting.
+    """How long the pool has had no worker, not even one that is starting.
 
     Attributes:
-        since_s: monotonic time since when; None while there is one.
+        since_s: monotonic time of the first look without one; None while there is one.
     """
 
     def __init__(self, pool: PoolClient, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +86,7 @@ class WorkerAbsence:
         self.since_s: float | None = None
 
     async def is_over_grace(self, has_worker: bool) -> bool:
-        """Whether nobody has been there to serve for longer than WORKER_GRACE_S."""
+        """Whether the pool has had no worker for longer than WORKER_GRACE_S."""
         if has_worker or await self.is_one_starting():
             self.since_s = None
             return False

@@ -1,6 +1,6 @@
-"""Housekeeping: what the active batcher does at intervals beside its turns: no request waits for it.
+"""Housekeeping: what the active batcher does at intervals beside its turns. No request waits for it.
 
-Orphans: requests whose gateway died. They go on for their grace period, then they are cancelled.
+An orphan is a request whose gateway died: it goes on for its grace period, then it is cancelled.
 """
 
 import asyncio
@@ -22,11 +22,15 @@ from common.messages.request import SERVICE_CLASSES
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 
+STATE_TTL_MS = 60_000
+POOL_TTL_S = 3600
+
 
 class OrphanTracker:
-    """Tracks since when each gateway has sent no heartbeat.
+    """Finds orphans.
 
     Attributes:
+        absent_since_s: gateway → monotonic time of the first look at which it had no heartbeat.
         moved: request id → the gateway through which its client came back.
     """
 
@@ -37,7 +41,7 @@ class OrphanTracker:
 
     async def orphans(self, live: Mapping[str, Sequence], gateways: Collection[str]) -> list[str]:
         """Return the ids of the live requests whose gateway has been absent for longer than their grace.
-        `gateways` are those that sent them. While all are there, no request is looked at.
+        `gateways` are those that sent them. While none is absent, no request is looked at.
         """
         self.moved = {name: gateway for name, gateway in self.moved.items() if name in live}
         await self.look_for({*gateways, *self.moved.values()} - {""})
@@ -68,7 +72,7 @@ class OrphanTracker:
         self.absent_since_s = {gateway: self.absent_since_s.get(gateway, now_s) for gateway in absent}
 
     async def find_moved(self, sequences: Collection[Sequence]) -> dict[str, str]:
-        """The requests that Redis says are at another gateway than was known."""
+        """Return the requests that have moved to another gateway, by their hash in Redis."""
         async with self.pool.redis.pipeline(transaction=False) as pipe:
             for sequence in sequences:
                 pipe.hget(self.pool.keys.request(sequence.request_id), "gateway")
@@ -80,16 +84,12 @@ class OrphanTracker:
         }
 
 
-STATE_TTL_MS = 60_000
-POOL_TTL_S = 3600
-
-
 class Housekeeping:
     """Cancels requests that nobody reads or nobody can serve, finds dead workers, trims `control`, publishes
-    the state, writes timelines. A turn starts each run, so a loop that hangs shows no heartbeat.
+    the state, writes timelines. A turn starts each run, so a loop that hangs sends no heartbeat.
 
     Attributes:
-        tasks: the one that runs, or whose end no turn has seen; else none.
+        tasks: the task that runs, or whose end no turn has seen; else none.
         due_s: monotonic time of the next run.
     """
 
@@ -125,16 +125,16 @@ class Housekeeping:
 
     @property
     def wait_ms(self) -> int:
-        """Milliseconds until there is something to start."""
+        """Milliseconds until `start` has something to do."""
         return min(self.left_ms, self.timeline.left_ms) if self.timeline.unwritten else self.left_ms
 
     def start(self, undecodable: int, control_id: str) -> None:
-        """Start what is due, unless a task runs. Messages of `control` before `control_id` are done."""
+        """Start what is due, unless a task runs. Messages of `control` before `control_id` are handled."""
         if not self.tasks and (self.timeline.is_due or self.left_ms <= 0):
             self.tasks.add(asyncio.create_task(self.run(undecodable, control_id)))
 
     def take_dead(self) -> list[str]:
-        """Return the workers that must be sealed, once a task has found them. Raises what ended it."""
+        """Return the workers that a finished task has found dead. Raises the task's error."""
         done = {task for task in self.tasks if task.done()}
         self.tasks -= done
         return [incarnation for task in done for incarnation in task.result()]
@@ -144,13 +144,13 @@ class Housekeeping:
             task.cancel()
 
     async def run(self, undecodable: int, control_id: str) -> list[str]:
-        """Do what is due. Return the workers that must be sealed."""
+        """Do what is due. Return the workers that are dead."""
         await self.timeline.write()
         if self.left_ms > 0:
             return []
         self.due_s = time.monotonic() + until_beat(self.interval_s)
         orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
-        dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped
+        dead = await self.workers.check()  # after the orphans: it looks for a jump of the clock
         if self.detector.active:
             for request_id in orphans:
                 self.scheduler.cancel(request_id, "gateway")
@@ -163,7 +163,7 @@ class Housekeeping:
         return dead
 
     def end_waiting_clients(self) -> None:
-        """End what gateways wait for, as there is no worker. Jobs wait for one until their deadline."""
+        """Cancel the requests of gateways, as there is no worker. Jobs wait for one until their deadline."""
         for sequence in list(self.scheduler.sequences.values()):
             if sequence.request.gateway:
                 self.scheduler.cancel(sequence.request_id, "no_worker")
@@ -173,7 +173,7 @@ class Housekeeping:
         heartbeat.
         """
         counts = count(self.scheduler) | {"undecodable": undecodable}
-        # until then not all pools had time to renew theirs since the broker's clock jumped
+        # while it is paused, other pools may not have renewed theirs since the broker's clock jumped
         pool_ttl_s = POOL_TTL_S if self.detector.active else None
         await self.pool.run(
             batcher_scripts.publish_state(

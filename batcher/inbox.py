@@ -1,11 +1,9 @@
 """Inbox: reads requests, control messages and the reports of every worker with one XREAD.
 
-The XREAD for the next entries is sent before the last ones are handled: they come while plans are written. An
-entry that arrives at the broker between two of these XREADs would wait for a round trip; so, for one stream,
-more XREADs wait at the broker, on a connection of their own (`watch`). Those may miss an entry; the first
-one, which knows the last id of each stream, misses none.
-
-Parse: reads requests and names from stream entries.
+The XREAD for the next entries is sent before the last ones are handled, so they come while plans are written.
+An entry that arrives at the broker between two of these XREADs would wait for a round trip. So, for one
+stream, more XREADs wait at the broker, on a connection of their own (`watch`). They may miss an entry; the
+XREAD that knows the last id of each stream misses none.
 """
 
 import asyncio
@@ -28,21 +26,20 @@ from common.messages.codec import WireError, decode
 from common.messages.plan import Report
 from common.messages.request import Generate
 
-NUM_QUESTIONS = 8
+NUM_WATCHING = 8
 """XREADs that wait at the broker for the next entry of the stream that is watched."""
 RETRY_S = 0.2
-MAX_ENTRIES = 256
+MAX_ENTRIES_READ = 256
 """Entries of each stream in one read."""
-MOMENT_S = 0.005
+TASK_TIME_S = 0.005
+"""Time that tasks get in a turn that waits for no entry."""
 LATE_S = 2.0
-"""A read that waited so much longer than it was told to is given up: the broker ends waits by its own clock,
-which may have gone back.
-"""
+"""A read that is this late is given up: the broker's clock, by which it ends waits, may have gone back."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEntry:
-    """One stream entry. The first of its `fields` is named after the kind of message."""
+    """An entry. The first of its `fields` is named after the kind of message."""
 
     stream: str
     id: str
@@ -57,45 +54,44 @@ class StreamEntry:
         return next(iter(self.fields.values()), b"")
 
 
-Answer = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
-"""What the broker says to XREAD."""
+XreadReply = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
 
 
 class Inbox:
     """The streams that are followed, and the last id taken from each.
 
     Attributes:
-        unhandled: entries that were read and not taken.
-        reading: the read that was asked for, until its entries are `unhandled`.
-        early: stream and id of entries that were not read yet, but came by `watch`.
-        arrived: done when one has come.
+        unhandled: entries that were read and not popped.
+        reading: the read under way, until its entries are `unhandled`.
+        early: stream and id of entries that came by `watch` and that no read has brought yet.
+        arrived: done when one of these has come.
     """
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.last_ids: dict[str, str] = {}
         self.unhandled: deque[StreamEntry] = deque()
-        self.reading: asyncio.Task[Answer] | None = None
+        self.reading: asyncio.Task[XreadReply] | None = None
         self.early: set[tuple[str, str]] = set()
         self.arrived: asyncio.Future[None] | None = None
 
     def follow(self, stream: str, after: str = "0") -> None:
-        """Read `stream` from the entry behind `after` on; no change if it is followed already."""
+        """Read `stream` from the entry after `after` on, unless it is followed already."""
         if stream not in self.last_ids:
             self.last_ids[stream] = after
-            self.close()  # what is asked for lacks this stream
+            self.close()  # the read under way lacks this stream
 
     def unfollow(self, stream: str) -> None:
         self.last_ids.pop(stream, None)
 
     def close(self) -> None:
-        """Give up what was asked for: the next read brings it."""
+        """Give up the read under way: the next one brings its entries."""
         if self.reading is not None:
             self.reading.cancel()
             self.reading = None
 
     def read_ahead(self, wait_ms: int) -> None:
-        """Ask for new entries if all that were read are taken; the broker waits up to `wait_ms` for one."""
+        """Start a read if all entries are popped; the broker waits up to `wait_ms` for a new one."""
         if self.reading is None and not self.unhandled:
             self.reading = asyncio.create_task(self.read(max(1, wait_ms)))
 
@@ -105,16 +101,16 @@ class Inbox:
         tasks: Collection[asyncio.Task[Any]] = (),
         replies: Collection[asyncio.Future[None]] = (),
     ) -> None:
-        """Take over what was asked for. With `waits`, wait until it has come, or one of `tasks` or `replies`
-        is done. Where entries wait, tasks go on for a moment: with one pass of the event loop a turn they
-        would take seconds.
+        """Take the entries of the read under way, if they have come. With `waits`, and if no entry is there,
+        wait for the first of them, of `tasks` and of `replies`. Otherwise `tasks` get a moment: with one pass
+        of the event loop a turn they would take seconds.
         """
         if waits and self.reading is not None and not self.unhandled:
             self.arrived = asyncio.get_running_loop().create_future()
             comes: list[asyncio.Future[Any]] = [self.reading, self.arrived, *tasks, *replies]
             await asyncio.wait(comes, return_when=asyncio.FIRST_COMPLETED)
         elif tasks:
-            await asyncio.wait(tasks, timeout=MOMENT_S)
+            await asyncio.wait(tasks, timeout=TASK_TIME_S)
         else:
             await asyncio.sleep(0)  # replies have their turn
         if (reading := self.reading) is not None and reading.done():
@@ -122,29 +118,29 @@ class Inbox:
             self.unhandled.extend(self.entries(reading.result()))
 
     def pop_entries(self, seconds: float) -> Iterator[StreamEntry]:
-        """Yield the entries that were read; after `seconds` the rest stays for the next call."""
+        """Yield the entries that were read, for `seconds`; the rest stays for the next call."""
         end_s = time.monotonic() + seconds
         while self.unhandled and time.monotonic() < end_s:
             yield self.unhandled.popleft()
 
     def done_id(self, stream: str) -> str:
-        """Return the id up to which the entries of a stream were taken, or that of the next one."""
+        """Return the id of the next entry of a stream, or of the last one if all are popped."""
         return next((entry.id for entry in self.unhandled if entry.stream == stream), self.last_ids[stream])
 
-    async def read(self, wait_ms: int) -> Answer:
-        """Return what is new in all streams, in order in each; wait up to `wait_ms` while nothing is."""
+    async def read(self, wait_ms: int) -> XreadReply:
+        """Return the new entries of all streams, each in order; wait up to `wait_ms` for the first."""
         streams: Any = dict(self.last_ids)
         try:
             async with asyncio.timeout(wait_ms / 1000 + LATE_S):
-                answer: Answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=wait_ms)
+                reply: XreadReply = await self.redis.xread(streams, count=MAX_ENTRIES_READ, block=wait_ms)
         except TimeoutError:
             return []
-        return answer
+        return reply
 
-    def entries(self, answer: Answer) -> Iterator[StreamEntry]:
-        for stream, items in answer:
+    def entries(self, reply: XreadReply) -> Iterator[StreamEntry]:
+        for stream, items in reply:
             name = stream.decode()
-            if name not in self.last_ids:  # it was unfollowed after it was asked for
+            if name not in self.last_ids:  # it was unfollowed during the read
                 continue
             for entry_id, fields in items:
                 self.last_ids[name] = entry_id.decode()
@@ -152,28 +148,30 @@ class Inbox:
                     yield StreamEntry(name, entry_id.decode(), fields)
 
     async def watch(self, stream: str) -> NoReturn:
-        """Take entries of a stream that is followed, with ids of the broker's clock, as soon as they come."""
+        """Take entries of a stream that is followed as soon as they come; their ids are of the broker's
+        clock.
+        """
         while True:
             with contextlib.suppress(*ERRORS):
-                await self.ask(stream)
+                await self.watch_once(stream)
             await asyncio.sleep(RETRY_S)
 
-    async def ask(self, stream: str) -> None:
-        """Have questions wait at the broker for as long as the connection lives."""
-        question = "XREAD", "COUNT", MAX_ENTRIES, "BLOCK", 0, "STREAMS", stream, "$"
+    async def watch_once(self, stream: str) -> None:
+        """Have XREADs wait at the broker until the connection is lost; raises its error."""
+        xread = "XREAD", "COUNT", MAX_ENTRIES_READ, "BLOCK", 0, "STREAMS", stream, "$"
 
         def on_reply(reply: Any) -> None:
             if isinstance(reply, Exception):
                 connection.fail(reply)
                 return
-            connection.send(*question)
+            connection.send(*xread)
             for entry_id, fields in reply[0][1] if reply else ():
                 named = dict(zip(fields[::2], fields[1::2], strict=True))
                 self.take_early(StreamEntry(stream, entry_id.decode(), named))
 
         connection = await FastConnection.connect(self.redis, on_reply)
         try:
-            connection.send_all([question] * NUM_QUESTIONS)
+            connection.send_all([xread] * NUM_WATCHING)
             await connection.closed
         finally:
             connection.close()
@@ -190,7 +188,7 @@ class Inbox:
                 self.arrived.set_result(None)
 
 
-def queued_ms(entry: StreamEntry, now_ms: int) -> int:
+def parse_queued_ms(entry: StreamEntry, now_ms: int) -> int:
     """Return what the pool's clock showed when a `requests` entry was queued; `now_ms` if it does not say."""
     try:
         return min(int(entry.fields[b"clock"]), now_ms)
@@ -198,11 +196,8 @@ def queued_ms(entry: StreamEntry, now_ms: int) -> int:
         return now_ms
 
 
-def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
-    """Return the sequence of a `requests` entry; its time to live counts from `queued_ms`.
-
-    Raises WireError.
-    """
+def parse_sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
+    """Return the sequence of a `requests` entry, which lives from `queued_ms` on. Raises WireError."""
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
@@ -213,13 +208,13 @@ def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
 
 
 def check_positive(field: str, value: int) -> None:
-    """Raises WireError if the value of a request's field is not positive."""
+    """Raise WireError if the value of a request's field is not positive."""
     if value < 1:
         raise WireError(f"Generate.{field}: {value} is not positive")
 
 
-def report(data: bytes, incarnation: str, epoch: int) -> Report:
-    """Return a worker's report. Raises WireError; LeaseLost or WritesLost if it ends our `epoch`."""
+def parse_report(data: bytes, incarnation: str, epoch: int) -> Report:
+    """Return a worker's report. Raises WireError; LeaseLost or WritesLost if the report ends our `epoch`."""
     report = decode(Report, data)
     if report.epoch > epoch:
         raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
@@ -228,7 +223,7 @@ def report(data: bytes, incarnation: str, epoch: int) -> Report:
     return report
 
 
-def incarnation(data: bytes) -> str:
+def parse_incarnation(data: bytes) -> str:
     """Return a worker's incarnation. Raises WireError."""
     try:
         return data.decode()
@@ -236,8 +231,8 @@ def incarnation(data: bytes) -> str:
         raise WireError(f"no incarnation: {error}") from error
 
 
-def request_id(data: bytes) -> str | None:
-    """Return the request id in a payload that is no valid `Generate`, if one can be read."""
+def parse_request_id(data: bytes) -> str | None:
+    """Return the request id in a payload that is no valid `Generate`; None if there is none to read."""
     try:
         found = msgpack.unpackb(data)["id"]
     except Exception:  # the payload may be any bytes at all

@@ -1,13 +1,7 @@
-"""Lease: the right to be the active batcher of a pool.
+"""Lease: the right to be the active batcher of a pool, and when its holder may leave.
 
 One batcher holds it at a time. Each new holder gets a higher epoch, which fences off the plans of earlier
-ones. The holder sets the pool's clock whenever it renews the lease.
-
-Departure: when a batcher that was told to end may leave.
-
-It leaves last: not before the gateways that end with it have finished their streams, unless another batcher
-stands by. Others are believed by what they have said since it was told: a process that was told at the same
-time and had no core since still looks as before.
+holders. The holder sets the pool's clock whenever it renews the lease.
 """
 
 import asyncio
@@ -27,8 +21,13 @@ from common.settings.settings import Settings
 from common.startup import READY
 
 log = logging.getLogger(__name__)
+
 RELEASE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
+HEARTBEATS_TO_SHOW = 2
+"""Heartbeats within which a process shows that it was told to end; one may have been on its way."""
+ENDING = ("draining", "died")
+"""States of gateways that end."""
 
 
 class LeaseLost(Exception):
@@ -36,17 +35,17 @@ class LeaseLost(Exception):
 
 
 class WritesLost(Exception):
-    """The broker may lack what was written last, so what this batcher knows may not be so: a new epoch begins
-    with what the broker has.
+    """The broker may lack what was written last, so this batcher may know what is no longer so. A new epoch
+    begins with what the broker has.
     """
 
 
 class PoolClock:
     """The clock that deadlines are told by: milliseconds that the pool's active batchers counted.
 
-    It shows `start_ms` when it is made, and goes on from there with this process' monotonic clock: from where
-    the last holder of the lease left it, so no jump of the broker's clock, or of a host's, moves a deadline.
-    Time in which no batcher was active does not count.
+    It starts where the last holder of the lease left it, and goes on with this process's monotonic clock. So
+    no jump of the broker's clock, or of a host's, moves a deadline, and time without an active batcher does
+    not count.
     """
 
     def __init__(self, start_ms: int) -> None:
@@ -57,15 +56,15 @@ class PoolClock:
 
 
 class Lease:
-    """Lease of `holder`, renewed while it is active.
+    """The lease, as `holder` asks for it and renews it.
 
-    It survives its expiry: a broker that was away and came back without a new holder grants it again. A lease
-    that does not expire, because the broker's clock went back, is taken over when the pool's clock has
-    stopped for as long as a lease lasts.
+    It survives its expiry: a broker that comes back without another holder grants it again. A lease that does
+    not expire, because the broker's clock went back, is taken over when the pool's clock has stopped for as
+    long as a lease lasts.
 
     Attributes:
-        expires_s: monotonic time until which no other can hold it.
-        server_id: the server behind the broker's address when the lease was taken. Another one, as after a
+        expires_s: monotonic time until which no other batcher can hold it.
+        server_id: the server at the broker's address when the lease was taken. Another one, as after a
             restart or a failover, may lack what was written last.
         clock: the pool's clock, from the moment the lease is held.
         stopped_ms, stopped_since_s: what the pool's clock shows while another holds the lease, and since when
@@ -84,19 +83,15 @@ class Lease:
         self.stopped_since_s = time.monotonic()
 
     async def run_script(self, ttl_s: float, clock_ms: int | bytes) -> LeaseReply:
-        """Return the epoch, or "" while another batcher holds the lease, and the id of the server that
-        answered. 0 seconds release the lease.
+        """Take, renew or (with 0 seconds) release the lease.
 
         Args:
             clock_ms: of the holder, what the pool's clock shows; of another, what `watch_clock` returns.
         """
         asked_s = time.monotonic()
+        ttl_ms, keys = int(ttl_s * 1000), self.pool.keys
         call = batcher_scripts.lease(
-            self.pool.keys,
-            holder=self.holder,
-            ttl_ms=int(ttl_s * 1000),
-            own_epoch=self.epoch,
-            clock_ms=clock_ms,
+            keys, holder=self.holder, ttl_ms=ttl_ms, own_epoch=self.epoch, clock_ms=clock_ms
         )
         reply = await self.pool.run(call)
         self.expires_s = asked_s + ttl_s if reply.epoch else 0.0
@@ -127,7 +122,7 @@ class Lease:
             await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
 
     async def watch_clock(self) -> bytes:
-        """Return what the pool's clock shows if it has stopped for as long as a lease lasts, else b""."""
+        """Return what the pool's clock shows if it has stood still for as long as a lease lasts, else b""."""
         shown_ms: bytes = await self.pool.redis.get(self.pool.keys.clock) or b""
         now_s = time.monotonic()
         if shown_ms != self.stopped_ms:
@@ -135,8 +130,8 @@ class Lease:
         return shown_ms if now_s - self.stopped_since_s > self.ttl_s else b""
 
     async def renew(self) -> None:
-        """Raises LeaseLost when another batcher took over, WritesLost when the broker is another server or
-        has lost everything.
+        """Renew it. Raises LeaseLost if another batcher took over, WritesLost if the broker is another server
+        or has lost everything.
         """
         epoch, server_id = await self.run_script(self.ttl_s, self.clock.now_ms())
         if epoch != self.epoch:
@@ -147,7 +142,7 @@ class Lease:
             raise WritesLost("the broker was restarted or replaced")
 
     async def renew_forever(self) -> NoReturn:
-        """Renew it while it is held, whatever else the batcher does. Raises LeaseLost, WritesLost."""
+        """Renew it at an interval, whatever else the batcher does. Raises LeaseLost, WritesLost."""
         failures = FailureLog(log, "renewing the lease")
         while True:
             with failures.caught():
@@ -156,7 +151,7 @@ class Lease:
             await asyncio.sleep(min(RETRY_S, pause_s) if failures.count else until_beat(pause_s))
 
     async def confirm(self) -> None:
-        """Return once it is held; at once if it has not expired. Raises LeaseLost, WritesLost."""
+        """Renew it if it may have expired. Raises LeaseLost, WritesLost."""
         if time.monotonic() >= self.expires_s:
             await self.renew()
 
@@ -169,16 +164,11 @@ class Lease:
             log.warning("the lease stays until it expires: %s", describe_error(error))
 
 
-HEARTBEATS_TO_SHOW = 2
-"""Heartbeats within which a process that was told to end at the same time shows it: one may be on its way."""
-ENDING = ("draining", "died")
-
-
 class GatewayState(NamedTuple):
     """What is known of a gateway.
 
     Attributes:
-        num_streams: those that it has not finished.
+        num_streams: streams that it has not finished.
         is_believed: whether it has sent enough heartbeats since this batcher was told to end.
     """
 
@@ -188,14 +178,14 @@ class GatewayState(NamedTuple):
 
 
 class HeartbeatCount:
-    """How many heartbeats of each process were seen since the first look, at most one a look."""
+    """How many heartbeats each process has sent since the first look; each look counts one at most."""
 
     def __init__(self) -> None:
         self.seen_ms: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
 
     def look(self, last_ms: Mapping[str, float]) -> None:
-        """`last_ms`: when the last heartbeat of each process came."""
+        """Count new heartbeats; `last_ms` is when the last one of each process came."""
         for name, at_ms in last_ms.items():
             self.counts[name] += self.seen_ms.get(name, at_ms) != at_ms
         self.seen_ms = {**last_ms}
@@ -207,7 +197,11 @@ class HeartbeatCount:
 async def wait_until_unneeded(
     pool: PoolClient, settings: Settings, lease: Lease, told_to_end: asyncio.Event
 ) -> None:
-    """Return when this batcher was told to end and may leave; GRACEFUL_TERMINATION_TIMEOUT bounds it."""
+    """Return once this batcher was told to end and may leave, or GRACEFUL_TERMINATION_TIMEOUT is over.
+
+    Gateways and standbys count by what they have said since then: a process that was told to end at the same
+    time, and has had no core yet, still looks as before.
+    """
     await told_to_end.wait()
     batchers, gateways = HeartbeatCount(), HeartbeatCount()
     with contextlib.suppress(TimeoutError):
@@ -240,8 +234,8 @@ async def is_needed(
 
 
 def must_stay(has_standby: bool, gateways: Sequence[GatewayState]) -> bool:
-    """Whether the active batcher must stay. Every gateway is waited for until it is believed: it may have
-    been told to end as well, and not have shown it yet.
+    """Whether the active batcher must stay: until every gateway that ends has finished its streams, unless
+    another batcher stands by. A gateway that is not believed yet may end as well.
     """
     if any(gateway.state not in ENDING and not gateway.is_believed for gateway in gateways):
         return True

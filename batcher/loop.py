@@ -31,8 +31,8 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 0.02
-"""For so long entries are handled in one turn: plans, and the lease, come between."""
+ENTRIES_S = 0.02
+"""The longest time that one turn spends on entries."""
 RETRY_S = 0.2
 
 
@@ -40,8 +40,8 @@ class Batcher:
     """One epoch of the active batcher.
 
     Attributes:
-        requests: name of the stream: looked at with every entry.
-        pending: what was decided and not done yet.
+        requests: the key of the stream, which each entry's is compared with.
+        pending: what is decided and not done yet.
         undecodable: number of entries that could not be read.
     """
 
@@ -82,13 +82,13 @@ class Batcher:
         self.failures = FailureLog(log, "a turn")
 
     async def run(self) -> NoReturn:
-        """Raises LeaseLost when another batcher took over."""
+        """Run the epoch. Raises LeaseLost when another batcher took over, WritesLost."""
         await self.retry(self.start_epoch)
         while True:
             await self.retry(self.turn)
 
     async def retry(self, action: Action) -> None:
-        """Repeat `action` until the broker does not fail."""
+        """Repeat `action` until the broker does not fail it."""
         while True:
             with self.failures.caught():
                 await action()
@@ -110,16 +110,16 @@ class Batcher:
         log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:
-        """Do what is pending as far as it waits for no reply, and decide on what has come."""
+        """Run the pending actions that wait for no reply, handle the entries that have come, and decide."""
         await self.lease.confirm()
         self.inbox.read_ahead(self.scheduler.left_ms(self.lease.clock.now_ms(), self.housekeeping.wait_ms))
         acted = await self.run_pending()
         dead = self.housekeeping.take_dead()
         self.pending.add(*(partial(self.recovery.seal, one, "no heartbeat") for one in dead))
         self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
-        waits = not (acted or self.pending.can_run)  # what an action has resumed is to be placed
+        waits = not (acted or self.pending.can_run)  # requests that an action has resumed are placed first
         await self.inbox.fill(waits, self.housekeeping.tasks, self.pending.due)
-        for entry in self.inbox.pop_entries(SLICE_S):
+        for entry in self.inbox.pop_entries(ENTRIES_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
@@ -130,8 +130,8 @@ class Batcher:
         self.housekeeping.close()
 
     async def run_pending(self) -> bool:
-        """Take the replies that have come, and do all that waits for none. Return whether any of it was more
-        than a script.
+        """Take the replies that have come, and run all actions that wait for none. Return whether one of them
+        was no script.
         """
         acted = False
         self.pending.take_replies()
@@ -162,7 +162,7 @@ class Batcher:
             raise WireError(f"unknown kind {entry.kind!r}")
         now_ms = self.lease.clock.now_ms()
         is_new = self.requests in self.inbox.last_ids
-        sequence = inbox.sequence(entry, now_ms if is_new else inbox.queued_ms(entry, now_ms))
+        sequence = inbox.parse_sequence(entry, now_ms if is_new else inbox.parse_queued_ms(entry, now_ms))
         if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
             self.pending.add(partial(self.terminals.replace_entry, known, entry))
             return
@@ -183,7 +183,7 @@ class Batcher:
             case "resume":
                 self.scheduler.restart(decode(Resume, entry.data).request_id)
             case "worker_ready":
-                self.pending.add(partial(self.workers.send_takeover, inbox.incarnation(entry.data)))
+                self.pending.add(partial(self.workers.send_takeover, inbox.parse_incarnation(entry.data)))
             case "died":
                 died = decode(WorkerDied, entry.data)
                 self.pending.add(partial(self.recovery.seal_process, died.incarnation))
@@ -194,7 +194,7 @@ class Batcher:
         incarnation = entry.stream.removeprefix(self.keys.reports(""))
         match entry.kind:
             case "report":
-                report = inbox.report(entry.data, incarnation, self.epoch)
+                report = inbox.parse_report(entry.data, incarnation, self.epoch)
                 if (replica := self.scheduler.replicas.get(incarnation)) is not None:
                     self.timeline.record_report(replica, report)
                 self.on_report(incarnation, report)
@@ -221,7 +221,7 @@ class Batcher:
         """Enqueue the scheduler's plans and outcomes."""
         self.pending.add(*map(self.publication, self.scheduler.plans()))
         outcomes = self.scheduler.pop_outcomes()
-        self.pending.add(*map(self.recovery.close, outcomes.finished))
+        self.pending.add(*map(self.recovery.dequeue_finished, outcomes.finished))
         for sequence, why in outcomes.to_finish:
             self.pending.add(partial(self.terminals.finish, sequence, why))
         if outcomes.interrupted:
@@ -231,8 +231,8 @@ class Batcher:
         return ScriptAction(partial(workers.publish, self.keys, plan), partial(self.on_published, plan))
 
     def on_published(self, plan: PendingPlan, reply: list[Any]) -> list[ScriptAction]:
-        """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn from it; then
-        it is published again, and so are those behind it, which are not written without it.
+        """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn, and the plan
+        is published again; so are later plans, which the broker refuses without it.
         """
         replica, incarnation = plan.replica, plan.replica.capacity.incarnation
         match batcher_scripts.read_plan_reply(reply):

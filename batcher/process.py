@@ -49,7 +49,7 @@ async def run_batcher(
                     lease.renew_forever(),
                     batcher.inbox.watch(pool.keys.requests),
                     batcher.run(),
-                    close(batcher.scheduler, told_to_end),
+                    close_when_told(batcher.scheduler, told_to_end),
                     collect_garbage(batcher.scheduler.num_live),
                 )
             except WritesLost as error:
@@ -58,12 +58,10 @@ async def run_batcher(
                 batcher.close()
 
 
-async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> None:
-    """Let what waits start on workers that end as well, from the moment this process is told to end. Never
-    returns.
-    """
+async def close_when_told(scheduler: Scheduler, told_to_end: asyncio.Event) -> None:
+    """When this process is told to end, let requests start on workers that end as well. Never returns."""
     await told_to_end.wait()
-    scheduler.workers.close()
+    scheduler.workers.set_closing()
     await asyncio.Future()
 
 

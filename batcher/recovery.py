@@ -1,9 +1,7 @@
 """Recovery: interrupted requests go on from their committed tokens.
 
-Committed tokens are read from the request's own string and from the log of the worker that held it; what only
-the log has is saved to the string first, so the log can be deleted.
-
-Backlog: what was said before this epoch: requests, by the worker that held each, and deaths.
+Committed tokens are read from the request's own string and from the log of the worker that held it. Tokens
+that only the log has are first saved to the string, so that the log can be deleted.
 """
 
 import asyncio
@@ -28,18 +26,24 @@ from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerDied
 from common.process.logs import plural
 
+log = logging.getLogger(__name__)
+
 ENTRIES_IN_ONE_READ = 256
+APPENDED_IN_ONE_SLICE = 2048
+SAVED_IN_ONE_CALL = 64
+RESTORED_AT_ONCE = 512
 
 
 class Backlog:
-    """Read once, in slices, at the start of an epoch. Every plan of earlier epochs is refused by then.
+    """Requests and deaths from before this epoch. It is read once, in slices, at the start of the epoch, when
+    every plan of earlier epochs is refused.
 
     Attributes:
         control_id: the last entry of `control` that was read.
-        dead: workers of which a launcher said that they died.
+        dead: workers that a launcher has reported dead.
         last_id: the last entry of `requests` that was read; later ones are new requests.
         unread: sequences whose state was not read yet.
-        held_by: sequences by the worker that the last plan gave them to; "" has those that no worker holds.
+        held_by: sequences by the worker that the last plan gave them to, or "" if no worker holds them.
         ended: sequences that have their terminal.
     """
 
@@ -53,7 +57,7 @@ class Backlog:
         self.ended: list[Sequence] = []
 
     async def read_control(self) -> None:
-        """Read the deaths. Cancels also stand in the requests, and workers in their heartbeats."""
+        """Read the deaths. Cancels are also in the hashes of requests, and workers have heartbeats."""
         while entries := await self.pool.redis.xrange(
             self.pool.keys.control, f"({self.control_id}", count=ENTRIES_IN_ONE_READ
         ):
@@ -64,7 +68,7 @@ class Backlog:
                         self.dead.add(decode(WorkerDied, data).incarnation)
 
     async def read_requests(self, on_entry: Callable[[StreamEntry], None]) -> None:
-        """Pass on every entry of `requests`, and read the state of the sequences that come of them."""
+        """Call `on_entry` with every entry of `requests`, and read the state of the `unread` sequences."""
         while True:
             await self.read_states()
             if not (entries := await self.read_entries()):
@@ -81,7 +85,7 @@ class Backlog:
         return [StreamEntry(stream, entry_id.decode(), fields) for entry_id, fields in entries]
 
     async def read_states(self) -> None:
-        """Read the state of the sequences in `unread`: who held them, and whether they go on."""
+        """Read the state of the sequences in `unread`: which worker held them, and whether they go on."""
         names = [sequence.request_id for sequence in self.unread]
         states = await committed.read_saved(self.pool, names, with_tokens=False)
         for sequence in self.unread:
@@ -99,21 +103,15 @@ class Backlog:
         self.held_by.setdefault(state.worker, []).append(sequence)
 
 
-log = logging.getLogger(__name__)
-SAVED_IN_ONE_CALL = 64
-RESTORED_AT_ONCE = 512
-APPENDED_IN_ONE_SLICE = 2048
-
-
 def count_crashes(state: Committed, is_crash: bool) -> int:
-    """Incarnations in a row that died under a request without a token committed beyond its base."""
+    """Return how many workers in a row died under a request without a new committed token."""
     return 0 if state.num_tokens > state.base else state.crash_count + is_crash
 
 
 class Recovery:
     """Resumes requests. Each coroutine may be repeated: sequences change only after everything was saved.
 
-    What reads many requests is deferred: it reads what plans write, so all decided before is done first.
+    Coroutines that read many requests are deferred: they run once all earlier decisions are written.
     """
 
     def __init__(
@@ -136,9 +134,9 @@ class Recovery:
         self.backlog = backlog
 
     def on_takeover_report(self, incarnation: str, report: Report) -> None:
-        """Adopt the rows that a worker holds, and resume what it held before this epoch and holds no more.
+        """Adopt the rows that a worker holds, and resume the requests that it held before and holds no more.
 
-        Raises ValueError if the report contradicts itself; then the worker must be removed.
+        Raises ValueError if the report contradicts itself; then the worker must be sealed.
         """
         held = self.backlog.held_by.get(incarnation, [])
         left = self.workers.activate(incarnation, report, held)
@@ -167,7 +165,7 @@ class Recovery:
             self.remove(incarnation)
 
     def remove(self, incarnation: str) -> None:
-        """Remove a worker that is sealed, and whose reports were read."""
+        """Remove a sealed worker whose reports were read."""
         held = self.scheduler.remove_worker(incarnation) + self.backlog.held_by.pop(incarnation, [])
         self.pending.defer(partial(self.remove_worker, incarnation, held))
 
@@ -177,8 +175,10 @@ class Recovery:
         await self.save(states)
         return await self.enqueue(sequences, states)
 
-    def close(self, sequence: Sequence) -> ScriptAction:
-        """Remove a request whose worker reported its end; it goes on if that worker's end did not count."""
+    def dequeue_finished(self, sequence: Sequence) -> ScriptAction:
+        """Remove a request whose worker reported its end. If it has no terminal, it is resumed: the worker
+        was not allowed to end it.
+        """
 
         def on_reply(has_ended: int) -> list[Action]:
             is_over = self.terminals.on_dequeued(sequence, has_ended)
@@ -189,14 +189,14 @@ class Recovery:
         )
 
     async def restore(self, sequences: list[Sequence]) -> None:
-        """Resume requests from before this epoch that their workers hold no more. Most have ended since."""
+        """Resume requests that their workers, from before this epoch, hold no more. Most have ended."""
         names = [sequence.request_id for sequence in sequences]
         states = await committed.read_saved(self.pool, names, with_tokens=False)
         for sequence in await self.resume(await self.drop_ended(sequences, states)):
             self.timeline.record_takeover(sequence)
 
     async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
-        """Enqueue requests that no worker held: their strings have all their tokens."""
+        """Enqueue requests that no worker held: their strings have all of their tokens."""
         names = [sequence.request_id for sequence in sequences if sequence.attempt]
         states = await committed.read_saved(self.pool, names)
         new = [sequence for sequence in sequences if not sequence.attempt]
@@ -206,7 +206,7 @@ class Recovery:
             self.timeline.record_takeover(sequence)
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
-        """Save what a sealed worker's log says of any request, resume what it held, and delete its keys."""
+        """Save the tokens in a sealed worker's log, resume the requests that it held, and delete its keys."""
         logged, why = await committed.read_sealed_log(self.pool, incarnation)
         names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
         states = await committed.read_saved(self.pool, names)
@@ -221,8 +221,8 @@ class Recovery:
         log.log(level, "worker %s is removed; %s resumed", incarnation, plural(len(live), "request"))
 
     async def save(self, states: dict[str, Committed], worker: str = "", is_crash: bool = False) -> None:
-        """Append to each request's own string what only logs have of it, and record that `worker` holds it no
-        more; without `worker`, that nobody does. Raises LeaseLost.
+        """Append to each request's string the tokens that only logs have, and record that `worker` (without
+        it, any worker) holds the request no more. Raises LeaseLost.
         """
         for state in states.values():
             state.crash_count = count_crashes(state, is_crash and state.worker == worker)
@@ -235,7 +235,7 @@ class Recovery:
                 raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
 
     async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
-        """Update sequences to what is committed, and enqueue those that are live. Return these."""
+        """Update sequences to what is committed, and enqueue those that are live. Return the live ones."""
         live = await self.drop_ended(sequences, states)
         for sequence in live:
             if not sequence.waiting and sequence.row is None:

@@ -19,7 +19,7 @@ UNDECODABLE_RESULT_TTL_MS = 60_000
 
 
 class Terminals:
-    """Publishes terminals of the batcher. Each method may be repeated: a request gets one terminal only."""
+    """Publishes the batcher's terminals. Each method may be repeated: a request gets one terminal only."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Terminals:
         self.timeline = timeline
 
     async def finish(self, sequence: Sequence, why: str) -> None:
-        """End a request that no worker holds; its terminal is not published if it has one already."""
+        """End a request that no worker holds. A terminal that it has already stays."""
         request = sequence.request
         await self.publish(request.request_id, request.channel, request.result_ttl_ms, why, sequence.base)
         log.info(
@@ -47,8 +47,8 @@ class Terminals:
         self.timeline.record(sequence, "ended", num_tokens=sequence.base, why=why)
 
     async def dequeue(self, sequence: Sequence) -> bool:
-        """Remove a request that has its terminal from the queue and from the scheduler. Return whether it has
-        one.
+        """Remove a request from the queue and from the scheduler, if it has its terminal. Return whether it
+        has.
         """
         return self.on_dequeued(sequence, await self.delete_entry(sequence.request_id, sequence.entry_id))
 
@@ -65,8 +65,7 @@ class Terminals:
 
     async def finish_undecodable(self, entry: StreamEntry) -> None:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
-        request_id = inbox.request_id(entry.data)
-        if request_id is not None:
+        if (request_id := inbox.parse_request_id(entry.data)) is not None:
             channel: bytes | None = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
             await self.publish(
                 request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0

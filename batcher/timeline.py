@@ -23,9 +23,9 @@ from common.process.logs import plural
 
 log = logging.getLogger(__name__)
 
-MAX_ENTRIES = 20_000
+MAX_TIMELINE_ENTRIES = 20_000
 REQUESTS_PER_ENTRY = 10
-"""Bounds of the stream: some 200,000 parts of timelines, a few tens of MB."""
+"""Together they bound the stream: some 200,000 parts of timelines, a few tens of MB."""
 TIMELINE_TTL_MS = 86_400_000
 WRITE_INTERVAL_S = 0.1
 MAX_UNWRITTEN = 10_000
@@ -100,7 +100,7 @@ class TimelineWriter:
     def record_takeover(self, sequence: Sequence) -> None:
         """Record that a new batcher found the request in the queue.
 
-        One that was never placed is recorded as queued: the batcher before may not have done so.
+        A request that was never placed is recorded as queued: the former batcher may not have recorded it.
         """
         if not sequence.attempt:
             self.record_queued(sequence)
@@ -121,7 +121,7 @@ class TimelineWriter:
         return bool(self.unwritten) and self.left_ms <= 0
 
     async def write(self) -> None:
-        """Write the events recorded since the last write. If the broker fails they are kept, bounded."""
+        """Write the events recorded since the last write. If the broker fails, MAX_UNWRITTEN are kept."""
         if not self.is_due:
             return
         self.written_s = time.monotonic()
@@ -133,11 +133,11 @@ class TimelineWriter:
                     request_id: encode(Timeline(events))
                     for request_id, events in islice(items, REQUESTS_PER_ENTRY)
                 }:
-                    pipe.xadd(self.pool.keys.timeline, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
+                    pipe.xadd(self.pool.keys.timeline, fields, maxlen=MAX_TIMELINE_ENTRIES)  # type: ignore[arg-type]
                 pipe.pexpire(self.pool.keys.timeline, TIMELINE_TTL_MS)
                 await pipe.execute()
         except ERRORS as error:
             log.debug("timelines of %s wait: %s", plural(len(unwritten), "request"), describe_error(error))
-            for request_id, events in self.unwritten.items():  # recorded meanwhile
+            for request_id, events in self.unwritten.items():  # recorded during the write
                 unwritten.setdefault(request_id, []).extend(events)
             self.unwritten = unwritten if len(unwritten) <= MAX_UNWRITTEN else {}

@@ -1,9 +1,4 @@
-"""WorkerRegistry: the workers of the pool, and what this epoch knows of each.
-
-Dispatch: writes plans to the streams of workers, and records which worker holds the rows that start.
-
-Publishing the same plan twice changes nothing: its stream id is its number.
-"""
+"""Workers of the pool: what this epoch knows of each, and how it is given plans."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -14,7 +9,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import PlacedRow, Sequence
+from batcher.scheduling.sequence import Sequence
 from common.broker import batcher_scripts, worker_scripts
 from common.broker.batcher_scripts import PlanReply, StartedRow
 from common.broker.keys import Keys
@@ -24,35 +19,23 @@ from common.messages.codec import WireError, decode
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.process.logs import first_incarnation, plural
 
-
-async def send_takeover(pool: PoolClient, incarnation: str, epoch: int) -> str:
-    """Publish the first plan of an epoch: the worker reports what it holds."""
-    plan = Plan(epoch, 1, 0, 0, takeover=True)
-    call = batcher_scripts.publish_plan(pool.keys, incarnation, plan=plan, oldest=1, rows=[])
-    return (await pool.run(call)).status
+log = logging.getLogger(__name__)
 
 
 def publish(keys: Keys, pending: PendingPlan) -> ScriptCall[PlanReply]:
-    """Return the call that publishes a plan."""
+    """Return the call that publishes a plan. A repeated call changes nothing: the plan's id is its number."""
     replica = pending.replica
-    oldest = min(replica.plan_seen, replica.plan_written)  # whether the next one is written is looked up
-    rows = [started_row(row) for row in pending.rows]
+    oldest = min(replica.plan_seen, replica.plan_written)  # the script looks for the plan before the next one
+    rows = [
+        StartedRow(row.sequence.request_id, row.sequence.attempt, row.sequence.base, row.num_cached)
+        for row in pending.rows
+    ]
     worker = replica.capacity.incarnation
     return batcher_scripts.publish_plan(keys, worker, plan=pending.plan, oldest=oldest, rows=rows)
 
 
-def started_row(row: PlacedRow) -> StartedRow:
-    sequence = row.sequence
-    return StartedRow(
-        sequence.request_id, attempt=sequence.attempt, base=sequence.base, num_cached=row.num_cached
-    )
-
-
-log = logging.getLogger(__name__)
-
-
 class WorkerState(Enum):
-    """State of one incarnation. Every worker is taken over first: it says what it holds."""
+    """State of one incarnation. Every worker is taken over first: it reports the rows that it holds."""
 
     FOUND = auto()
     """It is in Redis; no takeover was sent yet."""
@@ -62,7 +45,7 @@ class WorkerState(Enum):
     ACTIVE = auto()
     """It answered the takeover."""
     REMOVED = auto()
-    """It was sealed, and its reports were read to the end; its keys are deleted."""
+    """It was sealed, its reports were read to the end, and its keys are deleted."""
 
 
 UNSENT = (WorkerState.FOUND, WorkerState.UNREADABLE)
@@ -70,8 +53,11 @@ UNSENT = (WorkerState.FOUND, WorkerState.UNREADABLE)
 
 @dataclass(slots=True)
 class KnownWorker:
-    """One incarnation; with `is_earlier` it was there before this epoch, so it may hold requests; with
-    `draining` it was told to end before its takeover.
+    """One incarnation.
+
+    Attributes:
+        is_earlier: it was there before this epoch, so it may hold requests.
+        draining: it was told to end before its takeover.
     """
 
     state: WorkerState = WorkerState.FOUND
@@ -121,9 +107,8 @@ class WorkerRegistry:
         return (incarnation for incarnation, worker in self.workers.items() if worker.is_pending)
 
     def dead_holders(self, holders: Iterable[str], dead: set[str]) -> list[str]:
-        """Return the workers from before this epoch that are known to be dead.
-
-        Their launcher said so, or they are sealed, or they hold requests and are not in the pool.
+        """Return the workers from before this epoch that are known to be dead: their launcher said so, they
+        are sealed, or they hold requests and are not in the pool.
         """
         missing = {holder for holder in holders if holder not in self.workers}
         declared = {name for name in self.pending_takeovers() if first_incarnation(name) in dead}
@@ -134,15 +119,17 @@ class WorkerRegistry:
         return {first} | {name for name in self.workers if first_incarnation(name) == first}
 
     async def start_epoch(self) -> None:
-        """Send the takeover to every worker there is."""
+        """Send the takeover to every worker of the pool."""
         for incarnation in await self.pool.workers():
             self.workers.setdefault(incarnation, KnownWorker(is_earlier=True))
-        self.sealed = await self.pool.sealed()  # after them: a seal moves a worker from there to here
+        self.sealed = await self.pool.sealed()  # after `workers`: a seal moves a worker to `sealed`
         for incarnation in list(self.pending_takeovers()):
             await self.send_takeover(incarnation)
 
     async def send_takeover(self, incarnation: str) -> None:
-        """Send the takeover to a worker with a heartbeat, once; drain a worker that wants to leave."""
+        """Send a worker with a heartbeat the first plan of the epoch, once; it answers with the rows that it
+        holds. Drain a worker that was told to end.
+        """
         state, capacity = await self.pool.redis.hmget(  # type: ignore[misc]
             self.pool.keys.worker(incarnation), ["state", "capacity"]
         )
@@ -159,8 +146,10 @@ class WorkerRegistry:
                 log.error("worker %s: its capacity cannot be read: %s", incarnation, error)
             worker.state = WorkerState.UNREADABLE
             return
-        is_sent = await send_takeover(self.pool, incarnation, self.scheduler.epoch) == "OK"
-        if is_sent and self.state(incarnation) in UNSENT:  # meanwhile it may have answered another, or ended
+        plan, keys = Plan(self.scheduler.epoch, 1, 0, 0, takeover=True), self.pool.keys
+        call = batcher_scripts.publish_plan(keys, incarnation, plan=plan, oldest=1, rows=[])
+        is_sent = (await self.pool.run(call)).status == "OK"
+        if is_sent and self.state(incarnation) in UNSENT:  # it may have answered another call, or ended
             worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.pool.keys.reports(incarnation))
 
@@ -175,7 +164,7 @@ class WorkerRegistry:
         )
 
     def activate(self, incarnation: str, report: Report, sequences: list[Sequence]) -> list[Sequence]:
-        """Make a worker active, with its rows. Return those of `sequences` that it does not hold.
+        """Make a worker active, with its rows. Return the `sequences` that it does not hold.
 
         Raises ValueError if the report contradicts itself.
         """
@@ -196,8 +185,8 @@ class WorkerRegistry:
         return left
 
     async def check(self) -> list[str]:
-        """Take over new workers. Return those that must be sealed: they are dead, or unreadable and may hold
-        requests from before this epoch.
+        """Take over new workers. Return the workers that must be sealed: dead ones, and unreadable ones that
+        may hold requests from before this epoch.
         """
         known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
         found, seen_ms, now_ms = await self.pool.look_at_workers({*self.listed, *known}, ["state"])
@@ -206,7 +195,7 @@ class WorkerRegistry:
         self.detector.check_stall()
         self.detector.check_clock_jump(now_ms)
         for incarnation, state in states.items():
-            if state == b"draining":  # all at once: rows of one do not go to another that drains, too
+            if state == b"draining":  # before any takeover: no row goes from one of them to another
                 self.scheduler.workers.drain(incarnation)
         for incarnation, state in states.items():
             if state is not None and self.state(incarnation) in UNSENT:
@@ -226,7 +215,7 @@ class WorkerRegistry:
     async def seal(self, incarnation: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist.
 
-        The seal says why: only of what died under its rows one of them may be the cause.
+        The seal says why: only where a worker died can one of its rows be the cause.
         """
         replica = self.scheduler.replicas.get(incarnation)
         if self.state(incarnation) is WorkerState.UNREADABLE:
@@ -236,7 +225,7 @@ class WorkerRegistry:
         return await self.pool.run(worker_scripts.seal(self.pool.keys, incarnation, why=why))
 
     async def remove_worker_keys(self, incarnation: str) -> None:
-        """Delete what is left in Redis of a sealed worker whose reports were read to the end."""
+        """Delete the keys of a sealed worker whose reports were read to the end."""
         keys = self.pool.keys
         async with self.pool.redis.pipeline(transaction=True) as pipe:
             pipe.delete(keys.log(incarnation), keys.reports(incarnation), keys.plans(incarnation))

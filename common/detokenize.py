@@ -13,13 +13,12 @@ from tokenizers import Tokenizer
 CONTEXT_TOKENS = 5
 """Tokens of the prompt that are decoded with the first new one, to get the space before it right."""
 MAX_INCOMPLETE_TOKENS = 32
-"""The text of a token waits for so many tokens at most.
+"""Most tokens for which the text of a token waits.
 
-No character is longer, and without a bound endless invalid bytes would make each step slower.
+No character is longer. Without a bound, endless invalid bytes would make each step slower.
 """
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are no character yet."""
-
 CONCATENATE = [
     ["ByteLevel"],
     ["Replace", "ByteFallback", "Fuse"],
@@ -83,7 +82,7 @@ class Detokenizer:
         return added
 
     def decode_step(self, token_id: int) -> str:
-        """`step` without the cache: decode the new token behind those before it."""
+        """`step` without the cache: decode the new token after those before it."""
         self.ids.append(token_id)
         text = self.decode(self.ids)
         num_waiting = len(self.ids) - self.num_read
@@ -131,7 +130,7 @@ def generated_text(
 ) -> str:
     """Return the whole text of an ended request, without special tokens.
 
-    With reason `stop_sequence` it ends behind the first stop string after the first `min_new_tokens` tokens.
+    With reason `stop_sequence` it ends with the first stop string after the first `min_new_tokens` tokens.
     """
     text = clean_text(tokenizer, prompt_ids, ids)
     if reason != "stop_sequence":

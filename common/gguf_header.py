@@ -1,10 +1,8 @@
-"""GGUF header: the keys and tensors that a GGUF file says it has, as far as the file can have them. Each
-number is checked against the file's size before it is believed, so a damaged file is refused at once.
+"""GGUF header: the keys and tensors that a GGUF file says it has, and the refusal of a damaged file.
 
-The layout is that of ggml's docs/gguf.md. Strings and arrays begin with their length.
-
-GGUF check: refuses a damaged GGUF file by name before anybody believes it: what its header says must be
-possible for the file, and its keys must agree with its tensors.
+Each number is checked against the file's size before it is used, and the keys against the tensors, so a
+damaged file is refused at once. The layout is that of ggml's docs/gguf.md. Strings and arrays begin with
+their length.
 """
 
 import math
@@ -30,10 +28,25 @@ MAX_ELEMENTS = 2**22
 """Of all arrays together; the largest vocabularies have a third of it."""
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
+MAX_SIZE = 2**27
+"""Most of each of a model's SIZES; the longest contexts have a tenth of it."""
+BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
+SIZES = (
+    "embedding_length",
+    "context_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "rope.dimension_count",
+)
+TOKENIZER, TOKENS, MERGES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "merges"))
+EMBEDDING = "token_embd.weight"
+PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 
 
 class Damaged(Exception):
-    """What of a GGUF file cannot be true."""
+    """Something that a GGUF file says cannot be true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class Header:
 
 
 class HeaderReader:
-    """Reads one thing after the other, none beyond the end of the file.
+    """Reads one value after the other, none beyond the end of the file.
 
     Attributes:
         what: which of the file's parts is being read, in words.
@@ -80,7 +93,7 @@ class HeaderReader:
 
     def read_bytes(self, num_bytes: int) -> bytes:
         if num_bytes > len(self.data) - self.at:
-            self.refuse(f"ends behind the file's end ({len(self.data)} bytes)")
+            self.refuse(f"ends after the file's end ({len(self.data)} bytes)")
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
 
@@ -195,23 +208,6 @@ def check_places(header: Header, end_of_header: int, file_bytes: int) -> None:
 
 def is_count(value: Any, most: int) -> TypeGuard[int]:
     return type(value) is int and 1 <= value <= most
-
-
-MAX_SIZE = 2**27
-"""Of a model's sizes; the longest contexts have a tenth of it."""
-BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
-SIZES = (
-    "embedding_length",
-    "context_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "rope.dimension_count",
-)
-TOKENIZER, TOKENS, MERGES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "merges"))
-EMBEDDING = "token_embd.weight"
-PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
-TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 
 
 def check_gguf(path: Path) -> None:

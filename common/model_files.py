@@ -1,11 +1,8 @@
 """Model files: where they are. No torch; common/model_config.py reads the small ones.
 
 `resolve` returns the directory of MODEL_ID, with config.json, tokenizer.json and weights. A GGUF file is
-converted once, into a cache directory that all processes share.
-
-Cache folders: where this user keeps what was converted or compiled, for the next start.
-
-What lies there is run and served, so nobody else may write to it, whatever the umask.
+converted once, into a cache folder that all processes share. Files of cache folders are run and served, so
+no other user may write to them, whatever the umask.
 """
 
 import fcntl
@@ -27,22 +24,6 @@ from common.gguf_header import check_gguf
 from common.model_config import read_json
 from common.settings.settings import SettingError
 
-
-def cache_folder(name: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / name
-
-
-def make_cache_folder(name: str) -> Path:
-    """Return the folder, which is there then. Raises OSError."""
-    folder = cache_folder(name)
-    for path in (folder.parent, folder):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-        if found.st_uid == os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            path.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
-    return folder
-
-
 BUNDLED = "smollm2"
 BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 3
@@ -62,8 +43,24 @@ PROGRESS_S = 2.0
 Progress = Callable[[str], None]
 
 
+def cache_folder(name: str) -> Path:
+    """Return the folder of files that this user has converted or compiled, for the next start."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / name
+
+
+def make_cache_folder(name: str) -> Path:
+    """Create a cache folder, and return it. Raises OSError."""
+    folder = cache_folder(name)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            path.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    return folder
+
+
 class NotConverted(SettingError):
-    """A GGUF file has to be converted first, which a worker does: here is no torch for it."""
+    """A GGUF file must first be converted by a worker, since this process has no torch."""
 
 
 def no_progress(text: str) -> None:
@@ -194,9 +191,6 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
             "model_id", f"{model_id} is no directory here, and the model hub answers: {cause}"
         ) from error
     return Path(folder)
-
-
-# --- GGUF ---------------------------------------------------------------------------------------------------
 
 
 def conversion_path(gguf: Path, dtype: str) -> Path:

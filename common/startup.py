@@ -1,10 +1,6 @@
 """Startup: what every process of a fleet does first.
 
 It gets its name and is bound to its parent; then come logs, the broker's URL and the port of its metrics.
-
-Readiness: whether this process can do its part, for `GET /health` at METRICS_PORT.
-
-Refusal: the end of a process whose settings cannot be served.
 """
 
 import contextlib
@@ -24,21 +20,19 @@ from common.process.logs import new_incarnation
 from common.settings.settings import Settings
 from common.settings.types import SettingError
 
-READY = threading.Event()
-"""Set once a worker has joined its pool, a batcher has asked for the lease, a job worker takes jobs. A
-gateway says it at its own port.
-"""
-
-
 log = logging.getLogger(__name__)
 
+READY = threading.Event()
+"""Whether `GET /health` at METRICS_PORT says ready. It is set once a worker has joined its pool, a batcher
+has asked for the lease, or a job worker takes jobs. A gateway has `GET /health` at its own port.
+"""
 YES = ("true", "1", "yes", "on", "t", "y")
 
 
 @contextlib.contextmanager
 def exit_when_unservable() -> Iterator[None]:
-    """End this process at a SettingError, with one line and EX_CONFIG (78), by which the launcher knows that
-    it was a setting. With JSON_OUTPUT the line is one of the log.
+    """End this process at a SettingError, with one line and the status EX_CONFIG (78), which tells the
+    launcher that a setting is at fault. With JSON_OUTPUT the line is one of the log.
     """
     try:
         yield
@@ -52,7 +46,7 @@ def exit_when_unservable() -> Iterator[None]:
 
 
 def set_up_json() -> None:
-    """Set up logging where JSON_OUTPUT asks for it and this process had no time to: settings come first."""
+    """Set up logging if JSON_OUTPUT asks for it and the error came before logging was set up."""
     if not logs.are_json() and os.environ.get("JSON_OUTPUT", "").strip().lower() in YES:
         name = os.environ.get("PROCESS_NAME", "tokenfleet")
         logs.set_up(name, "error", as_json=True, incarnation=os.environ.get("INCARNATION", ""))

@@ -26,7 +26,7 @@ from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
 from common.model_config import read_tokenizer
 from common.process import parent_death
-from common.process.preload import ACCEPTED, FLAG, READY, detach_stdin
+from common.process.preload import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
 from common.settings.settings import SettingError, Settings
 from common.startup import configure_process, exit_when_unservable, start_process
 from gpu_worker.agent import gpu_claims
@@ -222,7 +222,7 @@ def main() -> None:
     """Run a worker, preloaded with `--preload`; or, where torchrun started this process as a rank above 0,
     that rank of the engine.
     """
-    if sys.argv[1:2] == [FLAG]:
+    if sys.argv[1:2] == [PRELOAD_FLAG]:
         with exit_when_unservable():
             sys.exit(uvloop.run(serve_preloaded(sys.argv[1:])))
     identity = start_process("worker", "w0")

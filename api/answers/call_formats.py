@@ -1,6 +1,6 @@
 """Formats of calls and reasoning: how a model writes them, and what shows that it does.
 
-Their names are those of TOOL_CALL_PARSER and REASONING_PARSER (`common/settings/format_names.py`).
+Their names are those of TOOL_CALL_PARSER and REASONING_PARSER (`common/settings/types.py`).
 """
 
 from collections.abc import Callable

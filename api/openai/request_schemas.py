@@ -28,7 +28,7 @@ from api.requests.fields import (
 )
 from api.requests.tools import FunctionSchema, ToolSchema
 from common.messages.answer import Rendering
-from common.ranges import MAX_STOP_CHARS
+from common.settings.ranges import MAX_STOP_CHARS
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 Prompt = Annotated[

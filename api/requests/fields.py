@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from api.errors import invalid
 from api.requests.service_terms import TIERS
 from common.messages.request import SERVICE_CLASSES, SamplingParams, StoppingParams
-from common.ranges import BIASES, RANGES
+from common.settings.ranges import BIASES, RANGES
 
 Item = TypeVar("Item")
 

@@ -11,7 +11,8 @@ from api.prompts.control_texts import Guarded
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import SamplingParams, StoppingParams
 from common.model_config import read_json
-from common.settings.settings import DEFAULTED, SettingError, Settings, checked_defaults
+from common.settings.ranges import DEFAULTED, checked_defaults
+from common.settings.settings import SettingError, Settings
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""

@@ -12,7 +12,7 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.requests.params import GenerationParams, Limits, sampling_params
 from common.messages.records import pack_ids
 from common.messages.request import Generate
-from common.ranges import BIASES, MAX_STOP_CHARS, RANGES
+from common.settings.ranges import BIASES, MAX_STOP_CHARS, RANGES
 
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128

@@ -21,7 +21,7 @@ from api.requests.fields import (
     ranged,
 )
 from api.requests.params import SWITCH_NAMES, GenerationParams
-from common.ranges import MAX_STOP_CHARS
+from common.settings.ranges import MAX_STOP_CHARS
 
 TGI_NAMES = {
     "text": "inputs",

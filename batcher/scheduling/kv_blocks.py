@@ -1,7 +1,6 @@
-"""PrefixCache: which KV blocks of a worker hold what, by name (common/block_hashes.py). PrefixIndex: which
-workers know a name.
+"""KV blocks of workers: which are free, and which hold what, by name (common/messages/block_hashes.py).
 
-BlockPool: which KV blocks of a worker are free. It holds numbers only; the engine has the memory.
+The batcher has numbers of blocks only; the engine has their memory.
 """
 
 from collections import Counter, OrderedDict
@@ -11,11 +10,11 @@ from batcher.scheduling.sequence import PlacedRow
 
 
 class PrefixIndex:
-    """The caches that know each name: a block with it is computed there, or is being computed.
+    """Which caches know a name: a block of that name is computed there, or is being computed.
 
     Attributes:
-        first: by name one of them; most names have no other.
-        others: by name the rest, in the order in which they came.
+        first: name → one of the caches that know it; most names have no other.
+        others: name → the other caches, in the order in which they came.
     """
 
     def __init__(self) -> None:
@@ -45,18 +44,18 @@ class PrefixIndex:
 
 
 class PrefixCache:
-    """Blocks whose tokens are all computed, by name.
+    """The blocks of a worker whose tokens are all computed, by name.
 
-    A block's name says what it and all blocks before it hold, so a prefix is found block by block. The blocks
-    of a row become idle from its last to its first, and every use of a block is a use of those before it: so
-    the one that has been idle for the longest has no other behind it.
+    A block's name says what it and all blocks before it hold, so a prefix is found block by block. A row's
+    blocks become idle from the last to the first, and a use of a block is a use of those before it. So no
+    other block follows the one that has been idle for the longest.
 
     Attributes:
-        blocks: block by name.
-        names: name by block.
+        blocks: name → block.
+        names: block → name.
         idle: blocks that no row has, the least recently used first.
-        expected: by name, the row that computes a block which is not here yet.
-        index: who else knows a name.
+        expected: name of a block that is not here yet → the row that computes it.
+        index: which caches know a name.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class PrefixCache:
         self.index = PrefixIndex()
 
     def join_index(self, index: PrefixIndex) -> None:
-        """Be one of the caches in which a request is looked up."""
+        """Become one of the caches in which requests are looked up."""
         self.index = index
         for name in (*self.blocks, *self.expected):
             index.add(name, self)
@@ -98,14 +97,14 @@ class PrefixCache:
         return num_here, end, row
 
     def expect(self, names: Iterable[bytes], row: PlacedRow) -> None:
-        """A row computes the blocks with these names."""
+        """Note that a row computes the blocks with these names."""
         for name in names:
             if name not in self.blocks and name not in self.expected:
                 self.expected[name] = row
                 self.index.add(name, self)
 
     def expect_no_more(self, names: Iterable[bytes], row: PlacedRow) -> None:
-        """A row has computed its prompt, or will not."""
+        """Note that a row has computed these blocks, or will not."""
         for name in names:
             if self.expected.get(name) is row:
                 del self.expected[name]
@@ -113,7 +112,7 @@ class PrefixCache:
                     self.index.remove(name, self)
 
     def add(self, name: bytes, block: int) -> None:
-        """Name a block that a row has, unless another one has the name, or it has one."""
+        """Name a block that a row has, unless it has a name or another block has this one."""
         if name not in self.blocks and block not in self.names:
             self.blocks[name] = block
             self.names[block] = name
@@ -136,12 +135,12 @@ class PrefixCache:
 
 
 class BlockPool:
-    """Blocks 1 to `num_blocks` of one worker. Block 0 is the engine's scratch and is never allocated.
+    """Which of a worker's blocks, 1 to `num_blocks`, are free. Block 0 is the engine's scratch.
 
     Attributes:
         free: blocks that hold nothing.
-        cache: what complete blocks hold. Those of them that no row has are allocated when no other is free.
-        others: of a block that several rows have: how many besides the first.
+        cache: what complete blocks hold. Its idle blocks are allocated when no other is free.
+        others: block that several rows have → how many rows besides the first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -161,8 +160,8 @@ class BlockPool:
         return count <= len(self.free) + len(idle) - sum(block in idle for block in beside)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks: the most recently released first, then those cached that are least recently
-        used. The caller checks `can_allocate`.
+        """Return `count` blocks: free ones, the most recently released first, then the least recently used
+        of the cache. The caller checks `can_allocate`.
         """
         if count == 0:
             return []
@@ -181,7 +180,7 @@ class BlockPool:
                 self.others[block] = self.others.get(block, 0) + 1
 
     def reserve(self, rows: Counter[int]) -> None:
-        """Take certain blocks, which are in use, each by so many rows.
+        """Take blocks that are in use, each by a number of rows.
 
         Raises ValueError, and takes none, if one is not free.
         """
@@ -192,7 +191,7 @@ class BlockPool:
         self.others |= {block: count - 1 for block, count in rows.items() if count > 1}
 
     def release(self, blocks: Sequence[int], names: Sequence[bytes] = ()) -> None:
-        """A row has these blocks no more. `names` are those of what the first of them hold."""
+        """Take these blocks back from a row. `names` are those of the first of them."""
         cache = self.cache
         if not (names or cache.names or self.others):
             self.free.extend(reversed(blocks))

@@ -1,8 +1,6 @@
-"""WorkerPace: how fast a worker goes, as its reports say: steps, ends of rows, and the trip of a grant.
+"""Pace of a worker, as its reports tell it: times of steps, ends of rows, and round trips of grants.
 
-A grant's round trip begins at the step at which a report is due, and ends when the engine has the grant.
-
-StepTimes: how long a worker's steps take, as its reports say, and how much prefill fits beside decode.
+The horizon of grants and the tokens of prefill beside decode follow from it.
 """
 
 import math
@@ -12,24 +10,36 @@ from dataclasses import dataclass, field
 from common.messages.plan import Report
 
 STEP_TIME_MEMORY = 0.98
-"""What is left of the former sums after one step."""
-LEAST_SHARE = 0.25
-"""Prefill has so much of a decode step's time at least, so that prompts do not starve where decode alone
-misses the target.
+"""What is left of the sums in `StepTimes` after one step."""
+PACE_MEMORY = 0.99
+"""What is left of the figures in `WorkerPace` after one step, or one round trip."""
+NEWEST_TRIP = 0.1
+"""Share of the newest round trip in their mean."""
+LEAST_PREFILL_SHARE = 0.25
+"""Least time of prefill in a step, as a share of a decode step's time. Without it prompts would starve where
+decode alone misses the target.
 """
-LEAST_TOKENS = 16
-"""A step that computes any of a prompt computes so many tokens: fewer cost nearly as much."""
+LEAST_PREFILL_TOKENS = 16
+"""Least prompt tokens of a step that computes any: fewer take nearly as long."""
+LAUNCHED_STEPS = 2
+"""A grant takes effect at a step boundary, and a step is launched before the one before it is read."""
+LEAST_HORIZON = 32
+"""Steps granted even where a grant comes at once, so that reports and plans are seldom due."""
+CACHE_PARTS = 8
+"""More than LEAST_HORIZON is granted only while the slots for it, of all rows, are one part in CACHE_PARTS of
+the cache.
+"""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Sums over the last steps, of which the earlier ones count ever less.
+    """Sums over the last steps; earlier steps count less and less.
 
-    Sums, not means of each step's own: what a few tokens add is less than the noise of a step.
+    They are sums because the time that a few tokens add to one step is less than its noise.
 
     Attributes:
         decode_steps, decode_ms: steps that computed no prompt, and their time.
-        tokens, added_ms: tokens of prompts, and what they added to the time of their steps.
+        tokens, added_ms: prompt tokens, and the time that they added to their steps.
     """
 
     decode_steps: float = 0.0
@@ -52,52 +62,39 @@ class StepTimes:
 
     @property
     def step_ms(self) -> float:
-        """What a step takes that computes no prompt; 0 while that is not known."""
+        """Time of a step without prefill; 0 while it is not known."""
         return self.decode_ms / self.decode_steps if self.decode_steps else 0.0
 
     def prefill_tokens(self, target_ms: float, most: int) -> int:
-        """How many tokens of prompts a step in which rows decode may have, to take `target_ms`; 0 sets
-        no bound.
+        """Return how many prompt tokens, at most `most`, a step in which rows decode may compute so that it
+        takes `target_ms`; 0 sets no bound.
         """
         step_ms = self.step_ms
         if target_ms == 0 or not step_ms or self.added_ms <= 0:
             return most
-        prefill_ms = max(target_ms - step_ms, LEAST_SHARE * step_ms)
-        return min(most, max(LEAST_TOKENS, int(prefill_ms * self.tokens / self.added_ms)))
-
-
-MEMORY = 0.99
-"""What is left of former figures after one step, or one round trip."""
-NEWEST = 0.1
-"""Share of the newest round trip in their mean."""
-LAUNCHED_STEPS = 2
-"""A grant takes effect at a step boundary, and a step is launched before the one before it is read."""
-LEAST_HORIZON = 32
-"""So many steps are granted, however soon a grant comes: reports and plans are seldom due."""
-AHEAD = 8
-"""More than LEAST_HORIZON is granted only as far as all rows together get at most one part in AHEAD of the
-cache for it.
-"""
+        prefill_ms = max(target_ms - step_ms, LEAST_PREFILL_SHARE * step_ms)
+        return min(most, max(LEAST_PREFILL_TOKENS, int(prefill_ms * self.tokens / self.added_ms)))
 
 
 def horizon(most: int, trip_steps: int, slots_per_row: int) -> int:
-    """Return how many steps are granted ahead, at most `most`. The next grant is asked for when half of them
-    are left, and comes within `trip_steps`.
+    """Return how many steps are granted ahead, at most `most`. A report asks for the next grant when half of
+    them are left, and it comes within `trip_steps`.
     """
     needed = 2 * (trip_steps + LAUNCHED_STEPS)
-    return min(most, max(LEAST_HORIZON, min(needed, slots_per_row // AHEAD)))
+    return min(most, max(LEAST_HORIZON, min(needed, slots_per_row // CACHE_PARTS)))
 
 
 @dataclass(slots=True)
 class WorkerPace:
     """How fast one worker goes.
 
+    A grant's round trip begins at the step at which a report is due, and ends when the engine has the grant.
+
     Attributes:
-        times: of steps.
-        trip_ms: a round trip, on average.
-        late_trip_ms: one that few exceed: the longest, which fades with each round trip after it.
-        late_trip_steps: that in steps without prefill; 0 while it is not known.
-        steps, ended: sums over the last steps: how many they are, and the rows that ended in them.
+        trip_ms: mean round trip.
+        late_trip_ms: a round trip that few exceed: the longest one, which fades with each later one.
+        late_trip_steps: the same in steps without prefill; 0 while it is not known.
+        steps, ended: sums over the last steps: their number, and the rows that ended in them.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -108,24 +105,24 @@ class WorkerPace:
     ended: float = 0.0
 
     def add(self, report: Report, num_steps: int) -> None:
-        """Learn from a report, `num_steps` behind the one before it."""
+        """Learn from a report that comes `num_steps` after the last one."""
         self.times.add(report.step_times)
         for ms in report.round_trips:
             if 0 < ms < math.inf:
-                self.trip_ms += (ms - self.trip_ms) * (NEWEST if self.trip_ms else 1)
-                self.late_trip_ms = max(ms, MEMORY * self.late_trip_ms)
+                self.trip_ms += (ms - self.trip_ms) * (NEWEST_TRIP if self.trip_ms else 1)
+                self.late_trip_ms = max(ms, PACE_MEMORY * self.late_trip_ms)
         self.late_trip_steps = math.ceil(self.steps_in(self.late_trip_ms))
-        memory = MEMORY**num_steps
+        memory = PACE_MEMORY**num_steps
         self.steps = memory * self.steps + num_steps
         self.ended = memory * self.ended + len(report.ended)
 
     def steps_in(self, ms: float) -> float:
-        """How many steps without prefill take so long; 0 while that is not known."""
+        """Return how many steps without prefill take `ms`; 0 while it is not known."""
         step_ms = self.times.step_ms
         return ms / step_ms if step_ms else 0.0
 
     @property
     def ends_per_trip(self) -> float:
-        """Rows that end until the batcher's answer to an end is there, on average."""
+        """Mean number of rows that end before the batcher's answer to an end arrives."""
         per_step = self.ended / self.steps if self.steps else 0.0
         return per_step * (self.steps_in(self.trip_ms) + LAUNCHED_STEPS)

@@ -1,9 +1,8 @@
-"""Placement: which of the workers that can start a request gets it.
+"""Placement: the workers of the pool, and which of them gets a request.
 
-What it costs to place a request grows neither with the number of workers nor with that of their rows: workers
-are kept by their number of rows, and a request that found no room is tried on those that changed since.
-
-WorkerSet: the workers that rows run on, which of them get new ones, and of which something has changed.
+The cost of placing a request grows neither with the number of workers nor with the number of their rows.
+Workers are kept by their number of rows, and a request that found no room is tried only on workers that have
+changed since.
 """
 
 import math
@@ -15,23 +14,23 @@ from batcher.scheduling.kv_blocks import PrefixCache, PrefixIndex
 from batcher.scheduling.pace import LEAST_HORIZON
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.block_hashes import HASHED_TOKENS
+from common.messages.block_hashes import HASHED_TOKENS
 
-SPREAD = 1.25
-"""A worker gets no row for what it has cached if it has so many times the mean number of rows."""
+MAX_SPREAD = 1.25
+"""Most rows of a worker that gets a request for what it has cached, as a multiple of the mean."""
 ROW_TOKENS = 32
-"""A row more weighs as much as so many tokens of the prompt that must be computed."""
-FEW = 8
-"""Workers that are compared for one request, of those with equally many rows, and of those that share."""
+"""One row more counts as much as this many prompt tokens that must be computed."""
+MAX_COMPARED = 8
+"""Workers that are compared for one request: of equally many rows, and of those that know its beginning."""
 WORTH_WAITING = 32
-"""A request waits for a row that computes so many tokens which it needs, too."""
-RECENT = 64
-"""After so many changes of workers the `refusal` is forgotten."""
+"""Least tokens for which a request waits until a row has computed them."""
+REFUSAL_CHANGES = 64
+"""Changes of workers after which the `refusal` is forgotten."""
 
 
 def find_known(replica: Replica, sequence: Sequence, waits: bool) -> tuple[int, PlacedRow | None]:
-    """Return how many tokens of a request a worker has computed, and no row. Where the request `waits` for
-    what rows compute, and that is much: how many tokens it will find, and the row that computes the last.
+    """Return how many tokens of a request a worker has computed, and None. If the request `waits` for tokens
+    that rows compute, and they are enough: also count these, and return the row that computes the last one.
     """
     here, end, row = replica.pool.cache.find_expected(replica.names(sequence))
     if waits and (end - here) * replica.block_size >= WORTH_WAITING:
@@ -40,8 +39,8 @@ def find_known(replica: Replica, sequence: Sequence, waits: bool) -> tuple[int, 
 
 
 def is_as_large(tokens: tuple[float, float], others: tuple[float, float]) -> bool:
-    """Whether a request needs at least as many tokens as another at the shortest horizon and at the longest:
-    so it does at all between them.
+    """Whether a request needs at least as many tokens as another at the shortest and the longest horizon, and
+    so at all horizons between them.
     """
     return tokens[0] >= others[0] and tokens[1] >= others[1]
 
@@ -50,11 +49,11 @@ class Placement:
     """The workers that may be given rows.
 
     Attributes:
-        levels: by number of rows: the workers that have so many.
-        with_batch: those of them with rows of the class `batch`, the one that changed last at the end.
-        changes: number of the last change of each worker, the newest last.
+        levels: number of rows → the workers that have so many.
+        with_batch: workers with rows of the class `batch`; the one that changed last is at the end.
+        changes: worker → number of its last change, the newest at the end.
         refusal: tokens, at the shortest and the longest horizon, that no worker had room for, and the number
-            of the last change before that.
+            of the last change before.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -110,12 +109,12 @@ class Placement:
 
     def choose(self, sequence: Sequence, knowing: list[Replica]) -> tuple[Replica | None, PlacedRow | None]:
         """Return the worker that has most of the request computed, of those `knowing` its beginning, unless
-        others have far fewer rows; None if none can start it. With it comes a row if the request should start
-        when that has computed its prompt.
+        others have far fewer rows; None if none can start it. Return a row with it if the request should wait
+        until that row has computed its prompt.
 
-        While another worker can start it, a request goes to none with more rows than its share (SPREAD),
-        whatever is cached there; and while a worker has no rows, it waits for no row. Choices of one answer
-        are the exception: they stay together for the prompt that they share.
+        While another worker can start it, a request goes to none with more rows than MAX_SPREAD allows,
+        whatever is cached there. While a worker has no rows, it waits for no row. Choices of one answer are
+        the exception: they stay together for the prompt that they share.
         """
         fewest = self.fewest_rows(sequence)
         sharing = [replica for replica in knowing if replica.can_start(sequence)]
@@ -123,7 +122,7 @@ class Placement:
             return fewest, None
         num_siblings = sequence.request.num_choices - 1
         waits = num_siblings > 0 or fewest is None or fewest.num_due > 0
-        most = math.ceil(SPREAD * (self.num_rows + 1) / len(self.rows)) + num_siblings
+        most = math.ceil(MAX_SPREAD * (self.num_rows + 1) / len(self.rows)) + num_siblings
         weight = 0 if num_siblings else ROW_TOKENS
 
         def cost(replica: Replica) -> tuple[int, tuple[int, int]]:
@@ -134,8 +133,8 @@ class Placement:
         return best, find_known(best, sequence, waits)[1]
 
     def fewest_rows(self, sequence: Sequence) -> Replica | None:
-        """Return a worker with the fewest rows of those that can start a request, and of some of them the one
-        with the most free blocks. Where there was no room before, only workers that have changed are tried.
+        """Return a worker that can start a request, with the fewest rows, and of MAX_COMPARED such workers
+        the one with the most free blocks. After a refusal only workers that have changed are tried.
         """
         longest = self.limits.max_horizon
         tokens = sequence.kv_ahead(min(LEAST_HORIZON, longest)), sequence.kv_ahead(longest)
@@ -146,8 +145,8 @@ class Placement:
         return found
 
     def refused_at(self, sequence: Sequence, tokens: tuple[float, float]) -> int:
-        """Return the number of the change at which no worker had room for a request, or for one that needs no
-        more; 0 if that is not known. A suspect is always tried anew: it waits for more than room.
+        """Return the number of the change at which no worker had room for a request, or for a smaller one; 0
+        if that is not known. A suspect is always tried again: it waits for more than room.
         """
         if sequence.crash_count:
             return 0
@@ -156,61 +155,61 @@ class Placement:
         return sequence.refused_at
 
     def note_refusal(self, sequence: Sequence, tokens: tuple[float, float]) -> None:
-        """Note that no worker has room for a request. The smallest such request speaks for others, too."""
+        """Note that no worker has room for a request, nor for larger ones."""
         sequence.refused_at = self.num_changes
         is_smaller = is_as_large(self.refusal[0], tokens)
-        is_old = self.num_changes - self.refusal[1] > RECENT
+        is_old = self.num_changes - self.refusal[1] > REFUSAL_CHANGES
         if (is_smaller or is_old) and not sequence.crash_count:
             self.refusal = tokens, self.num_changes
 
-    def first_changed(self, sequence: Sequence, behind: int) -> Replica | None:
-        """Return the least loaded worker that can start a request, of those changed behind a change."""
-        by_load = sorted(self.changed(behind), key=lambda replica: replica.load)
+    def first_changed(self, sequence: Sequence, after: int) -> Replica | None:
+        """Return the least loaded worker that can start a request, of those changed after a change."""
+        by_load = sorted(self.changed(after), key=lambda replica: replica.load)
         return next((replica for replica in by_load if replica.can_start(sequence)), None)
 
     def first_able(self, sequence: Sequence) -> Replica | None:
         """Return a worker that can start a request, of the lowest level that has one."""
         for level in self.levels_in_order():
             able = (replica for replica in self.levels.get(level, ()) if replica.can_start(sequence))
-            if found := list(islice(able, FEW)):
+            if found := list(islice(able, MAX_COMPARED)):
                 return min(found, key=lambda replica: replica.load)
         return None
 
     def levels_in_order(self) -> Iterator[int]:
-        """The first nearly always has room: the others are sorted where it has not."""
+        """Yield the levels, lowest first. The lowest nearly always has room; only then are others sorted."""
         lowest = min(self.levels, default=0)
         yield lowest
         yield from sorted(self.levels.keys() - {lowest})
 
-    def changed(self, behind: int) -> Iterator[Replica]:
-        """Workers that have changed behind the change with this number."""
+    def changed(self, after: int) -> Iterator[Replica]:
+        """Yield the workers that have changed after the change with this number."""
         for replica, number in reversed(self.changes.items()):
-            if number <= behind:
+            if number <= after:
                 return
             yield replica
 
     def knowing(self, sequence: Sequence) -> list[Replica]:
-        """Some workers that know the beginning of a request; first those that know most of it."""
+        """Return some workers that know the beginning of a request; first those that know most of it."""
         if not sequence.block_hashes or not self.index.first:
             return []
         found: dict[Replica, None] = {}
         for name in reversed(sequence.names(HASHED_TOKENS)):
-            for cache in islice(self.index.holders(name), FEW):
+            for cache in islice(self.index.holders(name), MAX_COMPARED):
                 found[self.replicas[cache]] = None
-            if len(found) >= FEW:
+            if len(found) >= MAX_COMPARED:
                 break
         return list(found)
 
 
 class WorkerSet:
-    """Nothing here walks all workers unless one comes or goes, or is told to.
+    """The workers of the pool. It walks all of them only when one comes, goes or drains.
 
     Attributes:
         replicas: by incarnation.
         closing: the whole pool was told to end, so no other worker will come for requests that wait.
-        placement: those that may be given rows.
-        changed: those of which something has changed since they were last asked for a plan.
-        joined: those that have joined since somebody last looked.
+        placement: workers that may be given rows.
+        changed: workers that have changed since `take_changed`.
+        joined: workers that have joined since `take_joined`.
         most_tokens: the longest request that one of them can hold.
     """
 
@@ -235,18 +234,20 @@ class WorkerSet:
         return replica
 
     def drain(self, incarnation: str) -> None:
-        """Give the worker no new rows. Its own go to others; without one, clients' go on, jobs wait."""
+        """Give the worker no new rows. Its rows go to others. Without others, clients' rows go on and jobs
+        wait.
+        """
         replica = self.replicas.get(incarnation)
         if replica is not None and not replica.draining:
             replica.draining = True
             self.review()
 
-    def close(self) -> None:
+    def set_closing(self) -> None:
         self.closing = True
         self.review()
 
     def review(self) -> None:
-        """Find out which workers are given rows, and which give theirs away."""
+        """Decide which workers are given rows, and which give theirs away."""
         replicas = list(self.replicas.values())
         staying = [replica for replica in replicas if not replica.draining]
         for replica in replicas:
@@ -258,7 +259,7 @@ class WorkerSet:
         self.most_tokens = max((one.block_size * one.pool.num_blocks for one in replicas), default=0)
 
     def note_change(self, replica: Replica) -> None:
-        """Note that rows or blocks of a worker have changed, or must. One that was removed gets no plan."""
+        """Note that a worker's rows or blocks have changed, or must change. A removed worker gets no plan."""
         if self.replicas.get(replica.capacity.incarnation) is replica:
             self.changed[replica] = None
             self.placement.update(replica)
@@ -269,6 +270,6 @@ class WorkerSet:
         return [replica for replica in joined if replica in self.replicas.values()]
 
     def take_changed(self) -> list[Replica]:
-        """Return the workers of which something has changed, once."""
+        """Return the workers that have changed, once."""
         changed, self.changed = list(self.changed), {}
         return changed

@@ -1,12 +1,4 @@
-"""Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks.
-
-Prefill budget: how many tokens of prompts a step may compute beside rows that decode.
-
-Usually as many as INTER_TOKEN_LATENCY_TARGET_MS leaves, so that running answers go on evenly. Whole steps,
-MAX_BATCH_PREFILL_TOKENS, where prompts have the greater claim: while answers that were interrupted are
-computed again, since these stand still meanwhile; and when TGI's WAITING_SERVED_RATIO and MAX_WAITING_TOKENS
-say so.
-"""
+"""Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +12,12 @@ from common.messages.records import pack_ids
 
 
 def mixed_prefill_tokens(replica: Replica) -> int:
-    """Return the most prompt tokens of a step in which rows decode, up to the next plan."""
+    """Return the most prompt tokens of a step in which rows decode, up to the next plan.
+
+    Usually they are as many as INTER_TOKEN_LATENCY_TARGET_MS leaves, so that running answers go on evenly.
+    Prompts get whole steps (MAX_BATCH_PREFILL_TOKENS) while an interrupted answer is computed again, since it
+    stands still, and when TGI's WAITING_SERVED_RATIO or MAX_WAITING_TOKENS says so.
+    """
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     if any(row.was_interrupted for row in islice(replica.running, limits.max_batch_size)):
         return most
@@ -35,10 +32,8 @@ def mixed_prefill_tokens(replica: Replica) -> int:
 
 
 def takes_whole_steps(limits: WorkerLimits, ages: list[int], num_decoding: int) -> bool:
-    """Whether prompts take whole steps: there are enough of them for the rows that decode, or one of them has
-    waited long enough.
-
-    `ages` has for each row whose prompt is not computed how many steps ago it started.
+    """Whether prompts take whole steps: enough of them wait for each row that decodes, or one has waited long
+    enough. `ages`: for each row whose prompt is not computed, how many steps ago it started.
     """
     ratio, most_steps = limits.waiting_served_ratio, limits.max_waiting_tokens
     if not ages:
@@ -68,7 +63,7 @@ class PendingPlan:
 
 
 def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:
-    """Return the rows that start or stop, the blocks and the steps that are new; None if nothing is."""
+    """Return a plan with the new rows, stops, blocks and steps; None if there are none."""
     needs_grant = replica.needs_grant
     blocks = grow_rows(replica, starting) if needs_grant else []
     stops = stop_rows(replica, starting)
@@ -95,7 +90,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
 
 
 def set_lengths(replica: Replica, lengths: Iterable[tuple[int, int, int]]) -> None:
-    """Note how long rows are that are ahead of one token a step. A grant is due where half of one would fill
+    """Note the lengths of rows that got several tokens in a step. A grant is due if half a horizon would fill
     a row's blocks.
     """
     for number, kv_len, step in lengths:
@@ -109,7 +104,7 @@ def set_lengths(replica: Replica, lengths: Iterable[tuple[int, int, int]]) -> No
 
 
 def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, bytes]]:
-    """Allocate blocks for the steps about to be granted.
+    """Allocate blocks for the steps about to be granted. Return (row, packed numbers) of each row that grows.
 
     When blocks run out, the most important rows get theirs first, and the least important one is preempted.
     """
@@ -139,7 +134,7 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
     """Return (row, why) of the rows that must stop and were not asked to yet.
 
     A worker applies the stops of a plan before its starts, so a row that starts with this plan is stopped by
-    the next.
+    the next plan.
     """
     stops = [(number, "takeover") for number in replica.disowned]
     replica.disowned = []

@@ -1,44 +1,42 @@
-"""Preemption: which row of a worker gives up its blocks when they run out. Pure functions of a replica.
+"""Preemption and standby: which rows give way when blocks run out, and which wait beside a full batch.
 
-Rows keep their blocks by the class of their request, then by its age. That is the age of the request, not of
-the row: a row that resumes is young, and would be the next to go again. A row that was started stays until it
-has filled a block of its own, so every stay on a worker brings a request on, however scarce blocks are.
+Rows keep their blocks by the class of their request, then by the request's age; a resumed row is young, and
+by its own age it would be the next to go again. A row stays until it has filled a block, so every attempt
+brings a request on.
 
-Standby: rows that a worker holds beside a full batch. Each takes the place of a row that ends at the same
-step boundary, without a plan.
-
-To a worker, rows behind the first `max_rows` of those that have not ended stand by (`Plan.max_rows`); in all
-else they are rows whose prompt is not computed: they are stopped, adopted and resumed like these. Which of
-them have a place by now, the batcher knows when it hears what has ended.
+A row that stands by takes the place of a row that ends, at the same step boundary and without a plan. To a
+worker, the rows after the first `Plan.max_rows` that have not ended stand by. Like other rows without KV they
+are stopped, adopted and resumed.
 """
 
 import math
 from itertools import islice
 
-from batcher.scheduling.placement import FEW, WorkerSet
+from batcher.scheduling.placement import MAX_COMPARED, WorkerSet
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 
 LEAST_PLACES = 16
-"""In a small batch it is long until a row ends: whoever stands by would hold up requests that are more
-urgent.
+"""Least batch beside which rows stand by. In a smaller one it takes long until a row ends, so a row that
+stands by would delay more urgent requests.
 """
-PLACES_OF_ONE = 2
-"""One row stands by for so many places at most."""
+PLACES_PER_STANDBY = 2
+"""Places of the batch for each row that stands by, at least."""
 
 
 def max_standby(num_places: int, ends_per_trip: float) -> int:
-    """How many rows may stand by on a worker with so many places: nearly always as many as end until the
-    batcher can answer an end.
+    """Return how many rows may stand by beside `num_places`: nearly always as many as end before the batcher
+    can answer an end.
     """
     if num_places < LEAST_PLACES:
         return 0
-    return min(num_places // PLACES_OF_ONE, max(1, math.ceil(ends_per_trip + math.sqrt(ends_per_trip))))
+    return min(num_places // PLACES_PER_STANDBY, max(1, math.ceil(ends_per_trip + math.sqrt(ends_per_trip))))
 
 
 def standby_rows(replica: Replica) -> list[PlacedRow]:
-    """Rows that have no place, as far as the worker has reported, but those that are asked to stop: whoever
-    comes behind one of these takes its place.
+    """Return the rows without a place, as far as the worker has reported. A row that is asked to stop does
+    not
+    count: the next row takes its place.
     """
     num_places = replica.limits.max_batch_size
     if replica.num_running <= num_places:
@@ -47,22 +45,22 @@ def standby_rows(replica: Replica) -> list[PlacedRow]:
 
 
 def may_stand_by(sequence: Sequence) -> bool:
-    """Whether a request may do so on any worker. A suspect may not: when the worker dies, a crash is counted
-    for rows that stand by as well. Choices of one answer wait until their prompt is computed.
+    """Whether a request may stand by on any worker. A suspect may not: a death of the worker would count
+    against it. Choices of one answer may not: they wait until their prompt is computed.
     """
     return not sequence.crash_count and sequence.request.num_choices == 1
 
 
 def move_standby(workers: WorkerSet) -> None:
-    """Stop rows that stand by while another worker has a place for them, where they start then; at most one
-    of a worker, of some of those that have most rows.
+    """Stop rows that stand by while another worker has a place for them: they start there. At most one row of
+    a worker is stopped, on some of the workers with the most rows.
     """
     placement = workers.placement
     num_places = placement.limits.max_batch_size
     most, fewest = max(placement.levels, default=0), min(placement.levels, default=0)
     if most <= num_places or fewest >= num_places:
         return
-    for replica in list(islice(placement.levels[most], FEW)):
+    for replica in list(islice(placement.levels[most], MAX_COMPARED)):
         rows = standby_rows(replica)
         is_moving = any(row.stopping == PREEMPT for row in islice(replica.running, num_places, None))
         if rows and not is_moving and placement.fewest_rows(rows[-1].sequence) is not None:
@@ -71,13 +69,12 @@ def move_standby(workers: WorkerSet) -> None:
 
 
 def importance(row: PlacedRow) -> tuple[int, int]:
-    """Smaller keeps its blocks longer."""
+    """Order of rows: a row with a smaller value keeps its blocks longer."""
     return row.sequence.class_index, row.sequence.arrival
 
 
 def preempt_for(replica: Replica, row: PlacedRow) -> None:
-    """Preempt a row that stands by, or the least important one of those that are less so than `row`, which
-    lacks blocks.
+    """Preempt a row for `row`, which lacks blocks: one that stands by, or else the least important one.
 
     Nothing is preempted while another row is stopping: its blocks are free once it is released.
     """

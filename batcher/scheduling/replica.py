@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from batcher.scheduling.kv_blocks import BlockPool
 from batcher.scheduling.pace import WorkerPace, horizon
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
-from common.block_hashes import block_names
+from common.messages.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
 from common.messages.request import LEAST_URGENT
 from common.settings.fields import SettingFields
@@ -39,22 +39,21 @@ class Replica:
 
     Attributes:
         rows: by number; a row stays until the engine releases it.
-        num_running: how many of them have not ended.
-        batch_rows: those of these whose class is the least urgent.
-        reserved: blocks that these may soon need, so that no row starts with them.
+        num_running: number of rows that have not ended.
+        batch_rows: running rows of the least urgent class.
+        reserved: blocks that running rows may soon need, so that no row starts with them.
         num_followers: requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
         until, report_at: the last step granted, and the one at which the next grant is due.
         plan, plan_written, plan_seen: numbers of the last plan made, written, and reported by the worker.
         acknowledged: sequence of the last report applied.
-        leaving: by number, blocks of rows from before this epoch that do not go on, until their release.
-        disowned: those of them that must be stopped.
-        due_stops: rows of which the next plan must find out whether they stop.
+        leaving: row → blocks of inherited rows that were not adopted; held until the engine releases them.
+        disowned: rows in `leaving` that must be stopped.
+        due_stops: rows that the next plan may have to stop.
         is_short: a row may fill its blocks before the steps granted are over.
         starved: a row did not get all the blocks it needs for the steps granted.
         draining: it was told to end.
         evacuates: it drains, and its rows go to other workers.
-        pace: how fast it goes.
     """
 
     capacity: WorkerCapacity
@@ -96,7 +95,7 @@ class Replica:
 
     @property
     def num_due(self) -> int:
-        """Rows that run, and that will run here as soon as they may."""
+        """Number of rows that run, and of requests that follow one of them."""
         return self.num_running + self.num_followers
 
     @property
@@ -105,7 +104,7 @@ class Replica:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a row runs that was there when a worker died and has committed no token since."""
+        """Whether a suspect's prompt is being computed here."""
         return any(row.sequence.crash_count and not row.is_prefilled for row in self.running)
 
     @property
@@ -128,13 +127,15 @@ class Replica:
         return self.blocks_for(sequence.kv_ahead(max(self.horizon, self.until - self.step, self.block_size)))
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a row may start now. Suspects start one at a time: the next crash tells who is to blame."""
+        """Whether a row may start now. Suspects start one at a time, so that a crash tells which one is to
+        blame.
+        """
         if self.num_due >= self.limits.max_batch_size or (sequence.crash_count and self.has_suspect):
             return False
         return self.has_blocks(sequence)
 
     def has_blocks(self, sequence: Sequence) -> bool:
-        """Whether a row can start beside what running rows may soon need: none is preempted for it."""
+        """Whether a row can start with blocks that no running row may soon need."""
         if self.starved:
             return False
         needed = self.first_blocks(sequence) + self.reserved
@@ -144,7 +145,7 @@ class Replica:
         return bool(cached) and self.pool.can_allocate(needed - len(cached), cached)
 
     def names(self, sequence: Sequence) -> list[bytes]:
-        """The names of the blocks that a row of this sequence fills as it starts; none if it shares none."""
+        """Names of the blocks that a row of this sequence fills as it starts; none if it shares none."""
         return sequence.names(self.block_size) if self.capacity.prefix_caching else []
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
@@ -167,7 +168,7 @@ class Replica:
         return row
 
     def add(self, row: PlacedRow) -> None:
-        """A row is here that has not ended; blocks are reserved for it next."""
+        """Add a row that has not ended; the caller reserves blocks for it."""
         self.rows[row.number] = row
         row.added_at = self.step
         self.num_running += 1
@@ -176,14 +177,14 @@ class Replica:
         row.sequence.row = row
 
     def reserve(self, row: PlacedRow, horizon: int) -> None:
-        """Reserve blocks for a horizon and a block more of a row, or to its end."""
+        """Reserve blocks for a horizon of a row and one block more, or for all that it can fill."""
         left = self.blocks_for(row.sequence.max_kv) - len(row.blocks)
         self.reserved -= row.reserved
         row.reserved = min(left, self.blocks_for(horizon) + 1)
         self.reserved += row.reserved
 
     def detach_row(self, row: PlacedRow) -> None:
-        """A row runs no more."""
+        """Take a row out of the running ones."""
         self.num_running -= 1
         self.batch_rows.pop(row, None)
         self.reserved -= row.reserved
@@ -203,24 +204,24 @@ class Replica:
         self.num_followers += 1
 
     def take_followers(self, row: PlacedRow) -> list[Sequence]:
-        """Return the requests that wait for a row, which need not any more."""
+        """Return the requests that have waited for a row, and need not any more."""
         self.num_followers -= len(row.followers)
         followers = [one for one in row.followers if one.waiting and one.follows is row]
         row.followers = []
         return followers
 
-    def publish(self, row: PlacedRow, kv_len: int, names: list[bytes]) -> None:
+    def cache_blocks(self, row: PlacedRow, kv_len: int, names: list[bytes]) -> None:
         """Let other rows start with the blocks that the first `kv_len` tokens of a row fill."""
         for block, name in zip(row.blocks[: kv_len // self.block_size], names, strict=False):
             self.pool.cache.add(name, block)
 
     def on_prefilled(self, row: PlacedRow, kv_len: int, step: int) -> None:
-        """The row's prompt is computed."""
+        """Note that a row's prompt is computed."""
         row.kv_len = kv_len
         row.at_step = step
         row.sequence.crash_count = 0
         if not row.ended:
-            self.publish(row, kv_len, self.names(row.sequence))
+            self.cache_blocks(row, kv_len, self.names(row.sequence))
             self.pool.cache.expect_no_more(self.names(row.sequence), row)
 
     def withdraw(self, row: PlacedRow) -> None:
@@ -230,21 +231,23 @@ class Replica:
         self.pool.release(row.blocks)
 
     def end_row(self, row: PlacedRow) -> None:
-        """The row runs no more; its blocks stay in use until the engine releases it."""
+        """End a row; its blocks stay in use until the engine releases it."""
         row.ended = True
         self.detach_row(row)
         self.starved = self.starved and self.num_running > 0
 
     def release(self, number: int, kv_len: int = 0, hashes: bytes = b"") -> None:
-        """The engine released a row, which had computed `kv_len` tokens: its blocks may go to others.
+        """Free the blocks of a row that the engine has released.
 
-        `hashes` are those of what it generated.
+        Args:
+            kv_len: tokens that it had computed.
+            hashes: of the tokens that it generated.
         """
         if (row := self.rows.pop(number, None)) is not None:
             names: list[bytes] = []
             if self.capacity.prefix_caching:
                 known = row.sequence.request.block_hashes + hashes  # what is committed may be another run's
                 names = block_names(known, self.block_size)[: kv_len // self.block_size]
-                self.publish(row, kv_len, names)
+                self.cache_blocks(row, kv_len, names)
             self.pool.release(row.blocks, names)
         self.pool.release(self.leaving.pop(number, []))

@@ -1,16 +1,8 @@
-"""RequestQueue: all requests that wait, and which of them starts next. It knows neither clock nor workers.
+"""Request queue: all requests that wait, and which of them starts next. It knows neither clock nor workers.
 
 A class starts before the less urgent ones. None starves: a class that waits starts a request after PATIENCE
 starts of others, and a request that does not fit is looked past for MAX_PASSED starts; then nothing starts
 before it.
-
-ClassQueue: the requests of one service class that wait, in the order in which they start.
-
-Resumed requests start first, the shortest first: it is back the soonest. Then the tenant that has had the
-least service for its weight; of one tenant the oldest request. Service is what was computed: tokens of
-prompts and generated tokens. What a row will generate is not known when it starts, so its tenant is first
-charged with what its rows generate on average. When the row is released, the charge is corrected to what it
-has computed.
 """
 
 import heapq
@@ -20,18 +12,23 @@ from dataclasses import dataclass, field
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.request import SERVICE_CLASSES
 
-LOOK_PAST = 8
-"""Requests that do not fit and are looked past, in one turn."""
+PATIENCE = 16
+"""Starts of other classes for which a class waits."""
+MAX_PASSED = 64
+"""Starts of other requests for which a request waits that does not fit."""
+MAX_LOOKED_PAST = 8
+"""Requests of a class that are looked past in one turn."""
 FIRST_OUTPUT = 128.0
 """Tokens that a tenant's requests are taken to generate before one has ended."""
-MEMORY = 0.9
+OUTPUT_MEMORY = 0.9
 """Share of the former average in the new one."""
 MANY_ACCOUNTS = 256
+"""Each time that many more tenants are known, idle ones are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one tenant has had of one class.
+    """Service of one tenant in one class.
 
     Attributes:
         served: tokens that it is charged with, divided by its weight.
@@ -56,17 +53,22 @@ class Account:
 
 
 class ClassQueue:
-    """Requests of one class.
+    """The requests of one class that wait, in the order in which they start.
+
+    Resumed requests start first; of these the shortest, which is back the soonest. Then comes the tenant that
+    has had the least service for its weight, with its oldest request. Service is prompt tokens computed and
+    tokens generated. A tenant is charged at the start with what its rows generate on average; when the row is
+    released, the charge is corrected to what it has computed.
 
     Attributes:
         resumed: a heap of (tokens to compute, arrival, request).
         accounts: by tenant; those that are worth remembering.
         order: a heap of (served, arrival of the oldest request, place, account), stale items among them.
-        level: `served` of the tenant whose request started last. A tenant that begins to wait has at least
-            that, so nobody saves service up while it asks for none.
+        level: `served` of the tenant whose request started last. A tenant that begins to wait is raised to
+            it, so no tenant saves up service while it asks for none.
         num_passed: starts of other classes since one of this class, counted while one of this class waits.
         looked_past: requests of this turn that do not fit.
-        skipped: requests of this turn that may not start, whatever is free.
+        skipped: requests of this turn that may not start now, even where there is room.
     """
 
     def __init__(self, weights: dict[str, float]) -> None:
@@ -81,7 +83,7 @@ class ClassQueue:
         self.skipped: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Have a new request wait behind the older ones of its tenant."""
+        """Have a new request wait after the older ones of its tenant."""
         account = self.account(sequence)
         if account.first() is None:
             account.served = max(account.served, self.level)
@@ -103,7 +105,7 @@ class ClassQueue:
         return account
 
     def forget_idle(self, besides: Account) -> None:
-        """Forget tenants without requests that would begin at `level` anyway."""
+        """Forget tenants without requests whose service is not above `level`."""
         self.accounts = {
             tenant: account
             for tenant, account in self.accounts.items()
@@ -123,8 +125,8 @@ class ClassQueue:
             heapq.heapify(self.order)
 
     def first(self) -> Sequence | None:
-        """The request that starts next, of those that this turn has not looked past."""
-        if len(self.looked_past) >= LOOK_PAST:
+        """Return the request that starts next, of those that this turn has not looked past."""
+        if len(self.looked_past) >= MAX_LOOKED_PAST:
             return None
         while self.resumed and not self.resumed[0][2].waiting:
             heapq.heappop(self.resumed)
@@ -147,8 +149,8 @@ class ClassQueue:
         self.enqueue_account(account)
 
     def charge(self, sequence: Sequence, num_prefill: int) -> int:
-        """Charge a request that starts to its tenant: `num_prefill` tokens, which it computes first, and what
-        it generates on average. Return the number of tokens charged.
+        """Charge a tenant for a request that starts: `num_prefill` tokens, which it computes first, and the
+        average output. Return the number of tokens charged.
         """
         account = self.account(sequence)
         if not sequence.resumed:
@@ -161,19 +163,19 @@ class ClassQueue:
         return charged
 
     def correct_charge(self, sequence: Sequence, charged: int, num_computed: int) -> None:
-        """Correct the charge of a row that computes no more to what it has computed."""
+        """Correct the charge of a row, which computes no more, to what it has computed."""
         account = self.account(sequence)
         account.num_started -= 1
         account.served += (num_computed - charged) / account.weight
         self.enqueue_account(account)
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
-        """Update what the tenant's rows generate on average by one that has ended."""
+        """Update the average output of a tenant by a row that has ended."""
         account = self.account(sequence)
-        account.mean_output = MEMORY * account.mean_output + (1 - MEMORY) * num_generated
+        account.mean_output = OUTPUT_MEMORY * account.mean_output + (1 - OUTPUT_MEMORY) * num_generated
 
     def end_turn(self) -> None:
-        """Put back what this turn has looked past or skipped, where it stood."""
+        """Put the requests that this turn has looked past or skipped back in their places."""
         for sequence in (*self.looked_past, *self.skipped):
             if sequence.resumed:
                 self.add_resumed(sequence)
@@ -183,15 +185,9 @@ class ClassQueue:
         self.skipped.clear()
 
 
-PATIENCE = 16
-"""Starts of other classes for which a class waits."""
-MAX_PASSED = 64
-"""Starts of other requests for which one waits that does not fit."""
-
-
 class RequestQueue:
-    """A turn is: ask for the `first`, then `start` it, `look_past` it (it does not fit) or `skip` it (it may
-    not start now), and so on until there is none; then `end_turn`.
+    """All requests that wait. In a turn the scheduler asks for the `first`, then calls `start`, `look_past`
+    (it does not fit), `set_aside` or `skip` (it may not start now), until there is none; then `end_turn`.
 
     Attributes:
         classes: the most urgent first.
@@ -212,7 +208,7 @@ class RequestQueue:
             queue.add(sequence)
 
     def first(self) -> Sequence | None:
-        """The request that starts next; None if no other can start in this turn."""
+        """Return the request that starts next; None if no other can start in this turn."""
         if self.stopped:
             return None
         due = [queue for queue in reversed(self.classes) if queue.num_passed >= PATIENCE]
@@ -243,31 +239,31 @@ class RequestQueue:
         return charged
 
     def look_past(self, sequence: Sequence) -> None:
-        """The first request does not fit; others of its class may start before it."""
+        """Let others of its class start before the first request, which does not fit."""
         queue = self.classes[sequence.class_index]
         queue.remove_first(sequence)
         queue.looked_past.append(sequence)
         self.stopped = sequence.num_passed >= MAX_PASSED
 
     def set_aside(self, sequence: Sequence) -> None:
-        """The first request waits for something else, and is added again when that has come."""
+        """Remove the first request, which waits for a row; it is added again when that row is computed."""
         self.classes[sequence.class_index].remove_first(sequence)
 
     def skip(self, sequence: Sequence) -> None:
-        """The first request may not start now; nobody waits for it."""
+        """Pass over the first request, which may not start now; no other waits for it."""
         queue = self.classes[sequence.class_index]
         queue.remove_first(sequence)
         queue.skipped.append(sequence)
 
     def correct_charge(self, row: PlacedRow, kv_len: int) -> None:
-        """A row computes no more, and held `kv_len` tokens. One that was adopted was charged to nobody."""
+        """Correct the charge of a row that held `kv_len` tokens; an adopted row was never charged."""
         if row.charged is not None:
             num_computed = max(0, kv_len - row.num_cached)
             self.classes[row.sequence.class_index].correct_charge(row.sequence, row.charged, num_computed)
             row.charged = None
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
-        """A row has ended after so many tokens; one that never ran says nothing of others."""
+        """Learn from a row that has ended; one that generated nothing is no measure of others."""
         if num_generated > 0:
             self.classes[sequence.class_index].learn(sequence, num_generated)
 

@@ -1,8 +1,7 @@
 """Scheduler: decides which request runs on which worker.
 
 It is a pure function of requests, reports, limits and the time it is given: no I/O, no clock, no torch. The
-loop reports what happened and asks for plans. What needs I/O is left in `outcomes`: sequences that have
-ended, that must be ended, or whose committed tokens must be read before they go on.
+loop tells it what happened and asks for plans. What needs I/O is left in `outcomes`.
 """
 
 import heapq
@@ -22,8 +21,8 @@ from common.messages.events import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
 
 MAX_CRASHES = 3
-"""A request under which so many incarnations died, without a token committed beyond its base, is failed. Two
-may die of something else within the time of one prefill.
+"""A request fails after this many worker deaths in a row without a new committed token; two may be
+coincidence.
 """
 
 
@@ -32,9 +31,9 @@ class Outcomes:
     """What the loop must do for the scheduler.
 
     Attributes:
-        finished: their terminal is published; their queue entries must go.
-        to_finish: (sequence, why): no worker holds them, so the batcher publishes their terminal.
-        interrupted: their row ended early; once their committed tokens have been read, they go on.
+        finished: sequences whose terminal is published; their queue entries must go.
+        to_finish: (sequence, why) of sequences that no worker holds; the batcher publishes their terminal.
+        interrupted: sequences whose row ended early; they go on once their committed tokens are read.
     """
 
     finished: list[Sequence] = field(default_factory=list)
@@ -47,8 +46,8 @@ class Scheduler:
 
     Attributes:
         sequences: every live request, by id.
-        gateways: how many of them each gateway has sent.
-        replicas: every worker that may be given rows, by incarnation.
+        gateways: gateway → number of live requests that it has sent.
+        replicas: every worker of the pool, by incarnation.
         queue: the requests that wait, in order.
         deadlines: a heap of (deadline in ms, request id).
     """
@@ -71,7 +70,7 @@ class Scheduler:
         heapq.heappush(self.deadlines, (sequence.deadline_ms, sequence.request_id))
 
     def num_live(self) -> int:
-        """How many requests are live."""
+        """Return the number of live requests."""
         return len(self.sequences)
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -107,13 +106,13 @@ class Scheduler:
             self.stop(sequence.row)
 
     def stop(self, row: PlacedRow) -> None:
-        """Have the next plan of a row's worker look whether the row stops."""
+        """Have the next plan of a row's worker stop the row, if it must stop."""
         replica = self.replicas[row.worker]
         replica.due_stops.append(row)
         self.workers.note_change(replica)
 
     def restart(self, request_id: str) -> None:
-        """Have a request go on from what is committed by now, wherever it runs or waits."""
+        """Stop a request where it runs or waits; it goes on from its committed tokens."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return
@@ -125,7 +124,7 @@ class Scheduler:
             self.stop(sequence.row)
 
     def expire(self, now_ms: int) -> None:
-        """End every request whose deadline has passed; of one that never started the error says so."""
+        """End every request whose deadline has passed, with another error if it never started."""
         while self.deadlines and self.deadlines[0][0] <= now_ms:
             request_id = heapq.heappop(self.deadlines)[1]
             sequence = self.sequences.get(request_id)
@@ -135,19 +134,20 @@ class Scheduler:
             heapq.heapify(self.deadlines)
 
     def left_ms(self, now_ms: int, at_most: int) -> int:
-        """Milliseconds until a deadline passes, `at_most` so many."""
+        """Return the milliseconds until the next deadline, at most `at_most`."""
         return min(at_most, self.deadlines[0][0] - now_ms) if self.deadlines else at_most
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop a request that has its terminal and no queue entry any more."""
+        """Drop a request that has its terminal and whose queue entry is deleted."""
         if self.sequences.pop(sequence.request_id, None):
             self.gateways -= Counter([sequence.request.gateway])
 
     def add_worker(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]
     ) -> list[Sequence]:
-        """Add a worker that answered the takeover. Return those of `sequences` that it holds no more. Raises
-        ValueError if the report contradicts itself.
+        """Add a worker that answered the takeover. Return the `sequences` that it holds no more.
+
+        Raises ValueError if the report contradicts itself.
         """
         replica = Replica(capacity, self.limits)
         left = adopt_rows(replica, report, sequences)
@@ -176,7 +176,7 @@ class Scheduler:
         return withdrawn
 
     def release_followers(self, replica: Replica, row: PlacedRow) -> None:
-        """Requests that wait for what a row computes start as others do."""
+        """Enqueue the requests that have waited for a row's prompt."""
         for sequence in replica.take_followers(row) if row.followers else ():
             self.enqueue(sequence)
 
@@ -207,7 +207,7 @@ class Scheduler:
         self.workers.note_change(replica)
 
     def plans(self) -> Iterator[PendingPlan]:
-        """Yield a plan for each worker for which something changes."""
+        """Yield a plan for each worker that needs one."""
         placed = self.place_waiting()
         move_standby(self.workers)
         move_interrupted(self.workers)
@@ -215,7 +215,7 @@ class Scheduler:
             rows = placed.get(replica, [])
             if (plan := next_plan(replica, self.epoch, rows)) is not None:
                 yield PendingPlan(replica, plan, rows)
-            if replica.due_stops:  # of a row that starts with this plan
+            if replica.due_stops:  # a row that starts with this plan is stopped by the next
                 self.workers.note_change(replica)
 
     def place_waiting(self) -> dict[Replica, list[PlacedRow]]:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from common.block_hashes import block_names, extend_hashes
 from common.broker.keys import parse_stream_id
+from common.messages.block_hashes import block_names, extend_hashes
 from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate, class_index
 
@@ -16,23 +16,23 @@ class Sequence:
     """One live request.
 
     Attributes:
-        entry_id: of its entry in the stream `requests`.
+        entry_id: id of its entry in the stream `requests`.
         deadline_ms: time of the pool's clock at which it ends with an error.
-        records: packed records of all committed tokens, as last read; a running row may be ahead of them. An
-            adopted row has not needed them.
+        records: packed records of all committed tokens, as last read; a running row may be ahead of them, and
+            an adopted row has none.
         base: how many tokens were committed when its row began, or when `records` was read.
-        crash_count: incarnations that died under it without a token committed beyond its base.
+        crash_count: how many workers in a row died under it without a new committed token.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
         class_index: of its service class: 0 is the most urgent.
-        resumed: it has started before, or was to.
+        resumed: whether it waits before new requests, since it was interrupted.
         num_passed: requests that started while it did not fit.
-        follows: the row that computes what this request needs, too: it starts when that is there.
-        refused_at: number of the change of a worker behind which there was no room for it.
+        follows: the row that computes the beginning of its prompt; it starts after that.
+        refused_at: number of the last change of a worker before it was refused for want of room.
         stays: it started because its class had waited long enough, and makes no room for others.
         victim: the row that was preempted last to make room for it.
-        block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
-            shares no blocks.
-        named_blocks: by block size: the names of the blocks that these fill.
+        block_hashes: hashes of the prompt and of `records` (common/messages/block_hashes.py); none where the
+            request shares no blocks.
+        named_blocks: block size → names of the blocks that prompt and `records` fill.
     """
 
     request: Generate
@@ -88,14 +88,14 @@ class Sequence:
             self.named_blocks = {}
 
     def names(self, block_size: int) -> list[bytes]:
-        """The names of the blocks that prompt and committed tokens fill."""
+        """Return the names of the blocks that prompt and committed tokens fill."""
         if (names := self.named_blocks.get(block_size)) is None:
             names = self.named_blocks[block_size] = block_names(self.block_hashes, block_size)
         return names
 
     @property
     def num_known(self) -> int:
-        """Tokens that a prefill computes: the prompt and what was generated so far."""
+        """Tokens that a prefill computes: the prompt and the committed tokens."""
         return self.num_prompt + self.base
 
     @property
@@ -104,7 +104,7 @@ class Sequence:
         return self.request.max_kv
 
     def kv_ahead(self, tokens: int) -> int:
-        """KV slots it can have filled when it has so many tokens more."""
+        """Return how many KV slots it can fill with `tokens` more tokens."""
         return min(self.num_known + tokens, self.max_kv)
 
 
@@ -115,16 +115,16 @@ class PlacedRow:
     Attributes:
         blocks: KV blocks it has, until the engine reports it released.
         reserved: blocks that its worker keeps free for it.
-        num_cached: tokens whose KV the first of them held when it started.
-        kv_len, at_step: after step `at_step` it held `kv_len` tokens, and, as far as is known, one more with
-            each step since; 0 before its prefill is done.
+        num_cached: tokens whose KV the first blocks held when it started.
+        kv_len, at_step: after step `at_step` it held `kv_len` tokens, and presumably one more after each
+            later step; 0 before its prefill is done.
         added_at: the last step that its worker had reported when it was placed, or adopted; with
             MAX_WAITING_TOKENS, when it last stood by.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker reported that it takes part in no further step.
         worker: the incarnation that holds it.
-        followers: requests that wait for what it computes.
-        charged: tokens that its tenant is charged with until it is released; None where it was adopted.
+        followers: requests that wait until its prompt is computed.
+        charged: tokens that its tenant is charged with until it is released; None if it was adopted.
     """
 
     number: int
@@ -151,7 +151,7 @@ class PlacedRow:
         return self.sequence.base > 0 and not self.is_prefilled
 
     def kv_at(self, step: int, start: int) -> int:
-        """The most KV slots it can have filled after `step`, if it began at step `start` at the earliest."""
+        """Return the most KV slots it can have filled after `step`, if it began at `start` or later."""
         if self.is_prefilled:
             num_filled = self.kv_len + step - self.at_step
         else:

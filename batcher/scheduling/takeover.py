@@ -1,4 +1,4 @@
-"""Takeover: the rows of a worker from before this epoch go on where they are."""
+"""Takeover: rows that a worker holds from before this epoch go on where they are."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from common.messages.records import unpack_ids
 
 
 def adopt_rows(replica: Replica, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Adopt the rows of a worker. Return those of `sequences` that it holds no more.
+    """Adopt the rows of a worker. Return the `sequences` that it holds no more.
 
-    A row of none of them is stopped. The next plan grants steps to all. Raises ValueError, and changes
-    nothing, if the report contradicts itself.
+    Rows of other requests are stopped. Raises ValueError, and changes nothing, if the report contradicts
+    itself.
     """
     blocks = [unpack_ids(held.blocks) for held in report.held]
     num_shared = [held.num_cached // replica.block_size for held in report.held]
@@ -37,10 +37,11 @@ def adopt_rows(replica: Replica, report: Report, sequences: Iterable[Sequence]) 
 
 
 def count_rows(blocks: list[list[int]], num_shared: list[int]) -> Counter[int]:
-    """How many rows have each block. Of the blocks of each row, so many were complete when it started.
+    """Return how many rows have each block.
 
-    Raises ValueError if two rows have a block that was not complete then, or if a block is at two places. No
-    loop looks at blocks that one row has alone: a large pool has a million of them.
+    The first `num_shared` blocks of a row were complete when it started. Raises ValueError if two rows have a
+    block that was not, or if a block has two places. No loop walks blocks that one row has alone: a large
+    pool has a million of them.
     """
     owned = [*chain.from_iterable(row[shared:] for row, shared in zip(blocks, num_shared, strict=True))]
     if len({*owned}) < len(owned):
@@ -69,4 +70,4 @@ def adopt_row(replica: Replica, held: HeldRow, blocks: list[int], sequence: Sequ
     replica.due_stops.append(row)
     if row.is_prefilled:
         sequence.crash_count = 0
-    replica.publish(row, max(held.kv_len, held.num_cached), replica.names(sequence))
+    replica.cache_blocks(row, max(held.kv_len, held.num_cached), replica.names(sequence))

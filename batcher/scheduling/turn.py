@@ -1,16 +1,10 @@
-"""Turn: where requests start in one turn of the scheduler, in which they come in order.
-
-Rebalance: interrupted answers that wait for their prefill go to a worker that has joined.
-
-When a worker dies, its rows start at once on those that are there, and wait for each other. Its successor
-comes seconds later, when no request waits for a place any more.
-"""
+"""Turn: where requests start in one turn of the scheduler, and which rows make room for them."""
 
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 
-from batcher.scheduling.placement import FEW, WorkerSet
+from batcher.scheduling.placement import MAX_COMPARED, WorkerSet
 from batcher.scheduling.preemption import has_progressed, importance, max_standby, may_stand_by, standby_rows
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PlacedRow, Sequence
@@ -18,8 +12,10 @@ from common.messages.request import LEAST_URGENT
 
 
 def move_interrupted(workers: WorkerSet) -> None:
-    """Stop the share of workers that have joined, and have no rows, in the rows that wait elsewhere: they
-    start there then.
+    """Move interrupted answers that wait for their prefill to workers that have joined and have no rows.
+
+    When a worker dies, its requests start at once on the others, and wait for each other there. Its successor
+    joins seconds later, when no request waits for a place any more.
     """
     joined = [replica for replica in workers.take_joined() if not (replica.num_due or replica.draining)]
     if not joined:
@@ -33,8 +29,8 @@ def move_interrupted(workers: WorkerSet) -> None:
 
 
 def movable(replica: Replica, share: float) -> list[PlacedRow]:
-    """The rows that others should have: their share of those that wait, of which it has the longest: an
-    engine computes the others first.
+    """Return a worker's share of waiting rows that others should have. They are the longest ones: the engine
+    computes the others first.
     """
     waiting = [row for row in replica.running if row.was_interrupted and not row.stopping]
     waiting.sort(key=lambda row: -row.sequence.num_known)
@@ -45,9 +41,9 @@ class Turn:
     """One turn.
 
     Attributes:
-        allows_standby: whether requests may stand by. None may once a request waits for a batch row that may
-            not stand by itself: they would take each row that ends before that request gets one.
-        promised: places of rows that were preempted for requests which still wait for them.
+        allows_standby: whether requests may stand by. They may not once a request waits that may not stand by
+            itself: they would take each place that becomes free before it does.
+        promised: worker → places of preempted rows for which requests still wait.
     """
 
     def __init__(self, workers: WorkerSet) -> None:
@@ -57,8 +53,8 @@ class Turn:
         self.promised: Counter[Replica] = Counter()
 
     def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
-        """Return where a request starts, as `Placement.choose` does. Where no worker has a place for it, that
-        is where batch rows make room, or else where it stands by.
+        """Return where a request starts, as `Placement.choose` does. If no worker has a place for it, it
+        starts where batch rows make room, or else stands by.
         """
         knowing = self.placement.knowing(sequence)
         replica, row = self.placement.choose(sequence, knowing)
@@ -72,8 +68,8 @@ class Turn:
         return replica, row
 
     def able_to_hold(self, sequence: Sequence, knowing: list[Replica]) -> Iterator[Replica]:
-        """Full workers where a request may stand by: first those that know its beginning, then those where
-        the fewest do.
+        """Yield full workers where a request may stand by: first those that know its beginning, then those
+        where the fewest rows stand by.
         """
         num_places = self.placement.limits.max_batch_size
         full = (
@@ -81,7 +77,7 @@ class Turn:
             if self.allows_standby
             else []
         )
-        fewest = (replica for level in full for replica in islice(self.placement.levels[level], FEW))
+        fewest = (replica for level in full for replica in islice(self.placement.levels[level], MAX_COMPARED))
         for replica in chain(knowing if full else (), fewest):
             num_standby = replica.num_due - num_places
             may_hold = replica.capacity.standby and 0 <= num_standby < max_standby(
@@ -91,20 +87,20 @@ class Turn:
                 yield replica
 
     def make_room(self, sequence: Sequence, knowing: list[Replica]) -> Replica | None:
-        """Have batch rows make room for a more urgent request, rather where its beginning is known. Return
-        the worker where it takes the place of one at the same step boundary; None where it must wait until
-        they have released their blocks, or where none can go.
+        """Have batch rows make room for a more urgent request, preferably where its beginning is known.
+        Return the worker where it takes a row's place at the same step boundary. Return None if it must wait
+        until rows have released their blocks, or if none can go.
         """
         if sequence.class_index == LEAST_URGENT or sequence.crash_count:
             return None
         has_victim = sequence.has_victim
         with_batch = self.placement.with_batch
         known = (replica for replica in knowing if replica in with_batch)
-        for replica in dict.fromkeys((*known, *islice(with_batch, FEW))):
+        for replica in dict.fromkeys((*known, *islice(with_batch, MAX_COMPARED))):
             takes_place = may_stand_by(sequence) and replica.capacity.standby and replica.has_blocks(sequence)
             may_wait = not has_victim and not any(row.stopping for row in replica.running)
             if not (takes_place or may_wait) or sequence.max_kv > replica.capacity.max_total_tokens:
-                continue  # before all rows are looked at: several requests of each turn come here
+                continue  # before all rows are walked: several requests come here in each turn
             count, victims = rows_in_the_way(replica, self.promised[replica])
             if count > len(victims):
                 continue
@@ -124,9 +120,8 @@ class Turn:
 
 
 def rows_in_the_way(replica: Replica, num_promised: int = 0) -> tuple[int, list[PlacedRow]]:
-    """Return how many rows must stop before one more has a place, beside those that are promised, and the
-    batch rows that may: first those that stand by, then, the youngest request first, those that have filled a
-    block since they started.
+    """Return how many rows must stop before one more has a place beside the promised ones, and the batch rows
+    that may stop: first those that stand by, then those that have filled a block, youngest request first.
     """
     num_staying = replica.num_due - sum(bool(row.stopping) for row in replica.running)
     count = max(0, num_staying + num_promised + 1 - replica.limits.max_batch_size)

@@ -22,7 +22,7 @@ from typing import TypeVar
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
+from common.messages.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams

@@ -21,7 +21,7 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from benchmarks.batcher.lives import CostlessWorker, Stopwatch
-from common.block_hashes import HASH_BYTES, root_hash
+from common.messages.block_hashes import HASH_BYTES, root_hash
 from common.messages.plan import Report, WorkerCapacity
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams

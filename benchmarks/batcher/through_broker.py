@@ -19,12 +19,12 @@ import uvloop
 from redis.asyncio import Redis
 
 from benchmarks.batcher.lives import MAX_ANSWER, NUM_BLOCKS, NUM_ROWS, PROMPT_TOKENS, CostlessWorker
-from common.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
 from common.broker import request_scripts
 from common.broker.client import connect
 from common.broker.committed import in_slices
 from common.broker.keys import Keys
 from common.broker.lua import load_script
+from common.messages.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.messages.records import pack_ids

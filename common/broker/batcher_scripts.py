@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common.broker.keys import POOLS, STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
-from common.broker.lua import Argument, Fields, ScriptCall, call_script, decode_all, in_pairs
+from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
+from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
 from common.messages.codec import encode
 from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
 
 
 class LeaseReply(NamedTuple):
-    """The epoch, or "" while another has the lease; and which server has answered."""
+    """The epoch, or "" while another holder has the lease; and the id of the server that answered."""
 
     epoch: str
     server_id: str
@@ -27,12 +27,8 @@ def lease(
         own_epoch: the epoch of the holder; "" takes the lease.
         clock_ms: of the holder, what the pool's clock shows; of another, b"" or where that clock has stopped.
     """
-    return call_script(
-        "lease",
-        lambda reply: LeaseReply(*decode_all(reply)),
-        keys={"batcher": keys.batcher, "epoch": keys.epoch, "clock": keys.clock},
-        args={"holder": holder, "ttl_ms": ttl_ms, "own_epoch": own_epoch, "clock_ms": clock_ms},
-    )
+    args: Args = {"holder": holder, "ttl_ms": ttl_ms, "own_epoch": own_epoch, "clock_ms": clock_ms}
+    return call_script("lease", lambda reply: LeaseReply(*decode_all(reply)), keys, args=args)
 
 
 class StartedRow(NamedTuple):
@@ -64,62 +60,49 @@ def publish_plan(
     Args:
         oldest: number of the oldest plan to keep.
     """
+    args: Args = {
+        "plan_id": f"{plan.epoch}-{plan.number}",
+        "payload": encode(plan),
+        "oldest": f"{plan.epoch}-{oldest}",
+        "ttl_ms": STREAMS_TTL_MS,
+        "worker": worker,
+    }
     return call_script(
         "publish_plan",
         read_plan_reply,
-        keys={"plans": keys.plans(worker), "log": keys.log(worker), "epoch": keys.epoch},
+        keys,
+        worker,
+        args=args,
         more_keys=[keys.request(row.request_id) for row in rows],
-        args={
-            "plan_id": f"{plan.epoch}-{plan.number}",
-            "payload": encode(plan),
-            "oldest": f"{plan.epoch}-{oldest}",
-            "ttl_ms": STREAMS_TTL_MS,
-            "worker": worker,
-        },
         more_args=[part for row in rows for part in row[1:]],
     )
 
 
 def read_plan_reply(reply: list[Any]) -> PlanReply:
-    if reply[0] == b"refused":
-        return PlanReply("refused", [number - 1 for number in reply[1:]])
-    return PlanReply(reply[0].decode())
+    status, *rest = reply
+    return PlanReply(status.decode(), [number - 1 for number in rest] if status == b"refused" else ())
 
 
 def dequeue(keys: Keys, request_id: str, *, entry_id: str) -> ScriptCall[bool]:
     """Remove the entry of an ended request from the queue. False if it has not ended."""
-    return call_script(
-        "dequeue",
-        bool,
-        keys={
-            "requests": keys.requests,
-            "places": keys.places,
-            "tokens": keys.tokens(request_id),
-            "request": keys.request(request_id),
-        },
-        args={"entry_id": entry_id},
-    )
+    return call_script("dequeue", bool, keys, request_id, args={"entry_id": entry_id})
 
 
 def finish(
     keys: Keys, end: Terminal, *, records: bytes, ttl_ms: int, channel: str, payload: bytes
 ) -> ScriptCall[bool]:
     """Set and publish the terminal of a request that no worker holds. False if it has ended already."""
-    return call_script(
-        "finish",
-        bool,
-        keys={"request": keys.request(end.request_id), "tokens": keys.tokens(end.request_id)},
-        args={
-            "reason": end.reason,
-            "num_tokens": end.num_tokens,
-            "error_text": end.error,
-            "error_type": end.error_type,
-            "records": kept_records(end, records),
-            "ttl_ms": ttl_ms,
-            "channel": channel,
-            "payload": payload,
-        },
-    )
+    args: Args = {
+        "reason": end.reason,
+        "num_tokens": end.num_tokens,
+        "error_text": end.error,
+        "error_type": end.error_type,
+        "records": kept_records(end, records),
+        "ttl_ms": ttl_ms,
+        "channel": channel,
+        "payload": payload,
+    }
+    return call_script("finish", bool, keys, end.request_id, args=args)
 
 
 class SavedRequest(NamedTuple):
@@ -144,9 +127,9 @@ def save_committed(keys: Keys, *, own_epoch: int, requests: Sequence[SavedReques
     return call_script(
         "save_committed",
         bytes.decode,
-        keys={"epoch": keys.epoch},
-        more_keys=request_keys(keys, [one.request_id for one in requests]),
+        keys,
         args={"own_epoch": own_epoch, "ttl_ms": TOKENS_TTL_MS},
+        more_keys=request_keys(keys, [one.request_id for one in requests]),
         more_args=[part for one in requests for part in one[1:]],
     )
 
@@ -160,19 +143,14 @@ class ProcessBeat(NamedTuple):
     fields: Fields
 
     @property
-    def args(self) -> dict[str, Argument]:
+    def args(self) -> Args:
         return {"member": f"{self.kind}:{self.name}", "ttl_ms": self.ttl_ms}
 
 
 def heartbeat(keys: Keys, beat: ProcessBeat) -> ScriptCall[None]:
     """Write the heartbeat of a process that is no worker."""
-    return call_script(
-        "heartbeat",
-        lambda _: None,
-        keys={"process": keys.process(beat.kind, beat.name), "processes": keys.processes},
-        args=beat.args,
-        more_args=in_pairs(beat.fields),
-    )
+    owner, fields = (beat.kind, beat.name), in_pairs(beat.fields)
+    return call_script("heartbeat", lambda _: None, keys, *owner, args=beat.args, more_args=fields)
 
 
 def publish_state(
@@ -184,23 +162,20 @@ def publish_state(
         oldest: id of the oldest message of `control` to keep.
         pool_ttl_s: None while no pool is removed.
     """
+    args: Args = {
+        "oldest": oldest,
+        "state_ttl_ms": state_ttl_ms,
+        "pool": keys.pool,
+        "pool_ttl_s": "" if pool_ttl_s is None else pool_ttl_s,
+        "num_counts": len(counts),
+        **beat.args,
+    }
     return call_script(
         "publish_state",
         lambda _: None,
-        keys={
-            "control": keys.control,
-            "state": keys.state,
-            "pools": POOLS,
-            "process": keys.process(beat.kind, beat.name),
-            "processes": keys.processes,
-        },
-        args={
-            "oldest": oldest,
-            "state_ttl_ms": state_ttl_ms,
-            "pool": keys.pool,
-            "pool_ttl_s": "" if pool_ttl_s is None else pool_ttl_s,
-            "num_counts": len(counts),
-            **beat.args,
-        },
+        keys,
+        beat.kind,
+        beat.name,
+        args=args,
         more_args=[*in_pairs(counts), *in_pairs(beat.fields)],
     )

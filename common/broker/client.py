@@ -1,13 +1,4 @@
-"""Broker client: connections to Redis (7 or later) or Valkey, errors in one line.
-
-Sentinel client: connections to the primary that Redis Sentinel names; after a failover, to the new one.
-
-Its URL is `redis+sentinel://[user:password@]host[:port],host[:port]/service[/db][?options]`. With
-`rediss+sentinel` brokers and sentinels have TLS. Options are those of redis-py's other URLs, and
-`sentinel_username` and `sentinel_password`.
-
-FailureLog: what is said of a step that fails again and again while the broker is away.
-"""
+"""Broker client: connections to Redis (7 or later) or Valkey, and its errors in one line each."""
 
 import asyncio
 import contextlib
@@ -36,10 +27,18 @@ from redis.exceptions import (
 from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
 
-SCHEMES = ("redis+sentinel", "rediss+sentinel")
+CONNECT_TIMEOUT_S = 5.0
+MIN_VERSION = (7, 0)
+NO_EVICTION = "noeviction"
+ERRORS = (RedisError, OSError)
+"""What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT = 26379
-TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
-"""Of one sentinel: the next one is asked while the caller still waits."""
+SENTINEL_TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
+"""Of one sentinel, so that the next one is asked while the caller still waits."""
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+"""Times between two log lines about the same failure."""
 
 
 class SentinelPool(SentinelConnectionPool):
@@ -47,17 +46,22 @@ class SentinelPool(SentinelConnectionPool):
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)
-        if inuse_connections:  # else it only leaves a primary that is none any more
+        if inuse_connections:  # else it only leaves a former primary
             for sentinel in self.sentinel_manager.sentinels:
                 await sentinel.aclose()
 
 
 def is_sentinel_url(url: str) -> bool:
-    return url.partition("://")[0].lower() in SCHEMES
+    return url.partition("://")[0].lower() in SENTINEL_SCHEMES
 
 
 def connect_to_primary(url: str, **options: Any) -> redis.asyncio.Redis:
-    """Return a client of the primary. Raises ValueError when the URL cannot be read."""
+    """Return a client of the primary that Redis Sentinel names; after a failover, of the new one.
+
+    `url` is `redis+sentinel://[user:password@]host[:port],host[:port]/service[/db][?options]`. With
+    `rediss+sentinel` brokers and sentinels have TLS. Options are those of redis-py's other URLs, and
+    `sentinel_username` and `sentinel_password`. Raises ValueError if the URL cannot be read.
+    """
     scheme, _, rest = url.partition("+sentinel://")
     address, _, query = rest.partition("?")
     authority, _, path = address.partition("/")
@@ -72,7 +76,7 @@ def connect_to_primary(url: str, **options: Any) -> redis.asyncio.Redis:
     shared = {name: value for name, value in given.items() if name.startswith(("socket_", "ssl_"))}
     watchers = Sentinel(  # type: ignore[no-untyped-call]
         [read_address(host) for host in hosts.split(",")],
-        sentinel_kwargs=shared | TIMEOUTS | own | ({"ssl": True} if has_tls else {}),
+        sentinel_kwargs=shared | SENTINEL_TIMEOUTS | own | ({"ssl": True} if has_tls else {}),
     )
     primary: redis.asyncio.Redis = watchers.master_for(
         service, connection_pool_class=SentinelPool, ssl=has_tls, **given
@@ -86,13 +90,6 @@ def read_address(text: str) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError("a sentinel without a host")
     return parts.hostname, parts.port or SENTINEL_PORT
-
-
-CONNECT_TIMEOUT_S = 5.0
-MIN_VERSION = (7, 0)
-NO_EVICTION = "noeviction"
-ERRORS = (RedisError, OSError)
-"""What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
 
 
 def connect(url: str, **options: Any) -> redis.asyncio.Redis:
@@ -116,8 +113,8 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
 
 
 class UnixConnection(UnixDomainSocketConnection):
-    """A connection by a Unix socket, over which the broker is greeted once. redis-py's own greets it while it
-    connects, too, where whatever the broker refuses becomes a ConnectionError.
+    """A connection over a Unix socket. redis-py's own greets the broker twice, and makes a ConnectionError of
+    what the broker refuses the first time.
     """
 
     async def _connect(self) -> None:
@@ -226,21 +223,18 @@ async def read_server_id(redis: redis.asyncio.Redis) -> str:
     return str((await redis.info("server"))["run_id"])
 
 
-FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 60.0
-
-
 class FailureLog:
-    """Logs each new cause at once, then what repeats at growing intervals with its count, and the end.
+    """What is logged about a step that fails again and again while the broker is away: each new cause at
+    once, repeated ones at growing intervals with their count, and the end.
 
-    A step that goes on for as long as it does not fail has no other success than a minute without failures.
+    A step that never returns has succeeded when it has not failed for MAX_PAUSE_S.
 
     Attributes:
         step: what fails, as in "reading plans".
-        causes: those that have been logged since the step last succeeded.
-        count: failures since then; none where there was none.
-        since_s, last_s: monotonic times of the first of them, and of the last.
-        due_s: when a repeated cause is logged again.
+        causes: causes that were logged since the step last succeeded.
+        count: failures since then.
+        since_s, last_s: monotonic times of the first and the last of them.
+        due_s: monotonic time from which a repeated cause is logged again.
     """
 
     def __init__(self, log: logging.Logger, step: str) -> None:
@@ -254,9 +248,9 @@ class FailureLog:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """The context of one attempt: an error of the broker is logged and goes no further, and the first
-        success after one is logged. Where an attempt ends with `return` or `continue`, what stands behind the
-        context is for failures only.
+        """The context of one attempt. An error of the broker is logged and suppressed, and so is the first
+        success after it. If the attempt ends with `return` or `continue`, code after the context runs only
+        after a failure.
         """
         try:
             yield
@@ -285,7 +279,7 @@ class FailureLog:
             self.due_s = now_s + min(max(age_s, FIRST_PAUSE_S), MAX_PAUSE_S)
 
     def succeeded(self) -> None:
-        """Say that it is over, if the step had failed."""
+        """Log that the step has succeeded, if it had failed."""
         if not self.count:
             return
         age_s = time.monotonic() - self.since_s

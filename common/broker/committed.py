@@ -2,8 +2,6 @@
 
 It is read from the request's hash and string, and from the log of the worker that holds it. Gateways fill
 gaps with it and the batcher resumes requests with it, so both see the same.
-
-Logs in part: what a worker's log has behind the flushes that its reader has.
 """
 
 import asyncio
@@ -24,8 +22,18 @@ from common.messages.records import RECORD, pack_tokens
 
 T = TypeVar("T")
 LogItem = tuple[bytes, dict[bytes, bytes]]
+
 REQUESTS_IN_ONE_READ = 256
-ENTRIES_IN_ONE_READ = 16
+SEALED_ENTRIES_IN_ONE_READ = 16
+LOG_ENTRIES_IN_ONE_READ = 8
+"""Each takes a gateway up to a millisecond."""
+AFTER_SEAL = f"({2**64 - 1}-"
+"""How a position after a seal begins: nothing follows it."""
+FIELDS = (
+    "digest worker attempt base crash_count cancel terminal num_tokens error error_type width prompt cached"
+).split()
+"""Fields of a request's hash, as `parse_state` takes them."""
+NO_FIELDS: list[bytes | None] = [None] * len(FIELDS)
 
 
 @dataclass(slots=True)
@@ -34,15 +42,16 @@ class Committed:
 
     Attributes:
         known: whether the request exists; its keys expire some time after its end.
-        terminal: why it ended; then `num_final`, `error` and `error_type` say what its terminal says.
-            `num_final` is -1 where the hash lacks it: somebody else wrote to it.
+        terminal: why it ended; `num_final`, `error` and `error_type` are those of its terminal. `num_final`
+            is -1 if the hash lacks it, since something else wrote to it.
         width: records of one token: its own, then one for each of the likeliest tokens.
-        records: packed records of all committed tokens; of one that ended without an answer none are kept.
-        spilled_bytes: how many bytes of them are in the string.
+        records: packed records of all committed tokens; none are kept of a request that ended without an
+            answer.
+        spilled_bytes: how many bytes of `records` are in the string.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them; they are
             committed with the first generated token.
-        num_cached: tokens of the prompt whose KV the run found that made, or will make, the first token; None
-            where that is not known.
+        num_cached: prompt tokens whose KV was cached when the run began that makes the first token; None if
+            that is not known.
     """
 
     known: bool = False
@@ -74,7 +83,7 @@ class Committed:
         return RECORD.size * self.width
 
     def append(self, tokens: Tokens) -> None:
-        """Append those of `tokens` that are not here yet; ignore them if tokens before them are missing."""
+        """Append the `tokens` that are not here yet; ignore them if tokens before them are missing."""
         have = self.num_tokens - tokens.index
         if 0 <= have < len(tokens.ids) // 4:
             self.records += pack_tokens(tokens)[have * self.token_bytes :]
@@ -94,24 +103,6 @@ async def read(pool: PoolClient, request_ids: Iterable[str]) -> dict[str, Commit
         if holders <= workers:
             return states
         workers = holders
-
-
-FIELDS = [
-    "digest",
-    "worker",
-    "attempt",
-    "base",
-    "crash_count",
-    "cancel",
-    "terminal",
-    "num_tokens",
-    "error",
-    "error_type",
-    "width",
-    "prompt",
-    "cached",
-]
-NO_FIELDS: list[bytes | None] = [None] * len(FIELDS)
 
 
 async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
@@ -157,9 +148,8 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Com
 
 
 def skip_wrong_type(answer: Any) -> Any:
-    """Return the answer, or None if the key has another type: that spoils its own request only.
-
-    Raises any other error.
+    """Return the answer, or None if the key has another type, which spoils its own request only. Raises any
+    other error.
     """
     if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
         return None
@@ -177,13 +167,13 @@ def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
 
 
 def logged_messages(fields: dict[bytes, bytes]) -> Iterator[bytes]:
-    """Yield the messages in the fields of one entry of a worker's log: none where it is a report's."""
+    """Yield the messages in one entry of a worker's log."""
     return (value for name, value in fields.items() if value and name.startswith(b"entry"))
 
 
 def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> None:
-    """Append the tokens of a worker's log to the states of their requests. Those of an earlier attempt are
-    in the string, or are void.
+    """Append the tokens of a worker's log to the states of their requests. Tokens of an earlier attempt are
+    in the string, or void.
     """
     for tokens in logged:
         state = states.get(tokens.request_id)
@@ -207,8 +197,9 @@ async def read_saved(
 
 
 async def read_tails(pool: PoolClient, offsets: Mapping[str, int]) -> dict[str, Committed]:
-    """Return what is committed of each request outside logs, its string from the given byte on only; but the
-    whole string of one that has ended: who has other tokens will see it.
+    """Return the state of each request without what only a log has, and of its string only the part from the
+    given byte on. Of a request that has ended it is the whole string, so that a reader with other tokens
+    notices.
     """
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
         return await read_slice(pool, offsets, of_ended=True)
@@ -227,7 +218,7 @@ async def read_sealed_log(pool: PoolClient, worker: str) -> tuple[list[Tokens], 
     """Return all tokens in a sealed worker's log, and why it was sealed; it is read in slices."""
     logged: list[Tokens] = []
     begin, why = "-", ""
-    while entries := await pool.redis.xrange(pool.keys.log(worker), begin, count=ENTRIES_IN_ONE_READ):
+    while entries := await pool.redis.xrange(pool.keys.log(worker), begin, count=SEALED_ENTRIES_IN_ONE_READ):
         logged += log_tokens(entries)
         last_id, fields = entries[-1]
         if last_id == SEALED.encode():
@@ -241,26 +232,20 @@ def in_slices(items: list[T], size: int) -> Iterator[list[T]]:
     return (items[begin : begin + size] for begin in range(0, len(items), size))
 
 
-NUM_ENTRIES = 8
-"""Entries of a log that are read at once: up to a millisecond of work each."""
-SEAL = f"({2**64 - 1}-"
-"""How the position behind a seal begins; nothing comes after it."""
-
-
 async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
     """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
     first, last = f"({after}-0", f"{until}-0" if until else "+"
     while True:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                entries = await pool.redis.xrange(pool.keys.log(worker), first, last, NUM_ENTRIES)
+                entries = await pool.redis.xrange(pool.keys.log(worker), first, last, LOG_ENTRIES_IN_ONE_READ)
         except ResponseError as error:
             entries = skip_wrong_type(error) or []
         for entry_id, fields in entries:
             first = f"({entry_id.decode()}"
             for message in logged_messages(fields):
                 yield message
-        if len(entries) < NUM_ENTRIES or first.startswith(SEAL):
+        if len(entries) < LOG_ENTRIES_IN_ONE_READ or first.startswith(AFTER_SEAL):
             return
 
 

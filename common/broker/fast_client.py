@@ -3,8 +3,6 @@
 redis-py opens the connection (address, TLS, password); then hiredis packs commands and parses replies on
 asyncio's transport. This takes 6 µs of CPU a command where redis-py takes 20 (XADD in a loop); beside an
 engine, which keeps the caches cold, it saved a quarter of the agent's CPU a token (benchmarks/RESULTS.md).
-
-Serial client: one fast connection to the broker, for commands that follow one another.
 """
 
 import asyncio
@@ -24,18 +22,18 @@ from common.broker.lua import Argument, Reply, ScriptCall
 INCOMPLETE = object()
 """What the parser returns when the next reply has not arrived in full."""
 HELD_BYTES = 1024
-"""So many bytes of replies that are held wake the process all the same."""
+"""Bytes of held replies that wake the process all the same."""
 RECEIVE_BYTES = 2**16
 
 
 class FastConnection(asyncio.Protocol):
-    """FastConnection: sends commands without waiting for their replies.
+    """Sends commands without waiting for their replies.
 
     `on_reply` is called with each reply: bytes, numbers, lists; an error of the broker is an exception.
 
     Attributes:
         closed: a future that ends with an error when the connection does.
-        socket: of a TCP connection in the clear, whose replies can be held.
+        socket: socket of a TCP connection without TLS, whose replies can be held.
         is_held: whether replies wait in the kernel until `poll`.
     """
 
@@ -63,7 +61,7 @@ class FastConnection(asyncio.Protocol):
         return cls(connection, on_reply)
 
     def send(self, *command: Argument) -> None:
-        """Send a command, unless the connection is lost; `closed` tells that."""
+        """Send a command, unless the connection is lost, as `closed` tells."""
         self.send_all([command])
 
     def send_all(self, commands: Sequence[Sequence[Argument]]) -> None:
@@ -75,21 +73,21 @@ class FastConnection(asyncio.Protocol):
         self.transport.write(b"".join([hiredis.pack_command(tuple(one)) for one in commands]))  # type: ignore[arg-type]
 
     def set_reading(self, reads: bool) -> None:
-        """Whether replies are read; those that are not wait with the broker."""
+        """Read replies or, without `reads`, leave them with the broker."""
         transport = cast(asyncio.Transport, self.transport)
         if not transport.is_closing() and transport.is_reading() != reads:
             (transport.resume_reading if reads else transport.pause_reading)()
 
     def hold(self) -> None:
-        """Have replies wait in the kernel until `poll`: a wake for each would take longer than what it is
-        for. The end of the connection wakes all the same, and so do replies over TLS or a Unix socket.
+        """Have replies wait in the kernel until `poll`: waking for each would take longer than its work. The
+        end of the connection wakes all the same, and so do replies over TLS or a Unix socket.
         """
         if self.socket is not None and not self.is_held:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELD_BYTES)
             self.is_held = True
 
     def poll(self) -> None:
-        """Take what has come and is held of replies."""
+        """Take the held replies that have come."""
         if self.socket is None or not self.is_held:
             return
         with contextlib.suppress(OSError):  # nothing has come, or nothing will: the transport finds out
@@ -129,9 +127,7 @@ class FastConnection(asyncio.Protocol):
 
 
 def own_tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
-    """Return the socket of a transport, as one that is to be closed besides; None unless it is TCP in the
-    clear.
-    """
+    """Return a duplicate of a transport's socket, to be closed, too; None unless it is TCP without TLS."""
     if transport.is_closing():
         return None
     shared = transport.get_extra_info("socket")
@@ -143,11 +139,10 @@ def own_tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
 
 
 class SerialClient:
-    """SerialClient: sends a command when the reply to the one before has come, and reconnects after a lost
-    connection.
+    """Sends a command once the last one has its reply, and reconnects after a lost connection.
 
     Attributes:
-        on_answer: takes the reply to the command sent last, or why there is none, once.
+        on_answer: takes the reply to the last command, or the error in its place, once.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -179,7 +174,7 @@ class SerialClient:
         return self.connection is not None
 
     def start(self, on_answer: Callable[[Any], None], *command: Argument) -> None:
-        """Send a command on the connection that there is. `on_answer` takes the reply, or what `execute`
+        """Send a command on the open connection. `on_answer` takes the reply, or the error that `execute`
         raises; either may wait for `poll`.
         """
         assert self.connection is not None
@@ -188,7 +183,7 @@ class SerialClient:
         self.connection.send(*command)
 
     def poll(self) -> None:
-        """Take the reply to what was started, if it has come; else what is missing of it is not held."""
+        """Take the reply to the command that was started, if it has come; else hold it no longer."""
         if (connection := self.connection) is not None:
             connection.poll()
             if self.on_answer is not None:

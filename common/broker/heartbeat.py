@@ -1,6 +1,6 @@
-"""Heartbeat: what a process reports about itself in Redis at an interval, for as long as it lives.
+"""Heartbeat: what a process reports about itself in Redis at an interval while it lives.
 
-Workers have one of their own, the script `worker_heartbeat`, which a seal refuses.
+Workers have a script of their own, `worker_heartbeat`, which a seal refuses.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ HeartbeatFields = dict[str, str | int]
 
 
 def process_fields() -> HeartbeatFields:
-    """Process id and host name: where this process is found."""
+    """Return process id and host name, which say where this process runs."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
@@ -38,7 +38,7 @@ class Heartbeat:
         self.ttl_ms = round(ttl_s * 1000)
 
     def beat(self, **fields: str | int) -> ProcessBeat:
-        """What the script writes: these fields, and where the process is found."""
+        """Return what the script writes: these fields, and where the process runs."""
         return ProcessBeat(self.kind, self.name, self.ttl_ms, process_fields() | fields)
 
     async def send(self, **fields: str | int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
-from common.broker.lua import ScriptCall, call_script, decode_all
+from common.broker.lua import Args, ScriptCall, call_script, decode_all
 
 NOT_A_JOB = -1
 FRAMES_LOST = -2
@@ -19,28 +19,21 @@ def register_job(keys: Keys, job_id: str, *, digest: str, channel: str, in_strea
         channel: that gets the frames, or "".
         in_stream: whether the job's stream gets them, too.
     """
-    return call_script(
-        "register_job",
-        bytes.decode,
-        keys={"job": keys.job(job_id), "reply": keys.reply(job_id)},
-        args={
-            "digest": digest,
-            "ttl_ms": JOB_TTL_MS,
-            "channel": channel,
-            "in_stream": int(in_stream),
-            "reply_ttl_ms": RESULT_TTL_MS,
-        },
-    )
+    args: Args = {
+        "digest": digest,
+        "ttl_ms": JOB_TTL_MS,
+        "channel": channel,
+        "in_stream": int(in_stream),
+        "reply_ttl_ms": RESULT_TTL_MS,
+    }
+    return call_script("register_job", bytes.decode, keys, job_id, args=args)
 
 
 def claim_jobs(keys: Keys, *, group: str, dead: bytes, claimer: str, max_jobs: int) -> ScriptCall[list[str]]:
     """Claim the jobs of a dead gateway for another. The reply has the ids of their entries."""
-    return call_script(
-        "claim_jobs",
-        decode_all,
-        keys={"submit": keys.submit, "gateway": keys.gateway(dead.decode(errors="surrogateescape"))},
-        args={"group": group, "dead": dead, "claimer": claimer, "max_jobs": max_jobs},
-    )
+    gateway = dead.decode(errors="surrogateescape")
+    args: Args = {"group": group, "dead": dead, "claimer": claimer, "max_jobs": max_jobs}
+    return call_script("claim_jobs", decode_all, keys, gateway, args=args)
 
 
 def cancel_job(keys: Keys, job_id: str, *, mark_ttl_ms: int) -> ScriptCall[int]:
@@ -49,7 +42,7 @@ def cancel_job(keys: Keys, job_id: str, *, mark_ttl_ms: int) -> ScriptCall[int]:
     Args:
         mark_ttl_ms: how long the cancel of an unknown job is kept.
     """
-    return call_script("cancel_job", int, keys={"job": keys.job(job_id)}, args={"mark_ttl_ms": mark_ttl_ms})
+    return call_script("cancel_job", int, keys, job_id, args={"mark_ttl_ms": mark_ttl_ms})
 
 
 def reply(
@@ -75,19 +68,21 @@ def reply(
         frames: lane, index in its lane, text of each.
         num_heard: how many of the first frames the channel has heard already.
     """
+    args: Args = {
+        "channel": channel,
+        "max_entries": max_entries,
+        "ttl_ms": RESULT_TTL_MS,
+        "request_ttl_ms": request_ttl_ms,
+        "job_ttl_ms": JOB_TTL_MS,
+        "answer": answer,
+        "num_heard": num_heard,
+    }
     return call_script(
         "reply",
         int,
-        keys={"job": keys.job(job_id), "reply": keys.reply(job_id), "result": keys.result(job_id)},
+        keys,
+        job_id,
+        args=args,
         more_keys=request_keys(keys, request_ids),
-        args={
-            "channel": channel,
-            "max_entries": max_entries,
-            "ttl_ms": RESULT_TTL_MS,
-            "request_ttl_ms": request_ttl_ms,
-            "job_ttl_ms": JOB_TTL_MS,
-            "answer": answer,
-            "num_heard": num_heard,
-        },
         more_args=[part for frame in frames for part in frame],
     )

@@ -1,8 +1,6 @@
-"""Redis keys and channels: all names are built here and nowhere else.
+"""Redis keys and channels: all names are built here and nowhere else; and the times after which they expire.
 
 The braces are a Redis Cluster hash tag: all keys of a pool are on one shard.
-
-Stream ids of Redis, as pairs of numbers that compare in order.
 """
 
 from collections.abc import Iterable
@@ -12,17 +10,17 @@ SEALED = "18446744073709551615-18446744073709551615"
 """The highest stream id there is: after an entry with it nothing can be appended."""
 
 STREAMS_TTL_MS = 7 * 86_400_000
-"""Plans, reports and logs of a worker that sends no heartbeat any more."""
+"""Of plans, reports and logs, after the worker's last heartbeat."""
 TOKENS_TTL_MS = 7 * 86_400_000
-"""Committed tokens of a request that never got a terminal; a shorter jump of the clock loses none."""
+"""Of committed tokens, if the request never gets a terminal; a shorter jump of the clock loses none."""
 JOB_TTL_MS = 7 * 86_400_000
-"""State of a job that has not ended."""
+"""Of the state of a job that has not ended."""
 RESULT_TTL_MS = 3_600_000
-"""Result, frames and state of a job that has ended."""
+"""Of result, frames and state of a job that has ended."""
 LEASE_S = 2.0
-"""Lease of the active batcher, which renews it several times in that time."""
+"""Of the active batcher's lease, which is renewed several times in that time."""
 METRICS_TTL_MS = 7 * 86_400_000
-"""Metrics of a pool that counts nothing any more."""
+"""Of a pool's metrics, after they were last counted."""
 
 POOLS = "tf:pools"
 """Sorted set: pool → Redis time of its batcher's last heartbeat, in s; members leave after an hour. It is the
@@ -43,6 +41,10 @@ class Keys:
 
     def key(self, *parts: str) -> str:
         return ":".join((f"tf:{{{self.pool}}}", *parts))
+
+    @property
+    def pools(self) -> str:
+        return POOLS
 
     @property
     def requests(self) -> str:
@@ -171,7 +173,7 @@ def request_keys(keys: Keys, request_ids: Iterable[str]) -> list[str]:
 
 
 def parse_stream_id(stream_id: bytes | str) -> tuple[int, int]:
-    """(milliseconds or epoch, number) of a stream id."""
+    """Return (milliseconds or epoch, number) of a stream id; such pairs compare in order."""
     text = stream_id.decode() if isinstance(stream_id, bytes) else stream_id
     high, _, low = text.partition("-")
     return int(high), int(low or 0)

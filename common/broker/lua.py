@@ -1,15 +1,15 @@
 """Lua: loads the scripts of `common/scripts`, and calls them with named keys and arguments.
 
 A file holds several scripts, each after a line with its name. The comment at the top of a script names its
-keys and arguments, in order, and a call with other names is refused:
+keys and arguments in order; in the script the names are locals:
 
     --- admit
-    -- KEYS requests, places
+    -- KEYS requests, places, request
     -- ARGV payload, max_requests, ...
 
-In the script the names are locals. `...` stands for any number of others: KEYS[first_key] and
-ARGV[first_arg] are the first of them. Each script has one function, whose signature tells what it takes, in
-`request_scripts`, `job_scripts`, `worker_scripts` or `batcher_scripts`.
+A key has the name of its method in `Keys`. `...` stands for any number of others, from KEYS[first_key] or
+ARGV[first_arg] on. Each script has one function, whose signature tells what it takes, in `request_scripts`,
+`job_scripts`, `worker_scripts` or `batcher_scripts`.
 """
 
 import functools
@@ -17,10 +17,13 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
+
+from common.broker.keys import Keys
 
 FOLDER = Path(__file__).parents[1] / "scripts"
 SECTION = re.compile(r"^--- ([\w/]+)\n", re.MULTILINE)
@@ -42,6 +45,7 @@ that do not take what this process sends.
 """
 
 Argument = str | bytes | int | float
+Args = dict[str, Argument]
 Fields = Mapping[str, str | int]
 """Fields of a hash."""
 T = TypeVar("T")
@@ -54,12 +58,6 @@ class Names(NamedTuple):
     given: tuple[str, ...]
     has_more: bool
 
-    def values(self, by_name: Mapping[str, T], more: Sequence[T]) -> list[T]:
-        """Return values as the script takes them. Raises TypeError for other names, or another order."""
-        if (*by_name,) != self.given or (more and not self.has_more):
-            raise TypeError(f"a script takes {self}, not {(*by_name, *more)}")
-        return [*by_name.values(), *more]
-
     def locals(self, array: str, first: str) -> str:
         """Return the Lua statement that makes the names locals, and `first` the index of what follows."""
         values = {name: f"{array}[{i}]" for i, name in enumerate(self.given, 1)}
@@ -68,7 +66,7 @@ class Names(NamedTuple):
 
 
 class ScriptCall(NamedTuple, Generic[Reply]):
-    """ScriptCall: a script with its keys and arguments, whichever client sends it.
+    """A script with its keys and arguments, whichever client sends it.
 
     Attributes:
         read: turns the broker's reply into what it means.
@@ -92,15 +90,28 @@ class ScriptCall(NamedTuple, Generic[Reply]):
 def call_script(
     name: str,
     read: Callable[[Any], Reply],
-    *,
-    keys: Mapping[str, str],
-    args: Mapping[str, Argument],
+    keys: Keys,
+    *owner: str,
+    args: Mapping[str, Argument] = MappingProxyType({}),
     more_keys: Sequence[str] = (),
     more_args: Sequence[Argument] = (),
 ) -> ScriptCall[Reply]:
-    """Return the call of a script by the names of its keys and arguments."""
+    """Return the call of a script. Raises TypeError or KeyError for other arguments than it takes.
+
+    Args:
+        read: turns the broker's reply into what it means.
+        owner: the request, job, worker or process whose keys it takes, beside those of the pool.
+    """
     key_names, arg_names = script_names(name)
-    return ScriptCall(name, key_names.values(keys, more_keys), arg_names.values(args, more_args), read)
+    is_more = (more_keys and not key_names.has_more) or (more_args and not arg_names.has_more)
+    if is_more or len(args) != len(arg_names.given):
+        raise TypeError(f"{name} takes {key_names} and {arg_names}, not {(*args, *more_keys, *more_args)}")
+    found = [getattr(keys, key) for key in key_names.given]
+    all_keys = [key if isinstance(key, str) else key(*owner) for key in found]
+    all_args = [args[one] for one in arg_names.given]
+    all_keys += more_keys
+    all_args += more_args
+    return ScriptCall(name, all_keys, all_args, read)
 
 
 def in_pairs(fields: Fields) -> list[str | int]:

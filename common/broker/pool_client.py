@@ -1,7 +1,4 @@
-"""PoolClient: one pool at the broker: the connection to it, and the names of the pool's keys.
-
-Cancel: tells the fleet that nobody waits for a request any more.
-"""
+"""Pool client: the connection to a pool's broker, and what all processes read of the pool."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,9 +17,9 @@ class WorkerLook(NamedTuple):
     """What the broker says of workers.
 
     Attributes:
-        heartbeats: by incarnation: the values of the fields that were read.
-        seen_ms: of each that is in the pool: when it sent the last one, by the broker's clock.
-        now_ms: what that shows.
+        heartbeats: incarnation → values of the fields that were read.
+        seen_ms: incarnation in the pool → time of its last heartbeat, by the broker's clock.
+        now_ms: what that clock shows.
     """
 
     heartbeats: dict[str, list[bytes | None]]
@@ -55,16 +52,16 @@ class PoolClient:
         return await run_script(self.redis, call)
 
     async def sealed(self) -> list[str]:
-        """Incarnations that are sealed, and whose other keys are not deleted yet."""
+        """Return the incarnations that are sealed, and whose other keys are not deleted yet."""
         members = await self.redis.smembers(self.keys.sealed)  # type: ignore[misc]
         return sorted(member.decode() for member in members)
 
     async def workers(self) -> list[str]:
-        """Incarnations of workers, some of which may have died."""
+        """Return the incarnations of workers, some of which may have died."""
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
 
     async def look_at_workers(self, names: Iterable[str], fields: list[str]) -> WorkerLook:
-        """Read heartbeats of these workers and of those in the pool, in one round trip if these are all."""
+        """Read the heartbeats of these workers and of all in the pool; in one round trip if these are all."""
         wanted = sorted({*names})
         while True:
             async with self.redis.pipeline(transaction=False) as pipe:
@@ -81,8 +78,8 @@ class PoolClient:
             wanted = sorted({*wanted, *seen_ms})
 
     async def processes(self, kind: str) -> dict[str, float]:
-        """Name of each process of one kind, other than `worker` → when its last heartbeat came (ms); some of
-        them may have died.
+        """Return name → time of the last heartbeat (ms) of the processes of one kind, other than `worker`;
+        some may have died.
         """
         found = await self.redis.zrange(self.keys.processes, 0, -1, withscores=True)
         members = [(*member.decode().partition(":"), at_ms) for member, at_ms in found]
@@ -90,7 +87,7 @@ class PoolClient:
 
 
 async def cancel_request(pool: PoolClient, request_id: str, reader: int | None = None) -> bool:
-    """Cancel a request, if given only for this reader. Returns False if it has ended, is not known or has
-    another reader.
+    """Cancel a request; with `reader`, only if that is its reader. Return False if it has ended, is not known
+    or has another reader.
     """
     return await pool.run(request_scripts.cancel(pool.keys, request_id, reader=reader))

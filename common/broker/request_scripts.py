@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from common.broker.keys import TOKENS_TTL_MS, Keys, request_keys
-from common.broker.lua import ScriptCall, call_script, decode_all
+from common.broker.lua import Args, ScriptCall, call_script, decode_all
 from common.messages.codec import encode
 from common.messages.request import Cancel, Generate, Resume
 
@@ -46,42 +46,43 @@ def admit(
         answer: the answer that it begins, or b"".
         weight: of its tenant.
     """
+    args: Args = {
+        "payload": payload,
+        "max_requests": max_requests,
+        "max_tokens": max_tokens or "",
+        "max_bytes": max_bytes,
+        "answer": answer,
+        "weight": weight,
+        **request_args(request),
+    }
     return call_script(
         "admit",
         read_admit_reply,
-        keys={
-            "requests": keys.requests,
-            "places": keys.places,
-            "request": keys.request(request.request_id),
-            "clock": keys.clock,
-            "tenants": keys.tenants(request.service_class),
-        },
-        args={
-            "payload": payload,
-            "max_requests": max_requests,
-            "max_tokens": max_tokens or "",
-            "max_bytes": max_bytes,
-            "digest": request.digest,
-            "channel": request.channel,
-            "gateway": request.gateway,
-            "width": request.width,
-            "answer": answer,
-            "class": request.service_class,
-            "tenant": request.tenant,
-            "weight": weight,
-            "num_prompt": request.num_prompt,
-        },
+        keys,
+        request.request_id,
+        args=args,
+        more_keys=[keys.tenants(request.service_class)],
     )
 
 
+def request_args(request: Generate) -> Args:
+    """What both `admit` and `offer` store of a request."""
+    return {
+        "digest": request.digest,
+        "channel": request.channel,
+        "gateway": request.gateway,
+        "width": request.width,
+        "service_class": request.service_class,
+        "tenant": request.tenant,
+        "num_prompt": request.num_prompt,
+    }
+
+
 def read_admit_reply(reply: list[Any]) -> AdmitReply:
-    match reply:
-        case [b"admitted", entry_id]:
-            return AdmitReply("admitted", entry_id.decode())
-        case [what, num_counted, wait_ms]:
-            return AdmitReply(what.decode(), "", num_counted, wait_ms)
-        case _:
-            return AdmitReply(reply[0].decode())
+    outcome, *rest = reply
+    if outcome == b"admitted":
+        return AdmitReply("admitted", rest[0].decode())
+    return AdmitReply(outcome.decode(), "", *rest)
 
 
 class OfferReply(NamedTuple):
@@ -121,52 +122,33 @@ def offer(
         answer: the answer that it begins, or b"".
         reader, connection: numbers of its reader, and of the one on whose connection the answer is written.
     """
+    args: Args = {
+        "payload": encode(request),
+        "made_by": made_by,
+        "made_in": made_in,
+        "num_tokens": request.num_shown,
+        "records": records,
+        "prompt_records": prompt_records,
+        "num_cached": "" if num_cached is None else num_cached,
+        "ttl_ms": TOKENS_TTL_MS,
+        "resume": encode(Resume(request.request_id)),
+        "reopen": int(reopen),
+        "answer": answer,
+        "reader": reader,
+        "connection": connection,
+        **request_args(request),
+    }
     return call_script(
-        "offer",
-        lambda reply: OfferReply(reply[0].decode(), *reply[1:]),
-        keys={
-            "request": keys.request(request.request_id),
-            "tokens": keys.tokens(request.request_id),
-            "requests": keys.requests,
-            "places": keys.places,
-            "clock": keys.clock,
-            "control": keys.control,
-        },
-        args={
-            "payload": encode(request),
-            "digest": request.digest,
-            "channel": request.channel,
-            "gateway": request.gateway,
-            "width": request.width,
-            "made_by": made_by,
-            "made_in": made_in,
-            "num_tokens": request.num_shown,
-            "records": records,
-            "prompt_records": prompt_records,
-            "num_cached": "" if num_cached is None else num_cached,
-            "ttl_ms": TOKENS_TTL_MS,
-            "resume": encode(Resume(request.request_id)),
-            "reopen": int(reopen),
-            "answer": answer,
-            "reader": reader,
-            "connection": connection,
-            "class": request.service_class,
-            "num_prompt": request.num_prompt,
-            "tenant": request.tenant,
-        },
+        "offer", lambda reply: OfferReply(reply[0].decode(), *reply[1:]), keys, request.request_id, args=args
     )
 
 
 def cancel(keys: Keys, request_id: str, *, reader: int | None) -> ScriptCall[bool]:
-    """Cancel a request, if given only for this reader. False if it has ended, is not known or has another
-    reader.
+    """Cancel a request; with `reader`, only if that is its reader. False if it has ended, is not known or has
+    another reader.
     """
-    return call_script(
-        "cancel",
-        bool,
-        keys={"request": keys.request(request_id), "control": keys.control},
-        args={"payload": encode(Cancel(request_id, "client")), "reader": "" if reader is None else reader},
-    )
+    payload, number = encode(Cancel(request_id, "client")), "" if reader is None else reader
+    return call_script("cancel", bool, keys, request_id, args={"payload": payload, "reader": number})
 
 
 class AttachReply(NamedTuple):
@@ -194,28 +176,21 @@ def attach(
     return call_script(
         "attach",
         read_attach_reply,
-        keys={},
-        more_keys=[keys.request(name) for name in request_ids],
+        keys,
         args={"gateway": gateway, "inherited": "" if inherited is None else inherited},
+        more_keys=[keys.request(name) for name in request_ids],
     )
 
 
 def read_attach_reply(reply: list[Any]) -> AttachReply:
-    match reply:
-        case [outcome, reader, digests]:
-            return AttachReply(outcome.decode(), reader, [digest.decode() for digest in digests])
-        case _:
-            return AttachReply(reply[0].decode())
+    if reply[0] != b"attached":
+        return AttachReply(reply[0].decode())
+    return AttachReply("attached", reply[1], decode_all(reply[2]))
 
 
 def forget(keys: Keys, request_id: str, *, reader: int) -> ScriptCall[bool]:
     """Delete a request that was answered. False if it has another reader than this one."""
-    return call_script(
-        "forget",
-        bool,
-        keys={"request": keys.request(request_id), "tokens": keys.tokens(request_id)},
-        args={"reader": reader},
-    )
+    return call_script("forget", bool, keys, request_id, args={"reader": reader})
 
 
 def read_requests(
@@ -231,32 +206,19 @@ def read_requests(
     return call_script(
         "read_requests",
         lambda reply: [(fields, records) for *fields, records in reply],
-        keys={},
-        more_keys=request_keys(keys, offsets),
+        keys,
         args={"which": "all" if of_ended else "live", "num_fields": len(fields)},
+        more_keys=request_keys(keys, offsets),
         more_args=[*fields, *first_bytes],
     )
 
 
 def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
     """Delete a stored response. False if it has not ended yet."""
-    return call_script(
-        "delete_response",
-        bool,
-        keys={
-            "request": keys.request(request_id),
-            "tokens": keys.tokens(request_id),
-            "responses": keys.responses,
-        },
-        args={"request_id": request_id},
-    )
+    return call_script("delete_response", bool, keys, request_id, args={"request_id": request_id})
 
 
 def keep_response(keys: Keys, request_id: str, *, ttl_s: int, max_kept: int) -> ScriptCall[list[str]]:
     """Note a stored response. The reply names those that are to be deleted, as there are too many."""
-    return call_script(
-        "keep_response",
-        decode_all,
-        keys={"responses": keys.responses},
-        args={"request_id": request_id, "ttl_s": ttl_s, "max_kept": max_kept},
-    )
+    args: Args = {"request_id": request_id, "ttl_s": ttl_s, "max_kept": max_kept}
+    return call_script("keep_response", decode_all, keys, args=args)

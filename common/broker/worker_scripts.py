@@ -4,45 +4,28 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
-from common.broker.lua import Argument, Fields, ScriptCall, call_script, in_pairs
+from common.broker.lua import Args, Argument, Fields, ScriptCall, call_script, in_pairs
 from common.messages.events import Terminal, kept_records
 
 
 def create_logs(keys: Keys, worker: str, *, owner: str) -> ScriptCall[bool]:
     """Create log and reports of an incarnation. False if another owner has created them."""
-    return call_script(
-        "create_logs",
-        bool,
-        keys={"log": keys.log(worker), "reports": keys.reports(worker)},
-        args={"owner": owner, "ttl_ms": STREAMS_TTL_MS},
-    )
+    return call_script("create_logs", bool, keys, worker, args={"owner": owner, "ttl_ms": STREAMS_TTL_MS})
 
 
 def worker_heartbeat(
     keys: Keys, worker: str, *, capacity: bytes, ttl_ms: int, state: str, step: int, fields: Fields
 ) -> ScriptCall[str]:
     """Write a worker's heartbeat. The reply is `OK`, `DRAIN`, `SEALED` or `MISSING`."""
-    return call_script(
-        "worker_heartbeat",
-        bytes.decode,
-        keys={
-            "worker": keys.worker(worker),
-            "workers": keys.workers,
-            "log": keys.log(worker),
-            "reports": keys.reports(worker),
-            "plans": keys.plans(worker),
-            "control": keys.control,
-        },
-        args={
-            "incarnation": worker,
-            "ttl_ms": ttl_ms,
-            "streams_ttl_ms": STREAMS_TTL_MS,
-            "state": state,
-            "step": step,
-            "capacity": capacity,
-        },
-        more_args=in_pairs(fields),
-    )
+    args: Args = {
+        "incarnation": worker,
+        "ttl_ms": ttl_ms,
+        "streams_ttl_ms": STREAMS_TTL_MS,
+        "state": state,
+        "step": step,
+        "capacity": capacity,
+    }
+    return call_script("worker_heartbeat", bytes.decode, keys, worker, args=args, more_args=in_pairs(fields))
 
 
 class FlushedPrompt(NamedTuple):
@@ -50,10 +33,6 @@ class FlushedPrompt(NamedTuple):
 
     request_id: str
     records: bytes
-
-    @property
-    def args(self) -> tuple[Argument, ...]:
-        return self[1:]
 
 
 class FlushedTerminal(NamedTuple):
@@ -83,10 +62,6 @@ class FlushedSpill(NamedTuple):
     base: int
     offset: int
     records: bytes
-
-    @property
-    def args(self) -> tuple[Argument, ...]:
-        return self[1:]
 
 
 class FlushReply(NamedTuple):
@@ -125,24 +100,28 @@ def flush(
     more_keys = [keys.request(prompt.request_id) for prompt in prompts]
     more_keys += request_keys(keys, [one.request_id for part in (terminals, spills) for one in part])
     more_args: list[Argument] = [part for message in messages for part in message]
-    more_args += [arg for part in (prompts, terminals, spills) for one in part for arg in one.args]
+    more_args += [prompt.records for prompt in prompts]
+    more_args += [part for end in terminals for part in end.args]
+    more_args += [part for spilled in spills for part in spilled[1:]]
+    args: Args = {
+        "sequence": sequence,
+        "report": report,
+        "oldest": f"{acknowledged}-0",
+        "ttl_ms": TOKENS_TTL_MS,
+        "worker": worker,
+        "num_messages": len(messages),
+        "num_prompts": len(prompts),
+        "num_terminals": len(terminals),
+        "num_spills": len(spills),
+        "mode": mode,
+    }
     return call_script(
         "flush",
         read_flush_reply,
-        keys={"log": keys.log(worker), "reports": keys.reports(worker)},
+        keys,
+        worker,
+        args=args,
         more_keys=more_keys,
-        args={
-            "sequence": sequence,
-            "report": report,
-            "oldest": f"{acknowledged}-0",
-            "ttl_ms": TOKENS_TTL_MS,
-            "worker": worker,
-            "num_messages": len(messages),
-            "num_prompts": len(prompts),
-            "num_terminals": len(terminals),
-            "num_spills": len(spills),
-            "mode": mode,
-        },
         more_args=more_args,
     )
 
@@ -153,14 +132,11 @@ def read_flush_reply(reply: list[Any]) -> FlushReply:
 
 def drain(keys: Keys, worker: str) -> ScriptCall[tuple[str, int] | None]:
     """Ask a worker to drain. The reply has its state and number of rows; None: there is no such worker."""
-    return call_script("drain", read_drain_reply, keys={"worker": keys.worker(worker)}, args={})
 
+    def read(reply: list[bytes | None] | None) -> tuple[str, int] | None:
+        return ((reply[0] or b"").decode(), int(reply[1] or 0)) if reply else None
 
-def read_drain_reply(reply: list[bytes | None] | None) -> tuple[str, int] | None:
-    if reply is None:
-        return None
-    state, rows = reply
-    return (state or b"").decode(), int(rows or 0)
+    return call_script("drain", read, keys, worker)
 
 
 def seal(keys: Keys, worker: str, *, why: str) -> ScriptCall[bool]:
@@ -170,14 +146,5 @@ def seal(keys: Keys, worker: str, *, why: str) -> ScriptCall[bool]:
         why: `died`, `drained` or `unreadable`.
     """
     return call_script(
-        "seal",
-        bool,
-        keys={
-            "log": keys.log(worker),
-            "reports": keys.reports(worker),
-            "worker": keys.worker(worker),
-            "workers": keys.workers,
-            "sealed": keys.sealed,
-        },
-        args={"incarnation": worker, "why": why, "ttl_ms": STREAMS_TTL_MS},
+        "seal", bool, keys, worker, args={"incarnation": worker, "why": why, "ttl_ms": STREAMS_TTL_MS}
     )

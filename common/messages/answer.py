@@ -7,7 +7,7 @@ from common.messages.codec import wire_field
 from common.messages.request import Generate
 
 STORED_KEEP_S = 0.001
-"""A stored answer goes on for so long after a hang-up, and is kept."""
+"""Shortest time that a stored answer goes on after a hang-up: it must not be 0, which deletes the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class ResumeTerms:
 
     Attributes:
         owner: digest of the API key that its client sent; empty without one.
-        resume_ms: as the client asked; None waits not at all after a hang-up, and GATEWAY_GRACE_S after the
-            death of the gateway.
+        resume_ms: time that the client asked for. None does not wait after a hang-up, and waits
+            GATEWAY_GRACE_S after the death of the gateway.
         detached: it needs no client.
-        stored_ms: it is kept for so long after its end, although it was answered; 0 for one that is not.
+        stored_ms: time that it is kept after its end, although it was answered; 0 if it is not stored.
     """
 
     owner: str = wire_field("ow", default="")
@@ -95,11 +95,11 @@ class ResumeTerms:
 
 @dataclass(frozen=True, slots=True)
 class ResponseParts:
-    """What only the Responses API has of an answer, as JSON.
+    """Parts of an answer that only the Responses API has, as JSON.
 
     Attributes:
-        fields: of the response object those that are known when it is admitted.
-        before: items of the conversation that it goes on with.
+        fields: fields of the response object that are known at admission.
+        before: items of the conversation that it continues.
         items: its own input items.
     """
 
@@ -116,7 +116,7 @@ class HttpAnswer:
     the same bytes, which are a function of this message and of the tokens.
 
     Attributes:
-        request_id: id of the whole; an only choice has the same, else the n-th has `{id}.{n}`.
+        request_id: id of the answer. A single choice has the same id; else the n-th has `{id}.{n}`.
         route: path of the route at which it was requested.
         streamed: whether frames were requested, or the whole.
         created_s: Unix time of its admission.

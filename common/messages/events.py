@@ -1,19 +1,35 @@
-"""Event messages: tokens and terminals, on their way to gateways and in the logs of workers.
-
-Finish reasons: why rows and requests end, their terminals, and what is kept of them.
-
-Timeline messages: what happened to requests, in the stream `timeline`. Nothing depends on them.
-
-Sequence numbers of the messages that one process publishes, counted for each channel.
-
-The last number is repeated for a while, so a subscriber notices that the last message was lost.
-"""
+"""Event messages: tokens and terminals on their way to gateways and in the logs of workers; and timelines."""
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.messages.codec import encode, wire_field
+
+FINISHED = ("length", "eos_token", "stop_sequence")
+"""Reasons of rows whose request is complete."""
+INTERRUPTED = ("preempted", "takeover")
+"""Reasons of rows whose request goes on in another row."""
+ERRORS = {
+    "timeout": ("timeout", "the request was not finished before its deadline"),
+    "expired": ("timeout", "the request's deadline passed while it waited: it never started"),
+    "poison": ("generation", "three workers died while they worked on this request"),
+    "capacity": ("generation", "no worker's KV cache can hold this request"),
+    "forward": ("generation", "the model's forward failed for this request"),
+    "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
+    "grammar_limit": (
+        "grammar",
+        "the request's grammar is too complex: the tokens that it allows next take too much work to find",
+    ),
+    "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
+    "malformed": ("generation", "the queued request cannot be read"),
+}
+"""Reason of a failed request → (error type, error text). A reason that is not listed here is a cancel."""
+REPEAT_S = 0.5
+REPEATED_FOR_S = 10.0
+SILENT_S = REPEAT_S / 2
+"""The last number is repeated on a channel without a message for this long: another message shows a gap, too.
+"""
 
 
 @dataclass(slots=True)
@@ -77,27 +93,6 @@ class Events:
     flush: int = wire_field("f", default=0)
 
 
-FINISHED = ("length", "eos_token", "stop_sequence")
-"""Reasons of rows whose request is complete."""
-INTERRUPTED = ("preempted", "takeover")
-"""Reasons of rows whose request goes on in another row."""
-ERRORS = {
-    "timeout": ("timeout", "the request was not finished before its deadline"),
-    "expired": ("timeout", "the request's deadline passed while it waited: it never started"),
-    "poison": ("generation", "three workers died while they worked on this request"),
-    "capacity": ("generation", "no worker's KV cache can hold this request"),
-    "forward": ("generation", "the model's forward failed for this request"),
-    "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
-    "grammar_limit": (
-        "grammar",
-        "the request's grammar is too complex: the tokens that it allows next take too much work to find",
-    ),
-    "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
-    "malformed": ("generation", "the queued request cannot be read"),
-}
-"""Reason of a failed request → (error type, error text). A reason that is not listed here is a cancel."""
-
-
 def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
     """Return the terminal of a request that ended for the reason `why`."""
     if why in FINISHED:
@@ -115,7 +110,7 @@ def kept_records(end: Terminal, records: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Something that happened to a request.
+    """Something that happened to a request, for people: nothing depends on it.
 
     Attributes:
         at_ms: time, by the broker's clock.
@@ -136,19 +131,19 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Events of one request, in order; a field of the entry, named after the request."""
+    """Events of one request, in order; a field, named after the request, of an entry of the stream
+    `timeline`.
+    """
 
     events: list[TimelineEvent] = wire_field("h")
 
 
-REPEAT_S = 0.5
-REPEATED_FOR_S = 10.0
-SILENT_S = REPEAT_S / 2
-"""A channel that had a message since is not repeated: the next message shows the gap as well."""
-
-
 class ChannelSequences:
-    """The channels that `source` publishes to; a channel is idle after REPEATED_FOR_S without a message."""
+    """Numbers of the messages that `source` publishes, counted for each channel.
+
+    The last number is repeated until REPEATED_FOR_S after the message, so a subscriber notices that the last
+    message was lost.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -157,15 +152,15 @@ class ChannelSequences:
         self.published_s: dict[str, float] = {}
 
     def next_number(self, channel: str, flush: int = 0) -> int:
-        """The number of the next message on `channel`, from 1, which goes out with this flush."""
+        """Return the number, from 1, of the next message on `channel`, which is published with this flush."""
         self.last_number[channel] = self.last_number.get(channel, 0) + 1
         self.last_flush[channel] = flush
         self.published_s[channel] = time.monotonic()
         return self.last_number[channel]
 
     def repeated_messages(self, silent_s: float = 0.0) -> Iterator[tuple[str, bytes]]:
-        """(channel, payload) for each channel that is not idle, but had no message for `silent_s`: an
-        empty one with its last number.
+        """Yield (channel, payload) of an empty message with the last number, for each channel that had a
+        message within REPEATED_FOR_S, but none for `silent_s`.
         """
         now_s = time.monotonic()
         for channel, published_s in list(self.published_s.items()):

@@ -2,8 +2,6 @@
 
 Gateway and keeper exchange datagrams on one SOCK_SEQPACKET pair. A gateway sends `KeeperMessage`, with the
 socket beside the first one of an answer; the keeper sends `KeptAnswer`, with the socket, to the heir.
-
-Datagrams: what comes on the channel between a gateway and the socket keeper.
 """
 
 import socket
@@ -13,16 +11,14 @@ from dataclasses import dataclass
 from common.messages.codec import wire_field
 
 MAX_DATAGRAM_BYTES = 32 * 2**10
+MAX_ANSWER_BYTES = 24 * 2**10
+"""The longest packed answer that the keeper keeps: one datagram holds it and the rest of `KeptAnswer`."""
 HANDLE_VARIABLE = "KEEPER_HANDLE"
 """Variable of a gateway's environment: the handle of its end of the channel."""
 WHOLE_FLEET_VARIABLE = "WHOLE_FLEET"
 """Variable of a gateway's environment, set by a launcher that runs a whole fleet: when its keeper goes,
 nobody else will answer on its port.
 """
-
-
-MAX_ANSWER_BYTES = 24 * 2**10
-"""The longest packed answer that the keeper keeps: one datagram holds it and the rest of `KeptAnswer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class KeeperMessage:
     Attributes:
         keep: keep the socket beside this message, or replace what is known of an answer that is kept.
         drop: the answer of this name is done, or its client has gone.
-        release: the gateway goes on with this answer no more: another shall.
+        release: the gateway gives up this answer, so that another goes on with it.
         takes: whether the gateway takes answers of others.
         left: the client of this answer has gone, and its requests go on: they are kept a little longer.
     """
@@ -104,7 +100,7 @@ class KeeperMessage:
 
 
 def received(channel: socket.socket) -> Iterator[tuple[bytes, socket.socket | None]]:
-    """The datagrams that are there, each with the socket beside it; an empty one at the channel's end."""
+    """Yield the datagrams that have come, each with the socket beside it; an empty one at the end."""
     while True:
         try:
             data, handles, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, 1)

@@ -102,8 +102,8 @@ class Report:
             in each step, but for `lengths`.
         ended: (row, why, number of tokens generated).
         released: (row, kv_len): the row has its blocks no more.
-        hashes: (row, hashes) of released rows that have generated whole pieces (common/block_hashes.py): the
-            hashes behind those of the prompt, of tokens whose KV is computed.
+        hashes: (row, hashes) of released rows that have generated whole pieces (block_hashes.py): the hashes
+            after those of the prompt, of tokens whose KV is computed.
         takeover: answer to a plan with `takeover`. `held` has every row that is not released then, in the
             order of their starts; nothing that earlier reports say counts beside it.
         last_row: with `takeover`: the highest number that a row of this engine ever had.

@@ -1,6 +1,6 @@
-"""Packed records: a token id and its log-probability in eight bytes, as `tokens:{request}` holds them.
+"""Packed numbers, as little-endian int32 and float32; and records: a token id and its log-probability.
 
-Packing: lists of numbers to bytes and back, as little-endian int32 and float32.
+The string `tokens:{request}` has `Generate.width` records for each token, in order, from index 0.
 """
 
 import struct
@@ -14,6 +14,13 @@ from common.messages.events import Tokens
 
 if byteorder != "little":
     raise ImportError("token ids travel as little-endian int32; this machine is big-endian")
+
+RECORD = struct.Struct("<if")
+"""A token id and its log-probability."""
+PACKED_RECORD = struct.Struct("4s4s")
+"""The same, both still packed."""
+TopTokens = list[tuple[int, float]]
+"""(id, log-probability) of the likeliest tokens at one position, likeliest first."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -44,18 +51,6 @@ def unpack(code: str, data: bytes) -> list[Any]:
     values = array(code)
     values.frombytes(data)
     return values.tolist()
-
-
-RECORD = struct.Struct("<if")
-"""A token id and its log-probability.
-
-The string `tokens:{request}` has `Generate.width` records for each token, in order, from index 0.
-"""
-ONE_RECORD = struct.Struct("4s4s")
-
-
-TopTokens = list[tuple[int, float]]
-"""(id, log-probability) of the likeliest tokens at one position, likeliest first."""
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
@@ -89,7 +84,7 @@ def pack_pairs(ids: bytes, logprobs: bytes) -> list[bytes]:
 def unpack_columns(records: bytearray, begin: int, width: int) -> tuple[bytes, bytes, bytes, bytes]:
     """Return the arguments of `pack_records` for the records from byte `begin` on."""
     if len(records) - begin == RECORD.size:  # the common case: the one token of a step
-        return *ONE_RECORD.unpack_from(records, begin), b"", b""
+        return *PACKED_RECORD.unpack_from(records, begin), b"", b""
     words, step = memoryview(records)[begin:].cast("i"), 2 * width
     own = words[::step].tobytes(), words[1::step].tobytes()
     if width == 1:

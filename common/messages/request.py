@@ -1,7 +1,4 @@
-"""Request messages, from gateways: a request, its sampling and stopping parameters, and its cancel.
-
-Service classes: which requests are served before others.
-"""
+"""Request messages, from gateways: a request, its class, its sampling and stopping parameters, its cancel."""
 
 from dataclasses import dataclass
 
@@ -13,19 +10,17 @@ LEAST_URGENT = len(SERVICE_CLASSES) - 1
 """The index of the class `batch`."""
 DEFAULT_CLASS = "standard"
 CLASS_INDEXES = {name: index for index, name in enumerate(SERVICE_CLASSES)}
+TOP_P_MIN = 1e-6
 
 
 def service_class(class_name: str) -> str:
-    """The class of a request; one that names none, or one that is not known here, has the default."""
+    """Return a request's class; the default if it names none, or one that is not known here."""
     return class_name if class_name in SERVICE_CLASSES else DEFAULT_CLASS
 
 
 def class_index(class_name: str) -> int:
-    """The index of a request's class: 0 is the most urgent."""
+    """Return the index of a request's class: 0 is the most urgent."""
     return CLASS_INDEXES.get(class_name, CLASS_INDEXES[DEFAULT_CLASS])
-
-
-TOP_P_MIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +80,12 @@ class StoppingParams:
     Tokens of all attempts count.
 
     Attributes:
-        max_new_tokens: it ends with reason `length` when it has so many.
-        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such
+        max_new_tokens: length at which it ends with reason `length`.
+        min_new_tokens: length before which no end-of-sequence token, stop id or stop string ends it; such
             ids are not sampled.
         stop: strings that end it with reason `stop_sequence`.
         stop_ids: token ids that end it with reason `stop_sequence`.
-        ignore_eos: whether it goes on behind an end-of-sequence token.
+        ignore_eos: whether it goes on after an end-of-sequence token.
     """
 
     max_new_tokens: int = wire_field("mx", default=0)
@@ -115,13 +110,13 @@ class Generate:
         channel: pub/sub channel of the replies.
         gateway: the gateway that serves it; `grace_ms` after that has died the request is cancelled.
         result_ttl_ms: how long the result is kept.
-        num_shown: of a request that a gateway queues again: tokens that its client has; they are committed.
+        num_shown: if a gateway queues it again: number of tokens that its client has; they are committed.
         cache_salt: requests with different salts share no KV blocks.
-        block_hashes: hashes of the prompt (common/block_hashes.py), from the root on; empty where the request
-            shares no KV blocks.
+        block_hashes: hashes of the prompt (block_hashes.py), from the root on; empty where the request shares
+            no KV blocks.
         class_name: its service class; empty for the default.
         tenant: whose request it is.
-        num_choices: number of requests for one answer, with the same prompt, that this is one of.
+        num_choices: number of choices of its answer; each is a request with the same prompt.
     """
 
     request_id: str = wire_field("id")

@@ -14,6 +14,7 @@ from common.metrics.exposition import own_values
 from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
+
 ADD_S = 1.0
 """Time between two additions."""
 FINAL_ADD_S = 1.0
@@ -49,8 +50,8 @@ class MetricsPublisher:
                 log.debug("metrics are added later: %s", describe_error(error))
 
     async def add(self) -> None:
-        """Add what is new. A field that the broker refuses (because something else was written there) stays
-        new, and the other fields are added all the same.
+        """Add the counts since the last call. A field that the broker refuses, since something else wrote to
+        it, is tried again; other fields are added all the same.
         """
         changed = {name: value for name, value in own_values().items() if value != self.added.get(name, 0.0)}
         if not changed:
@@ -81,7 +82,7 @@ async def publishing_metrics(pool: PoolClient) -> AsyncIterator[None]:
 
 
 async def read_totals(pool: PoolClient) -> dict[str, float]:
-    """The sums of all processes, dead ones included. Fields that are not numbers are left out."""
+    """Return the sums of all processes, dead ones included, without fields that are no numbers."""
     found: dict[bytes, bytes] = await pool.redis.hgetall(pool.keys.metrics)  # type: ignore[misc]
     values = {}
     for name, value in found.items():

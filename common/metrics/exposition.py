@@ -1,7 +1,7 @@
-"""Exposition: metrics in Prometheus' text format, by prometheus_client. TGI's counters have no suffix
-`_total`.
+"""Exposition: metrics in Prometheus' text format, by prometheus_client; and a process's server at
+METRICS_PORT.
 
-METRICS_PORT: `GET /metrics` of one process, its own counts, memory and time, and its `GET /health`.
+TGI's counters have no suffix `_total`.
 """
 
 import http.server
@@ -24,6 +24,10 @@ from common.metrics.catalogue import BY_NAME, COUNTED, POOL, TABLE
 from common.metrics.primitives import SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
 from common.settings.settings import SettingError, Settings
 
+log = logging.getLogger(__name__)
+
+CLIENT_TIMEOUT_S = 10.0
+"""Time after which a client that sends nothing is disconnected."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TGI_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) tgi_\w+)_total ", re.MULTILINE)
 
@@ -40,17 +44,17 @@ Gauges = Mapping[str, Mapping[Labels, float]]
 
 
 def own_values() -> dict[str, float]:
-    """The counts of this process, under the names that `Metric.field` returns."""
+    """Return the counts of this process, under the names that `Metric.field` returns."""
     return {name: value for metric in COUNTED for name, value in metric.fields()}
 
 
 def render_own(pool: str) -> bytes:
-    """The counts of this process alone, and its memory and processor time."""
+    """Return the counts of this process alone, and its memory and processor time."""
     return render(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
 
 
 def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
-    """The metrics of the whole pool.
+    """Return the metrics of the whole pool.
 
     Args:
         values: the sums of all processes. None, if they are not known, leaves out all counters and
@@ -86,7 +90,7 @@ class FleetCollector(Collector):
             yield family
 
     def samples(self, metric: Metric) -> Iterator[Sample]:
-        """What follows the metric's name, labels and value of each of its samples."""
+        """Yield suffix of the name, labels and value of each sample of a metric."""
         series = self.series.get(metric.name, {})
         match metric:
             case Counter():
@@ -103,7 +107,7 @@ class FleetCollector(Collector):
                     yield "", self.named(metric, labels), value
 
     def named(self, metric: Metric, labels: Labels) -> dict[str, str]:
-        """Labels by their names; ours begin with the pool."""
+        """Return labels by their names; our own metrics begin with the pool."""
         pool = {} if is_of_tgi(metric) else {POOL: self.pool}
         return pool | dict(zip(metric.labels, labels, strict=True))
 
@@ -113,7 +117,7 @@ def is_of_tgi(metric: Metric) -> bool:
 
 
 def by_metric(values: Values) -> dict[str, Series]:
-    """Values by metric, label values and part."""
+    """Return values by metric, label values and part."""
     found: dict[str, Series] = defaultdict(lambda: defaultdict(dict))
     for name, value in values.items():
         first, *labels = name.split(SEPARATOR)
@@ -137,13 +141,14 @@ def is_part(metric: Metric, part: str) -> bool:
 
 
 def all_labels(metric: Metric, series: Series) -> list[Labels]:
-    """Label values that the catalogue knows, and those that have occurred."""
+    """Return label values that the catalogue knows, and those that have occurred."""
     return sorted({*product(*metric.labels.values()), *series})
 
 
 def histogram(metric: Histogram, labels: dict[str, str], parts: Mapping[str, float]) -> Iterator[Sample]:
-    """Samples of one series: cumulative buckets, with the bounds of this process and those of processes that
-    had others, then the number of all values and their sum.
+    """Yield the samples of one series: cumulative buckets, then the number of all values and their sum.
+
+    The bounds are those of this process and of processes that had others.
     """
     counts = dict.fromkeys(metric.bounds, 0.0) | {
         float(part): count for part, count in parts.items() if part not in (SUM, "")
@@ -156,14 +161,11 @@ def histogram(metric: Histogram, labels: dict[str, str], parts: Mapping[str, flo
     yield "_sum", labels, parts.get(SUM, 0.0)
 
 
-log = logging.getLogger(__name__)
-
-CLIENT_TIMEOUT_S = 10.0
-"""A client that sends nothing for so long is disconnected."""
-
-
 def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> None:
-    """Serve from a thread until the process ends. Raises SettingError if the port is taken."""
+    """Serve this process's own `GET /metrics`, and `GET /health`, from a thread until the process ends.
+
+    Raises SettingError if METRICS_PORT is taken.
+    """
     if not settings.metrics_port:
         return
 

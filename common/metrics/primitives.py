@@ -1,9 +1,7 @@
-"""Metric types: counters and histograms, which are cheap enough for every step, and gauges, which are read
-when metrics are requested.
+"""Metric types: counters and histograms, cheap enough for every step; and gauges, read on request.
 
-prometheus_client makes the text (common/metrics/exposition.py), but the counting is ours: every second a
-process adds what is new to the pool's sums, so changes must be cheap to find, and many equal values (the rows
-of a step) must count as cheaply as one.
+prometheus_client makes the text (exposition.py), but counts here: every second a process adds its changes to
+the pool's sums. So changes must be cheap to find, and many equal values (the rows of a step) as cheap as one.
 """
 
 from bisect import bisect_left
@@ -49,9 +47,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True, eq=False)
 class Summary(Metric):
-    """Quantiles. Only TGI's skipped tokens have this type; quantiles of several processes cannot be added, so
-    they are counted by metrics of ours.
-    """
+    """Quantiles. Only TGI's skipped tokens have this type: quantiles of processes cannot be added."""
 
     kind: Kind = field(init=False, default="summary")
 

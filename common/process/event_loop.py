@@ -1,16 +1,4 @@
-"""Beats: instants at which the tasks of a process do what they do at intervals, so that one wake is enough.
-
-A wake costs some 100 µs where caches are cold, and a process has a dozen such tasks.
-
-First end: coroutines that run until one of them ends.
-
-Garbage: when the collector looks at the objects of a gateway or a batcher.
-
-A full collection takes some 0.1 s for a thousand live streams, and holds the event loop for as long; by
-itself it comes when many streams begin. What a request leaves is freed by reference counts, so there is
-little to find. So each object is looked at once, soon after it was made; all of them while few streams are
-live, or after an hour. A batcher that takes over 16,000 requests spent a sixth of its time looking.
-"""
+"""Event loop: intervals, tasks that end together, and the garbage collector."""
 
 import asyncio
 import gc
@@ -18,17 +6,28 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+MAX_YOUNG_OBJECTS = 2000
+"""New objects after which the collector looks at them, which takes some 0.1 ms."""
+NEVER = 2**31 - 1
+CHECK_S = 60.0
+MAX_LIVE = 50
+"""Live streams, or requests, with which a full collection takes some milliseconds."""
+OVERDUE_S = 3600.0
+"""Time after which a full collection runs whatever is live."""
+
 
 def until_beat(interval_s: float) -> float:
-    """Seconds until the monotonic clock shows a multiple of the interval, at least a tenth of it: a timer may
-    be early.
+    """Return the seconds until the monotonic clock shows a multiple of the interval.
+
+    So tasks with intervals share a wake, which costs some 100 µs where caches are cold; a process has a dozen
+    such tasks. The result is at least a tenth of the interval, since a timer may be early.
     """
     left_s = interval_s - time.monotonic() % interval_s
     return left_s if left_s > interval_s / 10 else left_s + interval_s
 
 
 async def run_until_one_ends(*coroutines: Coroutine[Any, Any, object]) -> None:
-    """Return when the first one has returned, or raise what it raised; the others are cancelled."""
+    """Return when the first one returns, or raise its error; the others are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -40,21 +39,15 @@ async def run_until_one_ends(*coroutines: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
-MAX_YOUNG = 2000
-"""New objects after which they are looked at: it takes some 0.1 ms."""
-NEVER = 2**31 - 1
-CHECK_S = 60.0
-MAX_LIVE = 50
-"""Streams, or requests, of which a full collection takes some milliseconds."""
-OVERDUE_S = 3600.0
-
-
 async def collect_garbage(num_live: Callable[[], int]) -> None:
-    """Have the interpreter look at new objects only, and at all of them when that harms nobody. Never
-    returns.
+    """Collect new objects only, and all of them while few streams are live or after an hour. Never returns.
+
+    A full collection holds the event loop for some 0.1 s with a thousand live streams, and by itself it comes
+    when many streams begin. Reference counts free what a request leaves, so there is little to find. A
+    batcher that took over 16,000 requests spent a sixth of its time on it.
     """
     thresholds = gc.get_threshold()
-    gc.set_threshold(MAX_YOUNG, NEVER, NEVER)
+    gc.set_threshold(MAX_YOUNG_OBJECTS, NEVER, NEVER)
     try:
         collected_s = time.monotonic()
         while True:

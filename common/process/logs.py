@@ -1,11 +1,9 @@
 """Logs: every process writes one line per event to stderr, as `15:04:05.123 I w0 message`.
 
 With JSON_OUTPUT a line is a JSON object. A line about a request has its id: from REQUEST_ID while a gateway
-serves the request, elsewhere from `extra=for_request(request_id)`.
-
-Incarnations: names of one life of a process; each has its own streams in Redis.
-
-Plural: a count with its noun.
+serves the request, elsewhere from `extra=for_request(request_id)`. Lines name the process by its place, and
+in
+JSON also by its incarnation: one life of a process, with its own streams in Redis.
 """
 
 import json
@@ -65,8 +63,8 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """A JSON object with timestamp (UTC), level, process, incarnation, host, target and message.
 
-    It has request_id if the line is about a request, and exception if there is one. Where nobody else names
-    a life of this process, as with launchers, the incarnation is for its lines alone.
+    It has request_id if the line is about a request, and exception if there is one. A process without an
+    incarnation, such as a launcher, gets one for its lines alone.
     """
 
     def __init__(self, process: str, incarnation: str = "") -> None:

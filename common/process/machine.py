@@ -1,12 +1,6 @@
-"""Control groups: the folders in which Linux shows the limits of this process and of its container.
+"""Machine: what Linux and NVIDIA's driver say of processor, memory and GPUs, and of a process's run delay.
 
-CPU: features of this machine's processor that matter to kernels.
-
-Memory: how much this process may still allocate, by the machine and by its control groups (containers).
-
-NVIDIA GPUs of this machine, as their driver's library (NVML) lists them.
-
-Run delay: how long the threads of a process waited for a core although they could run.
+Control groups are the folders in which Linux shows the limits of this process and of its container.
 """
 
 import contextlib
@@ -18,9 +12,17 @@ from typing import NamedTuple
 
 import pynvml
 
+INFO = Path("/proc/cpuinfo")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""(limit, used, reclaimable cache) in version 2 and in version 1 of control groups."""
 
-def folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield those of our groups and of all above. A container sees its own as the topmost."""
+
+def group_folders(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups and of those above, up to its container's."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -29,12 +31,8 @@ def folders(controller: str, root: Path) -> Iterator[Path]:
                 yield from (root / "sys/fs/cgroup" / folder for folder in (inside, *inside.parents))
 
 
-INFO = Path("/proc/cpuinfo")
-BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
-
-
 def has_bfloat16() -> bool:
-    """Whether it has instructions for bfloat16; without them float32 is faster."""
+    """Whether the processor has instructions for bfloat16; without them float32 is faster."""
     return bool(BFLOAT16 & set(features().split()))
 
 
@@ -60,9 +58,11 @@ def read_field(*names: str) -> str:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may run on, by its affinity and by each control group's quota."""
+    """Return the number of cores that this process may run on, by its affinity and by each control group's
+    quota.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = (quota for folder in folders("cpu", root) for quota in group_cores(folder))
+    quotas = (quota for folder in group_folders("cpu", root) for quota in group_cores(folder))
     return max(1, min([cores, *quotas]))
 
 
@@ -77,16 +77,9 @@ def group_cores(folder: Path) -> Iterator[int]:
             yield int(quota) // int(period)
 
 
-LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""(limit, used, reclaimable cache) in version 2 and in version 1 of control groups."""
-
-
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the smallest of what the machine and each control group leave."""
-    groups = folders("memory", root)
+    groups = group_folders("memory", root)
     return min([machine_bytes(root), *(left for folder in groups for left in group_bytes(folder))])
 
 
@@ -99,7 +92,7 @@ def machine_bytes(root: Path) -> int:
 
 
 def group_bytes(folder: Path) -> Iterator[int]:
-    for limit, used, cache in LIMITS:
+    for limit, used, cache in MEMORY_FILES:
         with contextlib.suppress(OSError, ValueError):  # another version, or `max`: no limit
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             left = (
@@ -116,7 +109,7 @@ class Gpu(NamedTuple):
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs in the order of the PCI bus; none where there is no driver, or where it fails."""
+    """Return the GPUs in the order of the PCI bus; none if there is no driver, or it fails."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -140,12 +133,15 @@ def list_gpus() -> list[Gpu]:
 
 
 def run_delay_s(pid: int) -> float:
-    """Seconds since the process started, summed over its threads; 0 where the kernel does not count them."""
+    """Return how long the threads of a process have waited for a core although they could run, in sum.
+
+    It is 0 where the kernel does not count it.
+    """
     return sum(read_delay_ns(path) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def read_delay_ns(path: Path) -> int:
-    """The second number of a thread's schedstat; 0 for a thread that has ended."""
+    """Return the second number of a thread's schedstat; 0 if the thread has ended."""
     try:
         return int(path.read_text().split()[1])
     except (OSError, IndexError):

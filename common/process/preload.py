@@ -1,8 +1,9 @@
 """Preload: the words between a launcher and a process that has imported what it needs, and waits to be used.
 
-The process has a socket to the launcher as its standard input. It says READY when it has imported everything,
-and with LOAD_FLAG has loaded the model; the launcher then sends the variables that make it one process of the
-fleet, and it answers ACCEPTED.
+Launcher, gateways and workers share them, so they have a file of their own. The process has a socket to the
+launcher as its standard input. It says READY when it has imported everything, and with LOAD_FLAG has loaded
+the model; the launcher then sends the variables that make it one process of the fleet, and it answers
+ACCEPTED.
 """
 
 import json
@@ -11,7 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-FLAG = "--preload"
+PRELOAD_FLAG = "--preload"
 LOAD_FLAG = "--load"
 READY = b"ready\n"
 ACCEPTED = b"accepted\n"

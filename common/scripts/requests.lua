@@ -5,20 +5,21 @@
 -- a class have asked within the last half minute, none has more than its share, by weight, of what the more
 -- urgent classes leave.
 -- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
--- KEYS requests, places, request, clock, tenants
--- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer, class, tenant,
---      weight, num_prompt
--- `tenants` of the class; `weight` of the tenant; `max_tokens` may be ''. `width`: records of a token.
--- `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
+-- KEYS requests, places, request, clock, ...
+-- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer,
+--      service_class, tenant, weight, num_prompt
+-- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
+-- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
 -- A prompt of more tokens than may wait is admitted when no other waits.
 -- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant',
 -- what was counted, ms until there may be room}.
+local tenants = KEYS[first_key]
 local known = redis.call('HGET', request, 'digest')
 if known then return {known == digest and 'attached' or 'conflict'} end
 max_requests, num_prompt = tonumber(max_requests), tonumber(num_prompt)
 local WINDOW_MS = 30000
 local asked_ms = now_ms()
-local weights_field = 'weights:' .. class
+local weights_field = 'weights:' .. service_class
 
 local function weight_of(members)
   local sum = 0
@@ -48,7 +49,7 @@ end
 
 local function held(what)
   local sum, above = 0, 0
-  for index = 1, CLASS_INDEX[class] do
+  for index = 1, CLASS_INDEX[service_class] do
     above = sum
     sum = sum + tonumber(redis.call('HGET', places, what .. ':' .. CLASSES[index]) or '0')
   end
@@ -67,7 +68,7 @@ if max_tokens ~= '' and total_tokens > 0 and total_tokens + num_prompt > tonumbe
   return refuse('tokens', total_tokens, 1)
 end
 if total_bytes + #payload > tonumber(max_bytes) then return refuse('bytes', total_bytes, 1) end
-local own = tonumber(redis.call('HGET', places, 'tenant:' .. class .. ':' .. tenant) or '0')
+local own = tonumber(redis.call('HGET', places, 'tenant:' .. service_class .. ':' .. tenant) or '0')
 if own > 0 and num_tenants > 1 then -- each may have one
   local weights = redis.call('HGET', places, weights_field)
   if not weights then
@@ -78,7 +79,7 @@ if own > 0 and num_tenants > 1 then -- each may have one
   if own >= share then return refuse('tenant', own, own - share + 1) end
 end
 
-local id = take_place(requests, places, payload, redis.call('GET', clock), class, num_prompt, tenant)
+local id = take_place(requests, places, payload, redis.call('GET', clock), service_class, num_prompt, tenant)
 redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,
   'attempt', 0, 'base', 0, 'crash_count', 0, 'width', width)
 if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
@@ -92,7 +93,8 @@ return {'admitted', id}
 -- and the batcher is told.
 -- KEYS request, tokens, requests, places, clock, control
 -- ARGV payload, digest, channel, gateway, width, made_by, made_in, num_tokens, records, prompt_records,
---      num_cached, ttl_ms, resume, reopen, answer, reader, connection, class, num_prompt, tenant
+--      num_cached, ttl_ms, resume, reopen, answer, reader, connection, service_class, num_prompt,
+--      tenant
 -- `width`: records of a token. `made_by`, `made_in`: worker and attempt that made the last token.
 -- `records` of the tokens, kept for `ttl_ms`; `prompt_records` and `num_cached`, of the prompt, may be ''.
 -- `resume`: the message to the batcher. `reopen` is '1' or ''. `answer` that this request begins, or ''.
@@ -123,7 +125,7 @@ end
 if not known or terminal then
   local attempt = math.max(made_in, tonumber(last or '0'))
   local shown_ms = redis.call('GET', clock)
-  local id = take_place(requests, places, payload, shown_ms, class, tonumber(num_prompt), tenant)
+  local id = take_place(requests, places, payload, shown_ms, service_class, tonumber(num_prompt), tenant)
   redis.call('HDEL', request, 'terminal', 'num_tokens', 'error', 'error_type')
   redis.call('PERSIST', request)
   redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,

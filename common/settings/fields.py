@@ -4,7 +4,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.settings.format_names import Quantize, ReasoningParser, ToolCallParser
 from common.settings.types import (
     Count,
     Device,
@@ -15,8 +14,11 @@ from common.settings.types import (
     Number,
     Port,
     Processes,
+    Quantize,
+    ReasoningParser,
     RopeScaling,
     Seconds,
+    ToolCallParser,
     Words,
 )
 

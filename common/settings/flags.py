@@ -1,27 +1,25 @@
-"""Flags and variables: the texts that a person wrote, by field of Settings; and the help.
+"""Flags and variables: the texts that a person wrote, by field of Settings.
 
 argparse reads the flags. With pydantic-settings (2.16) a switch of TGI either stands alone or has a value,
 while TGI takes both (`--sharded`, `--sharded false`). Its errors name the field (`max_total_tokens`); ours
 repeat the name that the person wrote (`--max-model-len`). Its `Settings()` reads the environment by itself,
 which a test must not.
-
-FlagParser: an argparse parser whose errors are SettingErrors that name the flag at fault.
 """
 
 import argparse
-import ast
 import difflib
-import inspect
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from common.settings.fields import SettingFields
+from common.settings.help import OF_OTHERS, SECTIONS, help_texts
 from common.settings.option import ANY, IMPLIED, OTHERS, GivenValue
 from common.settings.types import SettingError
 
 
 class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are SettingErrors that name the flag at fault."""
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse says, as `argument -p/--port: expected one argument`."""
         what, _, rest = message.partition(": ")
@@ -57,20 +55,6 @@ def has_words(flag: str, other: str) -> bool:
     return all(
         difflib.get_close_matches(word, words, cutoff=0.65) for word in other.removeprefix("--").split("-")
     )
-
-
-SECTIONS = {
-    "model_id": "Model",
-    "hostname": "Gateway",
-    "payload_limit": "Limits",
-    "pool": "Workers and other processes",
-    "max_batch_size": "Batching",
-    "device": "Device",
-    "heartbeat_s": "Recovery",
-    "log_level": "Logging and metrics",
-}
-"""The first field of each section of the help → the section's title."""
-OF_OTHERS = "options of text-generation-inference and vLLM"
 
 
 def read(
@@ -222,22 +206,6 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
         nargs = "?" if is_switch(target) else None
         add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
     return parser
-
-
-def help_texts() -> dict[str, str]:
-    """Field → the string after it (pydantic's use_attribute_docstrings costs each process 20 ms)."""
-    [body] = (
-        node.body
-        for node in ast.parse(inspect.getsource(SettingFields)).body
-        if isinstance(node, ast.ClassDef)
-    )
-    return {
-        field.target.id: str(text.value.value)
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        if isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
 
 
 def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:

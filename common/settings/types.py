@@ -12,13 +12,20 @@ MAX_PORT = 65_535
 MAX_NUMBER = 2**53
 """Lua scripts count in doubles, which are exact up to here."""
 MAX_PROCESSES = 1024
-"""Processes of one kind, or threads: above what a machine can use, below what it chokes on."""
+"""Processes of one kind, or threads: more than a machine can use, but too few to stop it."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 LOAD_FORMATS = dict.fromkeys(("safetensors", "fastsafetensors", "runai_streamer"), "auto")
 """vLLM's names of ways to read files of safetensors."""
+CALL_FORMAT_ALIASES = {
+    "qwen3_xml": "qwen3_coder",
+    "llama4_json": "llama3_json",
+    "glm47": "glm45",
+    "llama4": "llama4_pythonic",
+}
+"""Other names of call formats, in vLLM and SGLang."""
 
 
 class SettingError(Exception):
@@ -48,6 +55,11 @@ def to_level(text: str) -> str:
     return LEVELS.get(level, level)
 
 
+def to_method(text: str) -> str:
+    """A method's name with dashes. Names of kernels (`awq_marlin`) are those of their method."""
+    return text.lower().removesuffix("_marlin").replace("_", "-")
+
+
 def spelled(names: Mapping[str, str]) -> BeforeValidator:
     """A validator that takes a value in any letters, and under other names."""
     return BeforeValidator(lambda text: names.get(text.lower(), text.lower()))
@@ -65,6 +77,79 @@ KVCacheDtype = Annotated[Literal["auto", "fp8_e4m3", "fp8_e5m2"], spelled(KV_DTY
 LoadFormat = Annotated[Literal["auto", "dummy"], spelled(LOAD_FORMATS)]
 RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
+Quantize = Annotated[
+    Literal[
+        "aqlm",
+        "auto-round",
+        "awq",
+        "bitnet",
+        "bitsandbytes",
+        "compressed-tensors",
+        "eetq",
+        "fbgemm-fp8",
+        "fouroversix",
+        "fp-quant",
+        "fp8",
+        "gemma",
+        "gguf",
+        "gptq",
+        "higgs",
+        "hqq",
+        "metal",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "quanto",
+        "quark",
+        "sinq",
+        "spqr",
+        "torchao",
+        "vptq",
+    ],
+    BeforeValidator(to_method),
+]
+"""Methods that are read without a package of their own, and those that transformers has a quantizer for."""
+ToolCallParser = Annotated[
+    Literal[
+        "hermes",
+        "qwen3_coder",
+        "seed_oss",
+        "llama3_json",
+        "llama4_pythonic",
+        "pythonic",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v31",
+        "kimi_k2",
+        "glm45",
+        "openai",
+        "granite",
+        "nemotron_json",
+        "jamba",
+        "phi4_mini_json",
+        "lfm2",
+        "tgi",
+    ],
+    spelled(CALL_FORMAT_ALIASES),
+]
+ReasoningParser = Annotated[
+    Literal[
+        "deepseek_r1",
+        "deepseek_v3",
+        "qwen3",
+        "glm45",
+        "hunyuan_a13b",
+        "holo2",
+        "kimi_k2",
+        "minimax_m2",
+        "ernie45",
+        "nemotron_v3",
+        "mistral",
+        "seed_oss",
+        "none",
+    ],
+    spelled({}),
+]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
-from common.process.preload import FLAG, LOAD_FLAG
+from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.launcher import checks
@@ -32,13 +32,15 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     num_ranks = settings.num_shard or 1
     may_load = num_ranks == 1 and not checks.caches_on_gpu(settings) and worker_bytes > 0
     if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
-        return [FLAG, LOAD_FLAG]
-    return [FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []
+        return [PRELOAD_FLAG, LOAD_FLAG]
+    return (
+        [PRELOAD_FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []
+    )
 
 
 def gateway_flags(settings: Settings) -> list[str]:
     """How a gateway is preloaded, if it is to be."""
-    return [FLAG] if settings.preload_gateway or fits_in_memory(settings, GATEWAY_BYTES) else []
+    return [PRELOAD_FLAG] if settings.preload_gateway or fits_in_memory(settings, GATEWAY_BYTES) else []
 
 
 def fits_in_memory(settings: Settings, taken_bytes: int) -> bool:

@@ -7,8 +7,8 @@ from math import inf
 
 from tokenizers import Tokenizer
 
-from common.block_hashes import extend_hashes
 from common.detokenize import Detokenizer, StopMatcher
+from common.messages.block_hashes import extend_hashes
 from common.messages.events import Tokens
 from common.messages.plan import HeldRow, NewRow
 from common.messages.records import (
@@ -141,7 +141,7 @@ class RowText:
 
     def generated_hashes(self, kv_len: int) -> bytes:
         """Return the hashes of what it has computed, up to its last token, behind those of its prompt
-        (common/block_hashes.py).
+        (common/messages/block_hashes.py).
         """
         hashes = self.request.block_hashes
         if not hashes:

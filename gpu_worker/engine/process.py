@@ -22,7 +22,7 @@ import setproctitle
 from common.model_files import no_progress
 from common.process import logs
 from common.process.parent_death import die_with_parent
-from common.process.preload import FLAG, LOAD_FLAG
+from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.loop import AgentLink
 from gpu_worker.protocol import EngineFailure, LoadProgress, PeerClosed
@@ -43,7 +43,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
     parser.add_argument("--fd", type=int, help="inherited stream socket to the agent")
-    parser.add_argument(FLAG, action="store_true", help="import everything, then wait for the variables")
+    parser.add_argument(
+        PRELOAD_FLAG, action="store_true", help="import everything, then wait for the variables"
+    )
     parser.add_argument(LOAD_FLAG, action="store_true", help="load the model before, too (on CPU, one rank)")
     flags = parser.parse_args()
     link = AgentLink(socket.socket(fileno=flags.fd)) if flags.fd is not None else None

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from common.settings.help import tables
 from common.settings.option import ANY, OTHERS
 from common.settings.settings import Settings
-from common.settings.table import tables
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.source_tree import FILES

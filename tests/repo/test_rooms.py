@@ -54,7 +54,7 @@ FLOORS = {
         "metrics model_files",
         "broker gguf_header model_config",
         "settings",
-        "block_hashes detokenize messages process ranges",
+        "detokenize messages process",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module that lies in none. A room imports only

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.block_hashes import HASHED_TOKENS
+from common.messages.block_hashes import HASHED_TOKENS
 from gpu_worker.engine.attention.backend import AttentionBackend, attach
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.inputs import Inputs

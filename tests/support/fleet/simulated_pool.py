@@ -6,7 +6,7 @@ from batcher.scheduling.plans import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.block_hashes import extend_hashes, root_hash
+from common.messages.block_hashes import extend_hashes, root_hash
 from common.messages.plan import WorkerCapacity
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from zlib import crc32
 
-from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
+from common.messages.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.records import pack_ids, unpack_ids

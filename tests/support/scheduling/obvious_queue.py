@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from batcher.scheduling.request_queue import FIRST_OUTPUT, LOOK_PAST, MAX_PASSED, MEMORY, PATIENCE
+from batcher.scheduling.request_queue import (
+    FIRST_OUTPUT,
+    MAX_LOOKED_PAST,
+    MAX_PASSED,
+    OUTPUT_MEMORY,
+    PATIENCE,
+)
 from batcher.scheduling.sequence import Sequence
 
 Tenant = tuple[int, str]
@@ -32,7 +38,7 @@ class ObviousQueue:
         self.waiting.append(sequence)
 
     def first_of(self, class_index: int) -> Sequence | None:
-        if sum(one.class_index == class_index for one in self.looked_past) >= LOOK_PAST:
+        if sum(one.class_index == class_index for one in self.looked_past) >= MAX_LOOKED_PAST:
             return None
         known = {id(one) for one in self.looked_past}
         mine = [
@@ -92,7 +98,7 @@ class ObviousQueue:
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
         mean = self.means.get(tenant_of(sequence), FIRST_OUTPUT)
-        self.means[tenant_of(sequence)] = MEMORY * mean + (1 - MEMORY) * num_generated
+        self.means[tenant_of(sequence)] = OUTPUT_MEMORY * mean + (1 - OUTPUT_MEMORY) * num_generated
 
     def end_turn(self) -> None:
         self.looked_past.clear()

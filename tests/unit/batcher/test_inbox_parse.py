@@ -20,5 +20,5 @@ def test_a_deadline_counts_from_what_the_pool_s_clock_showed(
     """Not from the entry's id, which the broker's own clock makes; and never from the future."""
     request = make_request("r1")
     entry = StreamEntry("requests", "99999-0", {b"generate": encode(request), **clock})
-    sequence = inbox.sequence(entry, inbox.queued_ms(entry, NOW_MS))
+    sequence = inbox.parse_sequence(entry, inbox.parse_queued_ms(entry, NOW_MS))
     assert sequence.deadline_ms == queued_ms + request.ttl_ms

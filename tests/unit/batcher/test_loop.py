@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -254,6 +255,21 @@ async def test_a_turn_with_something_to_do_waits_for_no_entry(
         batcher.pending.defer(resume)
         while batcher.pending:
             await batcher.turn()
+
+
+async def test_a_request_that_a_recovery_has_resumed_is_placed_without_a_wait_for_an_entry(
+    batcher: Batcher, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No task of housekeeping ends the wait."""
+    await batcher.start_epoch()
+    await join(batcher, redis)
+    monkeypatch.setattr(Housekeeping, "wait_ms", 60_000)
+    monkeypatch.setattr(batcher.housekeeping, "start", lambda *_: None)
+    await admit(redis, replace(make_request("r1"), num_shown=1))
+    async with asyncio.timeout(30):
+        while len(await plans(redis)) < 2:
+            await batcher.turn()
+    assert [start.request.request_id for start in (await plans(redis))[1].starts] == ["r1"]
 
 
 async def test_plans_and_entries_come_between_two_long_actions(batcher: Batcher, redis: Redis) -> None:

@@ -52,7 +52,7 @@ def cut(length: int, header: bytes) -> bytes:
     ("change", "words"),
     [
         (partial(cut, 0), "it is empty"),
-        (partial(cut, 3), "its head ends behind the file's end (3 bytes)"),
+        (partial(cut, 3), "its head ends after the file's end (3 bytes)"),
         (partial(cut, 1000), "more than the file has room for"),
         (partial(cut, -1), "ends at byte"),
         (partial(replace, b"GGUF", b"GGML"), "it begins with b'GGML', not b'GGUF'"),

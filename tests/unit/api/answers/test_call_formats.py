@@ -10,8 +10,8 @@ from api.answers.call_formats import (
     find_call_format,
     find_reasoning_format,
 )
-from common.settings.format_names import CALL_FORMAT_ALIASES, ReasoningParser, ToolCallParser
 from common.settings.settings import Settings
+from common.settings.types import CALL_FORMAT_ALIASES, ReasoningParser, ToolCallParser
 from tests.support.tool_calls.answers import Answer, Reading
 from tests.support.tool_calls.golden import check
 

@@ -11,7 +11,7 @@ from api.requests.params import Limits
 from api.requests.validate import validate
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
-from common.ranges import RANGES
+from common.settings.ranges import RANGES
 from common.settings.settings import Settings
 from tests.support.generation_params import generation_params
 from tests.support.tokenizer import model_tokenizer

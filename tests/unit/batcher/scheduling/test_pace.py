@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.pace import AHEAD, LAUNCHED_STEPS, LEAST_HORIZON, WorkerPace, horizon
+from batcher.scheduling.pace import CACHE_PARTS, LAUNCHED_STEPS, LEAST_HORIZON, WorkerPace, horizon
 from batcher.scheduling.replica import WorkerLimits
 from common.messages.plan import Report
 from tests.support.scheduling.late_pool import LatePool
@@ -41,9 +41,9 @@ def test_what_is_granted_keeps_within_memory_and_setting(
 ) -> None:
     steps = horizon(most, trip_steps, slots_per_row)
     assert min(most, LEAST_HORIZON) <= steps <= most
-    assert steps <= LEAST_HORIZON or AHEAD * steps <= slots_per_row
+    assert steps <= LEAST_HORIZON or CACHE_PARTS * steps <= slots_per_row
     assert steps <= horizon(most, trip_steps + 1, slots_per_row)
-    is_bounded = steps == most or AHEAD * (steps + 1) > slots_per_row
+    is_bounded = steps == most or CACHE_PARTS * (steps + 1) > slots_per_row
     assert is_bounded or steps // 2 >= trip_steps + LAUNCHED_STEPS
 
 
@@ -99,7 +99,7 @@ def test_blocks_granted_ahead_stay_within_an_eighth_of_the_cache(
         pool.run(2)
         replica = pool.replica
         rows = max(1, replica.num_running)
-        assert replica.horizon <= max(LEAST_HORIZON, 16 * num_blocks // AHEAD // rows)
+        assert replica.horizon <= max(LEAST_HORIZON, 16 * num_blocks // CACHE_PARTS // rows)
         assert replica.pool.num_free >= 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.replica import WorkerLimits
-from batcher.scheduling.request_queue import LOOK_PAST, MAX_PASSED, PATIENCE, RequestQueue
+from batcher.scheduling.request_queue import MAX_LOOKED_PAST, MAX_PASSED, PATIENCE, RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.request import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import Pool, request
@@ -138,7 +138,7 @@ def test_short_requests_pass_a_long_one_and_it_does_not_starve() -> None:
 
 
 def test_only_some_that_do_not_fit_are_looked_past_and_no_lower_class_takes_their_room() -> None:
-    long = [new(f"l{i}", i, prompt=1000) for i in range(LOOK_PAST)]
+    long = [new(f"l{i}", i, prompt=1000) for i in range(MAX_LOOKED_PAST)]
     short = new("short", 99)
     queue = queue_of(*long, short, new("lowly", 0, "batch"))
     assert start_all(queue, fits=lambda sequence: sequence.num_known < 1000) == []

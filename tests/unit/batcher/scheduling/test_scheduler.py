@@ -191,7 +191,7 @@ def test_the_last_worker_finishes_rows_of_clients_and_takes_new_ones_only_when_t
     for _ in range(150):
         pool.turn()
     assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows
-    pool.scheduler.workers.close()
+    pool.scheduler.workers.set_closing()
     pool.run()
     assert sorted(pool.finished) == ["r0", "r1", "r2", "r3"]
 
@@ -201,7 +201,7 @@ def test_the_last_worker_leaves_jobs_to_the_next_one() -> None:
     pool.add(request("job", 10, 400, 0), *(request(f"r{i}", 10, 50, 1 + i, gateway="g") for i in range(2)))
     pool.turn()
     pool.scheduler.workers.drain("w0")
-    pool.scheduler.workers.close()
+    pool.scheduler.workers.set_closing()
     for _ in range(200):
         pool.turn()
     assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows

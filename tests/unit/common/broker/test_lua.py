@@ -4,12 +4,14 @@ import ast
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from common.broker import lua
 from common.broker.lua import SCRIPTS, call_script, load_script, run_script, script_names
+from tests.support.broker_state import KEYS
 
 BROKER = Path(lua.__file__).parent
 TEXTS = {
@@ -17,11 +19,11 @@ TEXTS = {
     "lib/inc": "-- needs: lib/double\nlocal function inc(x) return double(x) / 2 + 1 end\n",
     "sum": """-- needs: lib/double, lib/inc
 -- Double, increment and add.
--- KEYS one, ...
+-- KEYS log, ...
 -- ARGV left,
 --      right, ...
 -- Returns the key, the sum, and the first of the others.
-return {one, inc(double(left)) + right, KEYS[first_key], ARGV[first_arg]}
+return {log, inc(double(left)) + right, KEYS[first_key], ARGV[first_arg]}
 """,
 }
 
@@ -37,26 +39,24 @@ async def test_a_script_has_what_it_needs_and_its_names_whether_or_not_the_broke
     redis: Redis,
 ) -> None:
     call = call_script(
-        "sum", list, keys={"one": "a"}, args={"left": 20, "right": 1}, more_keys=["b"], more_args=["c"]
+        "sum", list, KEYS, "a", args={"right": 1, "left": 20}, more_keys=["b"], more_args=["c"]
     )
     for _ in range(2):
-        assert await run_script(redis, call) == [b"a", 42, b"b", b"c"]
+        assert await run_script(redis, call) == [KEYS.log("a").encode(), 42, b"b", b"c"]
         await redis.script_flush()
 
 
 @pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize(
-    "args",
-    [{"left": 1}, {"right": 2, "left": 1}, {"left": 1, "wrong": 2}, {"left": 1, "right": 2, "third": 3}],
-)
+@pytest.mark.parametrize("args", [{"left": 1}, {"left": 1, "wrong": 2}, {"left": 1, "right": 2, "third": 3}])
 def test_other_names_than_the_scripts_are_refused(args: dict[str, int]) -> None:
-    with pytest.raises(TypeError):
-        call_script("sum", list, keys={"one": "a"}, args=args)
+    with pytest.raises((TypeError, KeyError)):
+        call_script("sum", list, KEYS, "a", args=args)
 
 
-def test_more_than_a_script_takes_is_refused() -> None:
+@pytest.mark.parametrize("more", [{"more_keys": ["b"]}, {"more_args": ["b"]}])
+def test_more_than_a_script_takes_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
-        call_script("drain", list, keys={"worker": "a"}, args={}, more_args=["b"])
+        call_script("drain", list, KEYS, "a", **more)
 
 
 def called_scripts() -> list[str]:

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from common.settings.flags import flag_parser, help_texts
+from common.settings.flags import flag_parser
+from common.settings.help import help_texts
 from common.settings.settings import SettingError, Settings
 from tests.support.forks.client import ForkedProcess
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.process.preload import FLAG
+from common.process.preload import PRELOAD_FLAG
 from deploy.launcher import preloaded_process
 from deploy.launcher.preloaded_process import ENDS_FIRST, PreloadedProcess, memory_score
 from deploy.launcher.supervised_process import SupervisedProcess
@@ -81,7 +81,7 @@ async def workshop(directory: Path, *flags: str) -> AsyncIterator[Workshop]:
 
 async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: Path) -> None:
     """Not before the workers are ready again: it would take processor time from the one that loads."""
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         first = await shop.ready()
         shop.are_ready.clear()
         assert await shop.start() == [str(first), "preloaded", shop.worker.incarnation]
@@ -95,7 +95,7 @@ async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such scores")
 async def test_it_ends_first_where_memory_runs_out_until_it_is_the_worker(tmp_path: Path) -> None:
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         score = Path(f"/proc/{await shop.ready()}/oom_score_adj")
         assert int(score.read_text()) == ENDS_FIRST
         running = asyncio.create_task(shop.worker.run_once())
@@ -107,7 +107,7 @@ async def test_it_ends_first_where_memory_runs_out_until_it_is_the_worker(tmp_pa
 
 async def test_one_that_still_imports_is_used_too_and_another_follows(tmp_path: Path) -> None:
     """It is further than a worker that starts."""
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)
         assert shop.preloaded.waiting is not None
@@ -121,7 +121,7 @@ async def test_one_that_still_imports_is_used_too_and_another_follows(tmp_path: 
 
 
 async def test_one_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp_path: Path) -> None:
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)
         running = asyncio.create_task(shop.worker.run_once())
@@ -135,7 +135,7 @@ async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preloaded_process, "ANSWER_S", 0.1)
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
         assert (await shop.start())[1] == "alone"
@@ -144,7 +144,7 @@ async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(
 
 async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloaded_process, "FIRST_RETRY_S", 0.01)
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         first = await shop.ready()
         os.kill(first, signal.SIGKILL)
         assert (await shop.start())[1] in ("alone", "preloaded")
@@ -153,7 +153,7 @@ async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch:
 
 async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_path: Path) -> None:
     """What it was sent is unread, which resets the connection."""
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
         asked = shop.preloaded.waiting
@@ -165,7 +165,7 @@ async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_pa
 
 
 async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path: Path) -> None:
-    async with workshop(tmp_path, FLAG) as shop:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         await shop.ready()
         shop.preloaded.command = ["/nowhere/python"]
         assert (await shop.start())[1] == "preloaded"

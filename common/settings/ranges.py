@@ -1,0 +1,89 @@
+"""Ranges of a request's numeric parameters, where they depend on nothing else.
+
+The default values of /v1 are checked against them, too: those of a model's generation_config.json, and those
+of OVERRIDE_GENERATION_CONFIG.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.settings.types import SettingError
+
+MAX_CHOICES = 128
+MAX_STOP_CHARS = 1000
+DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+"""Values of a generation_config.json that vLLM takes where a request says nothing."""
+WHOLE = ("top_k", "max_new_tokens")
+"""Those of them that are whole numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound."""
+
+    least: int
+    most: int | None = None
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies in the range; NaN lies in none."""
+        enough = value > self.least if self.above else value >= self.least
+        return enough and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.least}"
+        return low if self.most is None else f"{low} and at most {self.most}"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The range as JSON Schema; its bounds do not concern null."""
+        low = {"exclusiveMinimum" if self.above else "minimum": self.least}
+        return low if self.most is None else low | {"maximum": self.most}
+
+
+RANGES = {
+    "max_new_tokens": Range(1),
+    "min_new_tokens": Range(0),
+    "truncate": Range(1),
+    "top_n_tokens": Range(0),
+    "prompt_logprobs": Range(0),
+    "temperature": Range(0, 100),
+    "top_k": Range(-1),
+    "top_p": Range(0, 1),
+    "top_p_decay": Range(0, 1, above=True),
+    "top_p_min": Range(0, 1),
+    "min_p": Range(0, 1),
+    "typical_p": Range(0, 1, above=True),
+    "repetition_penalty": Range(0, 100, above=True),
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "relative_frequency_penalty": Range(-2, 2),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "n": Range(1, MAX_CHOICES),
+}
+BIASES = Range(-100, 100)
+
+
+def read_overrides(text: str) -> dict[str, float]:
+    """The values of OVERRIDE_GENERATION_CONFIG. Raises SettingError."""
+    name = "override_generation_config"
+    try:
+        overrides = json.loads(text)
+    except ValueError as error:
+        raise SettingError(name, f"{text!r} is not JSON: {error}") from error
+    if not isinstance(overrides, dict) or not overrides.keys() <= set(DEFAULTED):
+        raise SettingError(name, f"{text} must be an object with some of {', '.join(DEFAULTED)}")
+    return checked_defaults(overrides, name, "the object")
+
+
+def checked_defaults(values: Mapping[str, Any], setting: str, where: str) -> dict[str, float]:
+    """The values that are not null. Raises SettingError for one that is not in its range."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        number = isinstance(value, int if name in WHOLE else (int, float)) and not isinstance(value, bool)
+        if not number or not RANGES[name].holds(value):
+            kind = "a whole number" if name in WHOLE else "a number"
+            raise SettingError(setting, f"{name} in {where} must be {kind}, {RANGES[name]}. Given: {value!r}")
+    return given
