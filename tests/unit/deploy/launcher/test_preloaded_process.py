@@ -134,7 +134,7 @@ async def test_one_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp
 async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preloaded_process, "ANSWER_S", 0.1)
+    monkeypatch.setattr(preloaded_process, "ACCEPT_TIMEOUT_S", 0.1)
     async with workshop(tmp_path, FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
