@@ -239,8 +239,7 @@ def is_needed(requirement: Requirement) -> bool:
 
 
 def needs_of(name: str, pinned: str) -> list[Requirement]:
-    """Return what the pinned version needs, if it is installed here: the clients' tests bring other versions.
-    """
+    """Return what the pinned version needs, if that one is installed: the clients' tests bring others."""
     try:
         found = version(name).partition("+")[0]
     except PackageNotFoundError:

@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
 
 async def test_every_alert_is_evaluated_and_one_is_sent_on(serving: Stack) -> None:
-    """Prometheus evaluates them over this fleet's figures. Without a batcher, its alert reaches Alertmanager.
+    """Prometheus evaluates them over this fleet's figures. The alert of a missing batcher reaches
+    Alertmanager.
     """
     wanted = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
     async with httpx.AsyncClient() as client:

@@ -1,8 +1,8 @@
 """Images hold the versions of the lock, so two builds of one hold the same files."""
 
 import pytest
-from deploy.lock import LOCK, read_lock
 
+from deploy.requirements import LOCK, read_lock
 from tests.support.compose.base_images import PYTHON, is_there
 from tests.support.compose.stack import Stack, files_of, packages_of
 

@@ -6,7 +6,7 @@ from batcher.scheduling.request_queue import FIRST_OUTPUT, LOOK_PAST, MAX_PASSED
 from batcher.scheduling.sequence import Sequence
 
 Tenant = tuple[int, str]
-"""Rank of a class, name of a tenant."""
+"""(rank of a class, name of a tenant)"""
 
 
 def tenant_of(sequence: Sequence) -> Tenant:

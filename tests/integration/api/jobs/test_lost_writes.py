@@ -43,7 +43,7 @@ async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorke
 async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """The gateway submits it again, so another one goes on with it, without a missing or repeated frame."""
+    """The gateway submits the job again; another one goes on with it, without a missing or repeated frame."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before its gateway
     async with killed_gateway(broker.url):
@@ -65,7 +65,7 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
 async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """Who was stopped for so long that its entries were claimed finds them gone."""
+    """A gateway was stopped until others claimed its entries; when it goes on, the entries are gone."""
     async with running_gateway(broker.url):
         job_id = await service.submit(inputs="Count.")
         await service.result(job_id)

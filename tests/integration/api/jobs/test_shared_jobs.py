@@ -79,7 +79,7 @@ async def test_the_same_job_joins_and_another_with_its_id_conflicts(
 async def test_another_gateway_continues_the_jobs_of_a_dead_one(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """Each frame once, on the channel and in the stream, with the text of one generation."""
+    """Each frame comes once, on the channel and in the stream, with the text of one generation."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # no job ends before its gateway
     async with killed_gateway(broker.url):
@@ -137,7 +137,7 @@ async def test_cut_connections_lose_and_repeat_no_frame(
 async def test_two_gateways_with_one_job_send_each_frame_once(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """One of them sends no heartbeats any more, and works all the same."""
+    """One of them sends no heartbeats any more, but still works."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before both have it
     silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())

@@ -144,7 +144,7 @@ def entry(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def close(left: Any, right: Any) -> bool:
-    """Equal, but for what float32 makes of a sum."""
+    """Whether two values are equal, apart from what float32 makes of a sum."""
     return json.loads(json.dumps(left), parse_float=short) == json.loads(json.dumps(right), parse_float=short)  # type: ignore[no-any-return]
 
 

@@ -27,7 +27,7 @@ def counts(num_prompt: int, num_new: int, num_cached: int = 0) -> dict[str, Any]
 
 
 def repeat(request: Generate) -> Answer:
-    """The prompt, and the number of the choice."""
+    """Answer with the prompt and the number of the choice."""
     choice = request.sampling.choice if request.sampling else 0
     words = f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"
     return Answer(ids(words), num_cached=16 * (1 + choice))
@@ -156,7 +156,7 @@ async def test_echo_with_logprobs_includes_the_prompt(broker: Broker) -> None:
 
 
 async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
-    """`max_tokens` 0 scores a prompt: the token generated all the same is neither shown nor counted."""
+    """The token that is generated all the same is neither shown nor counted."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
         body = {
             "prompt": ids("a é b"),
@@ -265,7 +265,7 @@ async def test_all_prompts_or_none_are_admitted(broker: Broker) -> None:
 
 
 async def test_prompts_are_as_many_as_are_admitted(broker: Broker) -> None:
-    """Texts, and lists of ids; MAX_CLIENT_BATCH_SIZE is a lower limit of an operator's."""
+    """Prompts are texts or lists of ids. An operator may set a lower limit, MAX_CLIENT_BATCH_SIZE."""
     texts = [f"{i}, {i + 1}," for i in range(40)]
     async with answering(
         broker.url, lambda request: Answer([request.prompt_ids[0]]), max_concurrent_requests=50

@@ -1,4 +1,4 @@
-"""Structured output reaches the workers from every door, in every shape in which a client may ask for it."""
+"""Structured output reaches the workers from every route, in every shape that a client may send."""
 
 import json
 from typing import Any

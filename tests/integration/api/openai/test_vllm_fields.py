@@ -56,7 +56,7 @@ async def test_choices_of_completions_have_the_ids_of_their_own_prompts(broker: 
 
 
 async def test_tokens_are_named_by_their_ids(broker: Broker) -> None:
-    """With `logprobs` only: else no token is named."""
+    """This needs `logprobs`: otherwise no token is named."""
     by_id = {"return_tokens_as_token_ids": True}
     tokens = ids(" é🙂")
     names = [f"token_id:{token}" for token in tokens]
@@ -125,7 +125,7 @@ async def test_allowed_ids_reach_the_worker_or_are_refused(broker: Broker) -> No
 
 
 async def test_a_prompt_may_be_cut_to_what_fits(broker: Broker) -> None:
-    """That is what `max_tokens` leaves of the context, and at most MAX_INPUT_TOKENS."""
+    """It fits if `max_tokens` leaves room for it in the context, and it has at most MAX_INPUT_TOKENS."""
     long = ids("a " * 2000)
     fitted = {"truncate_prompt_tokens": -1}
     async with answering(broker.url, Answer(ids(" x"))) as (worker, _, client):

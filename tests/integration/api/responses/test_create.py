@@ -123,7 +123,7 @@ async def test_unknown_responses_are_not_found(broker: Broker, path: str) -> Non
 
 
 async def test_whole_numbers_beyond_64_bits_are_no_crash(broker: Broker) -> None:
-    """A tool's schema comes back as it was read: such a number as a float."""
+    """A tool's schema comes back as it was read, with such a number as a float."""
     tool = '{"type": "function", "name": "f", "parameters": {"maximum": 1%s}}' % ("0" * 25)
     content = f'{{"input": "a", "tools": [{tool}]}}'
     async with answering(broker.url, ANSWER) as (_, _, client):

@@ -1,4 +1,4 @@
-"""A broker that lost a request, or who reads it, is told; the answer then still goes on at any gateway."""
+"""A gateway tells a broker again of a request or reader that it lost; the answer goes on at any gateway."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,7 +24,7 @@ async def lose_request(redis: Redis, request_id: str) -> None:
 
 
 async def lose_reader(redis: Redis, request_id: str) -> None:
-    """The request is as it was before its client came back."""
+    """Set the request back to what it was before its client came back."""
     await redis.hdel(KEYS.request(request_id), "reader", "connection")  # type: ignore[misc]
     await redis.hset(KEYS.request(request_id), "gateway", "g1-test")  # type: ignore[misc]
 
@@ -67,7 +67,7 @@ async def test_an_answer_goes_on_at_any_gateway_after_the_broker_lost_writes(
 async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
     broker: Broker, terms: dict[str, Any]
 ) -> None:
-    """Also behind a token that the client has seen, which is a fact."""
+    """It goes on after any token that the client has seen: that token is a fact."""
     async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, gateway, client, other):
         first, place = await read_frames(client, "/v1/completions", HI | terms, 3)
         request_id, relay = place.split("/")[2], gateway.pool.relay

@@ -48,7 +48,7 @@ async def two_gateways(
 async def read_frames(
     client: httpx.AsyncClient, path: str, body: dict[str, Any] | None, count: int = 10**6, last_id: int = 0
 ) -> tuple[bytes, str]:
-    """The first frames of a stream, and where it goes on; the connection is closed then."""
+    """Return the first frames of a stream, and where it goes on; then close the connection."""
     method, headers = ("GET" if body is None else "POST"), {"last-event-id": str(last_id)} if last_id else {}
     async with client.stream(method, path, json=body, headers=headers) as response:
         if response.status_code != 200:
@@ -97,7 +97,7 @@ async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Br
 async def test_tokens_that_move_while_they_are_read_are_read_again(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log is trimmed behind the read of the string: neither has the tokens."""
+    """The log is trimmed after the string was read, so neither has the tokens."""
     async with two_gateways(broker.url) as (_, _, client, other):
         first, place = await read_frames(client, "/generate_stream", BODY, 5)
         read, reads = attach.read_committed, 0
@@ -116,7 +116,7 @@ async def test_tokens_that_move_while_they_are_read_are_read_again(
 
 
 async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
-    """Of every kind of stream, in the middle of each; the other gateway goes on with all of them."""
+    """It is killed in the middle of streams of every kind; the other gateway goes on with all of them."""
     ports = free_port(), free_port()
     own = [f"http://127.0.0.1:{port}" for port in ports]
     processes = [start(broker, f"g{i}", free_port(), GATEWAY_PORT=str(port)) for i, port in enumerate(ports)]
@@ -156,7 +156,7 @@ async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) ->
 
 
 def without_names(content: bytes) -> bytes:
-    """Without the ids of requests, the times and the seeds, which differ between two of the same content."""
+    """Strip the ids of requests, times and seeds, which differ between two equal requests."""
     return re.sub(rb'"(id":"\w+-[0-9a-f]{32}"|created":\d+|seed":\d+)', b"", content)
 
 
@@ -193,7 +193,7 @@ async def test_a_gateway_that_ends_waits_for_no_client(
 
 
 async def test_the_time_stops_when_the_client_is_back(broker: Broker) -> None:
-    """At any gateway: the one that it left no longer counts."""
+    """This holds at any gateway: the one that the client left no longer counts the time."""
     async with two_gateways(broker.url, LONG, step_s=0.05) as (_, _, client, other):
         _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi", "resume_s": 2}, 3)
         rest, _ = await read_frames(other, place, None, last_id=3)
@@ -260,7 +260,7 @@ async def test_the_same_post_with_last_event_id_goes_on(broker: Broker) -> None:
 
 
 async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
-    """An old one, whose client is gone without a word, neither cancels the request nor deletes it."""
+    """An old connection, whose client has vanished, neither cancels the request nor deletes it."""
     async with two_gateways(broker.url, LONG) as (worker, gateway, client, _):
         async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}) as former:
             chunks = former.aiter_raw()

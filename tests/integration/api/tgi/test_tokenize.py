@@ -19,7 +19,7 @@ async def post(client: httpx.AsyncClient, path: str, body: Any) -> Any:
 
 
 async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
-    """Without any worker. Special tokens stand for themselves; a character of several tokens is in each of
+    """No worker is needed. Special tokens stand for themselves; a character of several tokens is in each of
     them.
     """
     text = "Hé 🙂🙃 wörld<|im_end|> 👩‍👩‍👧 漢字\n\n" + "long é " * 1000
@@ -61,7 +61,7 @@ async def test_chat_tokenize_has_the_tokens_of_a_chat_request(broker: Broker) ->
 async def test_info_has_the_limits(
     broker: Broker, settings: dict[str, Any], longest: tuple[int, int]
 ) -> None:
-    """Those of the workers, unless settings are below; they stay known when the workers go."""
+    """They are the workers' limits, unless settings are lower. They stay known when the workers leave."""
     async with serving(broker.url, max_best_of=7, **settings) as (gateway, client):
         early = await client.get("/info")
         assert (early.status_code, early.json()["error_type"]) == (503, "unavailable")
