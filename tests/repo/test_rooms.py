@@ -12,7 +12,7 @@ FLOORS = {
     "deploy": [
         "bench",
         "cli",
-        "launcher lock requirements",
+        "launcher requirements",
     ],
     "api": [
         "__main__",
