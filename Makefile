@@ -43,7 +43,7 @@ INSTALL := pyproject.toml deploy/install.sh deploy/install_torch.sh deploy/requi
 
 # The versions of what is installed here become those of every installation and image.
 lock: $(DEV)
-	$(BIN)/python deploy/lock.py
+	$(BIN)/python deploy/requirements.py --lock
 
 $(RUN): $(INSTALL)
 	@deploy/install.sh worker

@@ -1,10 +1,10 @@
 """Prints the agent's CPU time per token, and its latency: `python -m benchmarks.agent [--runs 3]`.
 
 The whole agent runs (text, stop strings, both logs, events) between a real broker and a scripted engine
-(tests/support/engine/scripted_engine.py), in two modes: the engine sends steps as fast as the agent reads
-them, and a flush publishes several; or the engine sends a step once the one before is published, and each
-has a flush of its own. CPU time is this process's, without broker and engine. Latency, of the second mode,
-is the time from the engine's frame to the gateway's event. All figures are medians of runs.
+(tests/support/engine/scripted_engine.py), in two modes. In the first, the engine sends steps as fast as the
+agent reads them, and a flush publishes several. In the second, it sends a step once the last one is
+published, and each has a flush of its own. CPU time is this process's, without broker and engine. Latency is
+that of the second mode: from the engine's frame to the gateway's event. All figures are medians of runs.
 """
 
 import argparse
@@ -45,14 +45,14 @@ ROWS = (1, 32, 256)
 TOKENS = 2**16
 """Tokens of one run, over all rows."""
 MAX_WAITING_STEPS = 2**11
-"""Steps of one run in which each waits for the one before."""
+"""Steps of one run in the second mode."""
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU time of a token in µs, and ms from the engine's frame to the gateway's event, where steps wait."""
+    """CPU time of a token in µs; in the second mode, ms from the engine's frame to the gateway's event."""
 
     cpu_us: float
     latency_ms: float

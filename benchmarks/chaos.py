@@ -1,14 +1,14 @@
 """Prints what kills cost: `python -m benchmarks.chaos [--kills 100] [--seed 1] [--model]`.
 
-Streams of every kind run (greedy, seeded, two choices, answers in one piece, jobs through Redis and arq),
-of all classes and two tenants, always as many at once; with `--blocks 200` rows are preempted. Every few
-seconds processes of the fleet are hit, drawn from all: SIGKILL, SIGSTOP and SIGCONT; of the broker also a
-start with its file of a second before, and all its connections cut. One strike in three hits two processes at
-once. Gateways lose 5% of the messages of their subscriptions.
+Streams of every kind run (greedy, seeded, two choices, answers in one piece, jobs through Redis and arq), of
+all classes and two tenants, always the same number at once; with `--blocks 200` rows are preempted. Every few
+seconds a random process of the fleet is hit: SIGKILL, or SIGSTOP and later SIGCONT. The broker is also
+started with its file of a second before, or loses all its connections. One strike in three hits two processes
+at once. Gateways lose 5% of the messages of their subscriptions.
 
-Every answer is compared, token by token, with the undisturbed one, which is learnt first. Workers run engines
-without a model, whose ids depend on all ids before them; `--model` runs the real ones. It ends with 1 when
-a token is lost or repeated, a request fails, a process does not come back, or something is left over.
+Every answer is compared, token by token, with the undisturbed one, which is recorded first. Workers run
+engines without a model, whose ids depend on all ids before them; `--model` runs the real ones. Exit status 1
+if a token is lost or repeated, a request fails, a process does not come back, or something is left over.
 SIGINT and SIGTERM end the run: what was counted so far is printed, and the fleet's log is kept.
 """
 
@@ -49,7 +49,7 @@ from tests.support.waiting import wait_until
 
 IDLE_S = 120.0
 MOST_HANDLES, MOST_MEMORY = 64, 96 * MIB
-"""How much more a process may hold afterwards than one of its kind held before."""
+"""How much more memory a process may hold afterwards than one of its kind held before."""
 
 
 async def run(plan: Plan) -> Outcome:
@@ -106,7 +106,7 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
 
 
 async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
-    """Strikes until there were as many hits as planned, and waits for the answers."""
+    """Strikes until the planned number of hits, and waits for the answers."""
     running = asyncio.create_task(crowd.run(plan.num_streams))
     noting = asyncio.create_task(attack.note_files())
     try:
@@ -152,7 +152,7 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
 
 
 def log(text: str) -> None:
-    """Prints what is waited for, or was done."""
+    """Prints what the run waits for, or has done."""
     print(f"{time.strftime('%X')} {text}", flush=True)
 
 

@@ -85,7 +85,7 @@ class EventReader:
         return self.read(head, content)
 
     def go_on(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the objects behind the last one. Raises HttpStatusError or StreamBroken."""
+        """Yields the objects after the last one. Raises HttpStatusError or StreamBroken."""
         num_seen = [f"Last-Event-ID: {self.num_seen}"] if self.num_seen else []
         return self.read([f"GET {self.place} HTTP/1.1", *num_seen], b"")
 

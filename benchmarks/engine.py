@@ -82,7 +82,7 @@ class Benchmark:
         )
 
     def sampled(self, num_rows: int) -> None:
-        """Decodes rows that sample, each way in turn; none where the cache has no room for so many."""
+        """Decodes rows that sample, each way in turn; skipped if the cache has no room for so many rows."""
         if self.fits(num_rows, IN_TOKENS + OUT_TOKENS):
             for name in SAMPLING:
                 self.decode(num_rows, name)

@@ -3,11 +3,11 @@
 A real gateway process runs on a broker of its own, or with `--gateways 2` two that share the streams: the
 time is then the sum of both. A scripted worker without a model, in this process beside
 the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
-It is given for a token while all streams run, and for the rest of a request. With `--contended` a process per
-core copies large arrays meanwhile, as an engine does that streams its weights: the gateway then finds its
+It is given for a token while all streams run, and for the rest of a request. With `--contended` a process on
+each core copies large arrays meanwhile, as an engine does that streams its weights, and the gateway finds its
 caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames. So does `--peer URL
-PID`, which measures another server in turns: one whose engine sends tokens at the same pace, as vLLM's does
-with `benchmarks/vllm_executor.py`.
+PID`, which also measures another server, in turns. Its engine must send tokens at the same pace, as vLLM's
+does with `benchmarks/vllm_executor.py`.
 """
 
 import argparse

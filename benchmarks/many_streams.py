@@ -1,4 +1,4 @@
-"""Prints for how long a gateway's event loop is held: `python -m benchmarks.many_streams [--streams 3000]`.
+"""Prints how long tasks hold a gateway's event loop: `python -m benchmarks.many_streams [--streams 3000]`.
 
 A real gateway process runs on a broker of its own and loses 5% of its messages; scripted workers without a
 model send a token of each stream every step; the client checks every token. A hold is what a timer of the
@@ -22,7 +22,7 @@ from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
 from tests.support.waiting import wait_until
 
 LIMIT_MS = 20
-"""An event loop is to be held no longer."""
+"""The longest time that a task should hold an event loop."""
 
 
 async def measure(

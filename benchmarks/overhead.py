@@ -4,7 +4,7 @@
 The same load at 1, 8 and 32 streams runs once through the engine process alone, with all cores (grants in,
 steps out, through its socket), and once end to end over HTTP through a whole fleet with the client on the
 same cores. The two take turns; printed are the medians of the runs, and their ratio. With `--step-ms` the
-engine has no model: each of its steps waits for so long, and the ratio is what the fleet alone costs.
+engine has no model: each of its steps takes that time, and the ratio is what the fleet alone costs.
 """
 
 import argparse

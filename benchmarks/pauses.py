@@ -38,7 +38,7 @@ ENDS = {
     "placed": "until a worker has room for it",
     "prefilled": "until its tokens are computed again, others first",
 }
-"""What a part of a pause ends with, by the event that ends it."""
+"""Event → the part of a pause that ends with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ async def main(args: argparse.Namespace) -> None:
 
 
 def is_whole(fleet: Fleet, args: argparse.Namespace) -> bool:
-    """Whether every process is there, and a worker preloaded, if one is to be."""
+    """Whether every process runs, and a preloaded worker waits if there should be one."""
     names = {f"w{number}" for number in range(args.workers)} | {
         f"b{number}" for number in range(args.batchers)
     }

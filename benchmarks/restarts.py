@@ -1,7 +1,8 @@
 """Prints how soon a killed worker's successor is ready: `python -m benchmarks.restarts [--kills 10]`.
 
-One worker, without load; each time from SIGKILL to the first heartbeat of the successor's, which says that it
-is ready. First without PRELOAD_WORKER, then with it, each kill when the next preloaded process waits.
+One worker runs, without load. The time is from SIGKILL to the first heartbeat in which the successor says
+that it is ready. First without PRELOAD_WORKER, then with it; then each kill waits for the next preloaded
+process.
 """
 
 import argparse
@@ -18,9 +19,9 @@ from tests.support.waiting import wait_until_sync
 
 KEYS = Keys("default")
 LIMIT_S = 1.0
-"""A preloaded successor is to be ready sooner."""
+"""The longest time until a preloaded successor should be ready."""
 LONG_LIFE_S = 5.5
-"""A worker that has lived for so long is started again at once."""
+"""A worker that has lived at least this long is started again at once."""
 
 
 def main(kills: int) -> None:

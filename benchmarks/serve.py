@@ -6,7 +6,7 @@ distinct prompts of about 128 tokens, 64 new tokens, greedy (`--sampled`: temper
 end-of-sequence tokens ignored. The client shares the machine with the server.
 
 `--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out,
-instead; with `--processes` clients that share the streams. It then prints figures under the names of vLLM's
+instead; `--processes` clients share the streams. It then prints figures under the names of vLLM's
 `bench serve`, which `benchmarks/ratios.py` reads.
 """
 

@@ -3,9 +3,8 @@
 Streams run on two workers, beside two batchers; the active one is killed (SIGKILL) once each stream has
 advanced. A pause is the longest gap of a stream from the kill until it has five tokens more than when the
 successor had taken both workers over. Rows run on to the end of their grant: `--horizon 4` shows the pauses
-of workers whose steps are faster than this machine's. `--size 64x256x63` has no model: so many workers hold
-so many rows each, with so many flushes in their logs; printed is when they get their first plans, after the
-lease was taken.
+of workers whose steps are faster than this machine's. `--size 64x256x63` has no model: 64 workers hold 256
+rows each, with 63 flushes in their logs. Printed is how soon after the new lease they get their first plans.
 """
 
 import argparse

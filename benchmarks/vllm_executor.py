@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 IDS = [int(word) for word in os.environ.get("TOKEN_IDS", "1").split(",")]
 PACES = ((1, 0.01), (32, 0.04), (256, 0.1))
-"""(up to so many rows, seconds between steps)"""
+"""(most rows, seconds between steps)"""
 
 
 class ScriptedExecutor(UniProcExecutor):  # type: ignore[misc]  # not installed here

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Makes .venv and installs the project into it, editable, with the extras given: deploy/install.sh worker,dev
-# PYTHON chooses the interpreter; without it the first Python 3.11 to 3.13 found is taken. TORCH_INDEX chooses where torch comes from; without it
-# that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds for CPU (deploy/install_torch.sh). Versions are those of deploy/requirements.lock. Workers get FlashInfer, too, where there is such a driver.
+# Makes .venv and installs the project into it, editable, with the given extras: deploy/install.sh worker,dev
+# PYTHON chooses the interpreter; without it the first Python 3.11 to 3.13 that is found is taken.
+# TORCH_INDEX chooses where torch comes from; without it that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds
+# for CPU (deploy/install_torch.sh). Versions are those of deploy/requirements.lock. With an NVIDIA driver, workers get FlashInfer, too.
 # pip's own variables hold, too.
 set -eu
 cd "$(dirname "$0")/.."
@@ -12,7 +13,7 @@ fail() { # each word is a line
     exit 1
 }
 
-suits() { # runs (a pyenv shim may not), is of the right version, can make environments
+suits() { # it runs (a pyenv shim may not), has the right version, and can make environments
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
@@ -24,7 +25,7 @@ find_python() {
         "  Debian, Ubuntu: apt install python3-venv · macOS: brew install python@3.13 · anywhere: uv python install 3.13, then PYTHON=\$(uv python find 3.13)"
 }
 
-check_machine() { # by what the interpreter is built for: one for Intel runs on a Mac with an M processor, too
+check_machine() { # asks what the interpreter is built for: one for Intel runs on a Mac with an M processor, too
     machine=$(.venv/bin/python -c 'import platform; print(platform.system(), platform.machine(), platform.libc_ver()[0])')
     case $machine in
         "Linux x86_64 glibc" | "Linux aarch64 glibc" | "Darwin arm64 ") ;;
@@ -43,7 +44,7 @@ explain_failure() {
         "  Behind a proxy set HTTPS_PROXY; for a mirror PIP_INDEX_URL, and TORCH_INDEX for torch. What has been fetched is kept for the next try."
 }
 
-install() { # the versions of the lock, as in the images
+install() { # in the versions of the lock, as in the images
     .venv/bin/pip --disable-pip-version-check install $quiet -c deploy/requirements.lock "$@" || explain_failure "$*"
 }
 

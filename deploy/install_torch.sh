@@ -1,7 +1,7 @@
 #!/bin/sh
-# install_torch.sh cpu|cuda: installs the torch of requirements.lock alone, where PyPI's build is not the one that is wanted.
-# TORCH_INDEX names the index to take it from. Without it, `cpu` takes a wheel that pip finds without an index, or PyTorch's own
-# index of builds for CPU if that answers; what is left (`cuda`, or no answer) comes from PyPI with everything else.
+# install_torch.sh cpu|cuda: installs torch alone, in the version of requirements.lock, unless PyPI's build is the right one.
+# TORCH_INDEX names the index to take it from. Without it, `cpu` takes a wheel that pip finds without an index, or else PyTorch's own
+# index of builds for CPU. If that does not answer, and for `cuda`, torch comes from PyPI with everything else.
 # PIP is the pip to use, QUIET its -q.
 set -eu
 here=$(dirname "$0")
@@ -13,7 +13,7 @@ run_pip() { "$pip" --disable-pip-version-check install ${QUIET:-} --no-deps "$@"
 
 at_hand() { run_pip --no-index 2>/dev/null; }
 
-answers() { # by the pages that pip could not fetch: folders and other indexes that pip knows of may have a torch, too
+answers() { # checks the pages that pip could not fetch: folders and other indexes that pip knows may have a torch, too
     place=${1#*://}
     place=${place#*@} # pip hides passwords
     said=$("$pip" --disable-pip-version-check -vv --retries 0 --timeout 5 index versions --index-url "$1" torch 2>&1) || return 1

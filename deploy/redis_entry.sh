@@ -1,12 +1,12 @@
 #!/bin/sh
-# redis_entry.sh redis-server …: the entry of the service redis. At SIGTERM a fleet that drains may finish first.
-# A machine that shuts down stops all services at once, and requests in flight need Redis until the last token. Redis alone ends
-# three seconds after SIGTERM, with a fleet that has left at once, and after GRACE_S in any case.
+# redis_entry.sh redis-server …: entry point of the service redis. After SIGTERM, Redis runs until the fleet has drained.
+# A machine that shuts down stops all services at once, but requests in flight need Redis until their last token. Redis ends at once
+# if no gateway or worker is left, after three seconds if none of them drains, and after GRACE_S in any case.
 port=${REDIS_PORT:-6379}
 grace_s=${GRACE_S:-100}
-look_s=3 # within which processes that were told to end at the same time say so in their heartbeats
+look_s=3 # within this time, processes that were told to end at the same moment say so in their heartbeats
 
-states() { # of each gateway and worker, a line each
+states() { # prints the state of each gateway and worker, one a line
     redis-cli -p "$port" --raw eval '
         local states = {}
         for _, kind in ipairs({"gateway", "worker"}) do

@@ -39,9 +39,7 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 TEST_PORTS = range(10_000, 20_000)
 NUM_PORTS = len(TEST_PORTS) // WORKERS
 tests.support.machine.ports.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1) * NUM_PORTS]
-"""Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
-brokers.
-"""
+"""Ports that no other pytest process or launcher of the same run chooses."""
 Fleet.start_process = forks.ForkedProcess
 FLEETS = ("clients", "fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet")
 LOADED = ("tests/unit/gpu_worker/engine", "tests/unit/gpu_worker/engine/sampling")
@@ -49,7 +47,7 @@ LONG = ("unit/gpu_worker", "integration", "repo")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two more than there are cores: tests wait about half of their time."""
+    """Start two processes more than there are cores: tests wait about half of their time."""
     return machine.num_cores() + 2
 
 
@@ -58,8 +56,8 @@ def pytest_xdist_setupnodes() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest modules come first, so that no process is left alone with one at the end; those that
-    compute and those that wait are mixed, by the names of their files.
+    """Run the longest modules first, so that no process is left alone with one at the end. Modules that
+    compute and modules that wait are mixed by the names of their files.
     """
     tests = Path(__file__).parent
 
@@ -75,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected and imported stays: the garbage collector need not look at it, now or later."""
+    """Exempt what is collected and imported from garbage collection: it stays for the whole run."""
     gc.disable()
     try:
         return (yield)
@@ -93,14 +91,14 @@ def shared_broker() -> Iterator[Broker]:
 
 @pytest.fixture
 def broker(shared_broker: Broker) -> Broker:
-    """A running broker (`broker.url`) without any key; the same server for all tests."""
+    """A running broker (`broker.url`) without keys; all tests share its server."""
     brokers.empty(shared_broker)
     return shared_broker
 
 
 @pytest.fixture
 async def redis(broker: Broker) -> AsyncIterator[Redis]:
-    """A client of the broker, as the processes make theirs, but patient."""
+    """A client of the broker, as processes make theirs, but with longer time-outs."""
     async with connect(broker.url, socket_connect_timeout=PATIENCE_S) as client:
         yield client
 
@@ -132,16 +130,16 @@ def each_sampler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
-    """As on CPU, where a step is read before the next is launched, and as on a device that computes by
-    itself.
+    """The way in which an engine's steps are launched: as on CPU, where a step is read before the next is
+    launched, and as on a device that computes by itself.
     """
     loaded.runs_ahead = request.param
     return loaded
 
 
 class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a module to one process as a whole, a folder of tests/fleet, which shares a fleet, and the
-    folders whose modules share the engine `loaded`.
+    """Schedules a module as a whole on one process. So is a folder of tests/fleet, whose modules share a
+    fleet, and the folders whose modules share the engine `loaded`.
     """
 
     def _split_scope(self, nodeid: str) -> str:

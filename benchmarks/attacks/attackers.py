@@ -1,5 +1,5 @@
-"""`python -m benchmarks.attacks.attackers NAME HOST PORT SECONDS`: one attack on a gateway, as clients
-without a key make it. Each is bounded in connections and in time, and goes to a loopback address only.
+"""`python -m benchmarks.attacks.attackers NAME HOST PORT SECONDS`: one attack on a gateway by clients without
+a key. Each is bounded in connections and in time, and goes to a loopback address only.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Target:
         await asyncio.sleep(max(0.0, self.end_s - time.monotonic()))
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection from one of some addresses, each of which has only so many ports."""
+        """Open a connection from one of several addresses, because the ports of one do not suffice."""
         self.num_opened += 1
         source = f"127.0.2.{1 + self.num_opened % 8}"
         return await asyncio.open_connection(self.host, self.port, local_addr=(source, 0), limit=1024)
@@ -58,7 +58,7 @@ def posted(path: bytes, body: bytes) -> bytes:
 
 
 async def repeat(target: Target, width: int, once: Callable[[], Awaitable[None]]) -> None:
-    """Do something again and again, `width` at a time."""
+    """Repeat an act, `width` at a time, until the attack is over."""
 
     async def one() -> None:
         while target.lasts:
@@ -78,13 +78,13 @@ async def endless_header(target: Target) -> None:
 
 
 async def huge_cookies(target: Target) -> None:
-    """Whole heads just below the limit, of as many fields as are allowed."""
+    """Whole heads just below the limit, with the most fields that are allowed."""
     fields = b"".join(b"cookie: %b\r\n" % (b"a" * 500) for _ in range(120))
     await repeat(target, 4, lambda: target.forget(b"GET /version HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n"))
 
 
 async def half_heads(target: Target) -> None:
-    """20,000 connections that begin a head and do not end it, held as long as they may be."""
+    """20,000 connections that begin a head and do not end it, held until the gateway closes them."""
     held = []
     for _ in range(NUM_CONNECTIONS):
         if not target.lasts:
@@ -106,23 +106,23 @@ async def slow_writes(target: Target) -> None:
 
 
 async def new_connections(target: Target) -> None:
-    """Connections that are opened and closed, as fast as can be."""
+    """Connections that are opened and closed as fast as possible."""
     await repeat(target, 16, target.forget)
 
 
 async def pipelined(target: Target) -> None:
-    """1,000 requests on a connection at once, whose answers nobody reads."""
+    """1,000 requests at once on a connection. Nobody reads the answers."""
     await repeat(target, 8, lambda: target.forget(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 1000))
 
 
 async def tiny_chunks(target: Target) -> None:
-    """Bodies whose chunks have one byte."""
+    """Bodies in chunks of one byte."""
     head = HEAD % b"/generate" + b"transfer-encoding: chunked\r\n\r\n"
     await repeat(target, 4, lambda: target.forget(head, *[b"1\r\n \r\n" * 10_000] * 20))
 
 
 async def slow_reads(target: Target) -> None:
-    """Four clients that ask for long answers with much beside each token, and read nothing."""
+    """Four clients that ask for long answers with many details for each token, and read nothing."""
     parameters = {"max_new_tokens": 1000, "ignore_eos": True, "details": True, "top_n_tokens": 5}
     request = posted(b"/generate_stream", json.dumps({"inputs": "x", "parameters": parameters}).encode())
     held = [await target.open() for _ in range(4)]
@@ -134,7 +134,7 @@ async def slow_reads(target: Target) -> None:
 
 
 async def large_texts(target: Target) -> None:
-    """16 texts of 2 MB at a time to be tokenised."""
+    """16 texts of 2 MB to tokenize at a time."""
     request = posted(b"/tokenize", json.dumps({"inputs": "word " * 390_000}).encode())
     await repeat(target, 16, lambda: answered(target, request))
 

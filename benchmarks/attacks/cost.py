@@ -1,10 +1,10 @@
-"""Prints what attacks on a gateway cost the clients beside them:
+"""Prints what attacks on a gateway cost its other clients:
 `python -m benchmarks.attacks.cost [--seconds 10] [NAME …]`.
 
-A fleet with one gateway and the bundled model keeps 32 streams going, and every 50 ms its health is asked
-for. Each attack of `benchmarks/attacks/attackers.py` runs alone, then all at once. Printed are, for each: the
-99th percentile and the longest gap between two tokens of a stream, the longest answer to `/health`, the
-gateway's memory before, at most and 5 s after, and how many requests failed. The first line is without one.
+A fleet with one gateway and the bundled model keeps 32 streams going, and is asked for its health every 50
+ms. Each attack of `benchmarks/attacks/attackers.py` runs alone, then all at once; the first line is without
+an attack. Printed for each: the 99th percentile and the longest gap between two tokens of a stream, the
+longest answer to `/health`, the gateway's memory before, at most and 5 s after, and how many requests failed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PROBE_S = 0.05
 
 @dataclass
 class Seen:
-    """What the clients beside an attack saw."""
+    """What the other clients saw during an attack."""
 
     gaps_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Seen:
 
 
 async def stream(client: httpx.AsyncClient, seed: int, seen: Seen) -> None:
-    """Streams one after another; a gap is one between two tokens, not that before the first."""
+    """Read streams one after another. A gap is the time between two tokens, not the wait for the first."""
     while True:
         parameters = {"max_new_tokens": 200, "ignore_eos": True, "do_sample": True, "seed": seed}
         body = {"inputs": f"Tell me story number {seed}.", "parameters": parameters}
@@ -79,7 +79,7 @@ async def ask_health(client: httpx.AsyncClient, gateway: psutil.Process, seen: S
 
 
 async def measure(fleet: Fleet, names: Sequence[str], seconds: float) -> str:
-    """One line of the table."""
+    """Measure one attack, and return its line of the table."""
     gateway = psutil.Process(fleet.pid("g0"))
     before, seen = gateway.memory_info().rss, Seen()
     limits = httpx.Limits(max_connections=None)

@@ -1,11 +1,11 @@
-"""Prints who waits how long on a simulated day: `python -m benchmarks.batcher.day [--minutes 4]`.
+"""Prints how long each tenant waits on a simulated day: `python -m benchmarks.batcher.day [--minutes 4]`.
 
-The scheduler alone, with four simulated workers of 16 rows; a step takes 8 ms and 0.04 ms for each prompt
-token. Callers come at random, in bursts, with heavy tails of prompts and answers: two tenants of the class
-`interactive`, two of `standard`, one tenant that floods `standard` for a third of the time, and a large batch
-of jobs. Every minute a worker dies and another comes. The same trace is served by the queue as it is and
-first come, first served. Exit status 1 if the p99 of a tenant, but the flooding one and the batch, is more
-than LIMIT_MS, or if a request does not end. The same seed prints the same.
+The scheduler runs alone, with four simulated workers of 16 rows; a step takes 8 ms and 0.04 ms for each
+prompt token. Callers come at random, in bursts, with heavy tails of prompts and answers: two tenants of the
+class `interactive`, two of `standard`, one tenant that floods `standard` for a third of the time, and a large
+batch of jobs. Every minute a worker dies and another comes. The same trace is served by the real queue, and
+by one that is first come, first served. Exit status 1 if the p99 of a tenant (except the flooding one and the
+batch) is above LIMIT_MS, or if a request does not end. The same seed prints the same figures.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MAX_PROMPT, MAX_ANSWER = 4000, 600
 LIMIT_MS = 1000.0
 """p99 of the time to first token."""
 HEAVY = ("flood", "jobs")
-"""Tenants that ask for more than there is."""
+"""Tenants that ask for more than the pool can serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ CALLERS = (
 
 
 class TimedPool(Pool):
-    """A pool whose workers take time, and die.
+    """A pool of workers whose steps take time, and that die.
 
     Attributes:
         first_ms: when a request had its first token.

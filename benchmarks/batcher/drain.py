@@ -1,16 +1,16 @@
-"""Prints how soon a worker leaves and joins: `python -m benchmarks.batcher.drain [--runs 5]`.
+"""Prints how soon a worker leaves, and its successor joins: `python -m benchmarks.batcher.drain [--runs 5]`.
 
-A fleet of two workers of 16 rows, whose engines have no model: each step takes 8 ms by the clock. Streams of
-100 tokens follow each other; in each run a worker is drained as by `tokenfleet drain`, and its launcher
-starts it again. First there are as many streams as the other worker has places for, then more, so that some
-wait for the one that joins. Printed are medians, and the longest:
+A fleet has two workers of 16 rows and no model: each step takes 8 ms by the clock. Streams of 100 tokens
+follow each other. In each run a worker is drained as by `tokenfleet drain`, and its launcher starts it again.
+First the other worker has places for all streams, then it has too few, and some wait for the worker that
+joins. Printed are medians, and the longest:
 
 - leaves: from the request to drain until the worker is gone;
 - pause: the longest gap between two tokens of any stream until then;
 - joins: from the first heartbeat of the one that joins until it has logged a token.
 
-Exit status 1 if a worker left with rows, if one joined without work for LIMIT_S, or if a stream that had a
-place paused for so long.
+Exit status 1 if a worker left with rows, if one had no work for LIMIT_S after it joined, or if a stream that
+had a place paused for LIMIT_S.
 """
 
 import argparse
@@ -41,7 +41,7 @@ LIMIT_S = 1.0
 
 
 class Run(NamedTuple):
-    """In seconds."""
+    """Times of one run, in seconds."""
 
     leaves: float
     pause: float
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 async def ask_on(url: str, answers: list[Stream]) -> None:
-    """One stream after the other. Each has all its tokens."""
+    """Read one stream after the other, and check that each has all its tokens."""
     body = {"inputs": "Tell me.", "parameters": {"max_new_tokens": NUM_TOKENS}}
     while True:
         answer = Stream()
@@ -64,7 +64,7 @@ async def ready_workers(redis: Redis) -> set[str]:
 
 
 async def drain(redis: Redis) -> tuple[float, float, float, float]:
-    """When `w0` was asked to leave, when it had left, when its successor joined, and when that had work."""
+    """Drain `w0`. Returns when that began, when it had left, when its successor joined and first had work."""
     before = await ready_workers(redis)
     [worker] = [name for name in before if name.startswith("w0-")]
 

@@ -1,11 +1,11 @@
 """Prints the curve of INTER_TOKEN_LATENCY_TARGET_MS: `python -m benchmarks.batcher.inter_token_latency`.
 
-What a lower target gives (the gap between tokens while prompts arrive) and what it costs (time to first
-token, tokens/s). The scheduler alone, with a simulated worker whose steps take 20 ms, 1.35 ms for each row
-that decodes and 0.3 ms for each token of a prompt, about what a small model takes on two cores: 16 streams,
-each followed by the next. `--real` drives a fleet of the default model over HTTP instead, a fresh one for
-each target. Exit status 1, without it, where the default has less than 97% of the tokens/s of no bound, or
-gaps whose 99th percentile is more than 1.1 times the target.
+The curve shows what a lower target gives (a shorter gap between tokens while prompts arrive) and what it
+costs (time to first token, tokens/s). The scheduler runs alone, with a simulated worker whose steps take 20
+ms, 1.35 ms for each row that decodes and 0.3 ms for each token of a prompt, about what a small model takes on
+two cores: 16 streams, each followed by the next. `--real` drives a fleet of the default model over HTTP
+instead, a fresh one for each target. Without it, exit status 1 if the default target gives less than 97% of
+the tokens/s without a target, or if the 99th percentile of gaps is more than 1.1 times the target.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, request
 
 STREAMS, REQUESTS = 16, 256
 LOADS = ((128, 64), (128, 32), (512, 64))
-"""Tokens in and out."""
+"""(tokens of a prompt, tokens of its answer)"""
 STEP_MS, ROW_MS, TOKEN_MS, REPORT_MS = 20.0, 1.35, 0.3, 100.0
 MAX_PREFILL = 512
 TARGETS_MS = (0.0, 150.0, 100.0, 75.0, 60.0, 50.0)
@@ -74,7 +74,7 @@ class TimedPool(Pool):
         self.add(request(name, self.in_tokens, new_tokens, number))
 
     def run_step(self) -> None:
-        """One step, which takes its time."""
+        """Run one step in simulated time."""
         worker = self.worker
         decoded, prefilled = worker.num_decoded, worker.num_prefilled
         assert worker.run()
@@ -87,7 +87,7 @@ class TimedPool(Pool):
                 self.token_ms[name].append(self.clock_ms)
 
     def play(self) -> Figures:
-        """Runs all requests, so many streams at a time."""
+        """Runs all requests, a number of streams at a time."""
         for number in range(STREAMS):
             self.send(number)
         sent = STREAMS
@@ -117,7 +117,7 @@ class TimedPool(Pool):
 
 
 def measure(target_ms: float, out_tokens: int) -> Figures:
-    """Of a fleet of one worker that is warm, with prompts of 128 tokens."""
+    """Measure a fleet of one warm worker, with prompts of 128 tokens."""
     with Fleet(inter_token_latency_target_ms=target_ms) as fleet:
         url = f"{fleet.base_url}/generate_stream"
         asyncio.run(load(url, 4, 8, "m", seed=0))

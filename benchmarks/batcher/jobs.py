@@ -1,16 +1,16 @@
 """Prints what a batch of jobs costs interactive callers: `python -m benchmarks.batcher.jobs [--jobs 10000]`.
 
-A fleet of two gateways and two workers of 16 rows, whose engines have no model: each step takes 8 ms by the
-clock. Callers of the class `interactive` come at random, 5 a second, and get 16 tokens each; jobs have 64.
-Printed is the callers' time to first token:
+A fleet has two gateways, two workers of 16 rows, and no model: each step takes 8 ms by the clock. Callers of
+the class `interactive` come at random, 5 a second, and get 16 tokens each; jobs have 64. Printed is the
+callers' time to first token:
 
 - alone;
-- beside rows: beside NUM_OTHERS jobs, which leave callers a place and have no others behind them, so that a
-  caller shares steps, cores and gateways, and nobody is in its way;
-- beside the batch, from its arrival on. What this takes longer than beside rows, its queue costs.
+- beside rows: beside NUM_OTHERS running jobs, which leave places for callers, while no other job waits. A
+  caller shares steps, cores and gateways with them, but has nothing to wait for;
+- beside the batch, from its arrival on. The difference to "beside rows" is what its queue costs.
 
-Exit status 1 if a caller is refused, if the batch is over too soon, or if beside the batch callers have their
-first token later than beside rows by more than MOST_LATER_MS.
+Exit status 1 if a caller is refused, if the batch is over too soon, or if that difference is more than
+MOST_LATER_MS.
 """
 
 import argparse
@@ -41,7 +41,7 @@ NUMBERS = count()
 
 
 async def call(url: str) -> float:
-    """One caller's time to first token, in ms. Raises HttpStatusError where it is refused."""
+    """One caller's time to first token, in ms. Raises HttpStatusError if it is refused."""
     body = {
         "model": "default",
         "prompt": f"caller {next(NUMBERS)}",
@@ -54,7 +54,7 @@ async def call(url: str) -> float:
 
 
 async def call_for(url: str, seconds: float, draw: random.Random) -> list[float]:
-    """Sorted times to first token of those who come within so many seconds."""
+    """Return the sorted times to first token of callers that come within `seconds`."""
     callers = []
     end_s = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < end_s:
@@ -75,7 +75,7 @@ async def submit(redis: Redis, names: Iterable[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def others(redis: Redis) -> AsyncIterator[None]:
-    """While the context is open, NUM_OTHERS jobs run, one that ends is replaced; behind it none runs."""
+    """Keep NUM_OTHERS jobs running while the context is open; none is left afterwards."""
     names = (f"other{number}" for number in count())
 
     async def keep_on() -> None:

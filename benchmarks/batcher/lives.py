@@ -1,11 +1,11 @@
-"""Prints how many requests a second one core can take through their lives, at 64 and 1,000 workers:
+"""Prints how many requests a second the scheduler can take from start to end, at 64 and 1,000 workers:
 `python -m benchmarks.batcher.lives [--workers N ...] [--lives 20000]`.
 
-The scheduler alone, with full pools: each request that ends is followed by another. Prompts have 128 tokens,
-a fifth of them begin as others do; answers have 128 on average. Workers that cost nothing report as real ones
-do: prefills, ends, releases, and the use of half of a grant. Only the scheduler's CPU time counts, so other
-load on the machine does not. Exit status 1 below LEAST_LIVES, or if a life costs more than MOST_GROWTH times
-as much in the last pool as in the first.
+The scheduler runs alone on one core, with full pools: each request that ends is followed by another. Prompts
+have 128 tokens, a fifth of them begin as others do; answers have 128 on average. Workers that cost nothing
+report as real ones do: prefills, ends, releases, and the use of half of a grant. Only the scheduler's CPU
+time counts, so other load on the machine does not. Exit status 1 below LEAST_LIVES, or if a life costs more
+than MOST_GROWTH times as much in the last pool as in the first.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Stopwatch:
 
 @dataclass
 class CostlessWorker:
-    """It knows when each row ends, and nothing of blocks."""
+    """A worker that only knows when each row ends; it has no blocks."""
 
     draw: random.Random
     ends: list[tuple[int, int, int]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class FullPool:
         return len(outcomes.finished)
 
     def run(self, num_lives: int) -> None:
-        """Let so many requests end."""
+        """Run until a number of requests has ended."""
         until, num_reports = self.num_ended + num_lives, 0
         while self.num_ended < until:
             for name, worker in self.workers.items():

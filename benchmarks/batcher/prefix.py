@@ -1,10 +1,10 @@
 """Prints what placement by cached prefixes saves: `python -m benchmarks.batcher.prefix [--chats 300]`.
 
-The scheduler alone, with four simulated workers: chats of eight turns, each with one of eight system prompts
-of 512 tokens, come at random; a step takes 8 ms and 0.04 ms for each prompt token. The same trace is placed
-by the scheduler and, with the same caches, in turn (round-robin). Load is the time that a worker's rows run.
-Exit status 1 if placement computes more than half of the prompt tokens, or if the busiest worker has more
-than 1.3 times the mean load.
+The scheduler runs alone, with four simulated workers: chats of eight turns, each with one of eight system
+prompts of 512 tokens, come at random; a step takes 8 ms and 0.04 ms for each prompt token. The same trace is
+placed by the scheduler and, with the same caches, in turn (round-robin). Load is the time that a worker's
+rows run. Exit status 1 if placement computes more than half of the prompt tokens, or if the busiest worker
+has more than 1.3 times the mean load.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MOST_SHARE, MOST_LOAD = 0.5, 1.3
 
 
 class TimedPool(Pool):
-    """A pool whose workers take time."""
+    """A pool of workers whose steps take time."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(NUM_WORKERS, NUM_BLOCKS, seed, eos_chance=1 / MEAN_ANSWER)

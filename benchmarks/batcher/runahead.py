@@ -1,14 +1,14 @@
-"""Prints what granting ahead is worth beside lock-step:
+"""Prints what granting steps ahead gains over lock-step:
 `python -m benchmarks.batcher.runahead [--real] [--slower 10]`.
 
 One worker of 16 rows behind a broker that answers 0, 1 and 5 ms late; its engine's steps take 2 ms by the
 clock, or with `--real` are those of the default model. HORIZON=1 is lock-step: a plan for each step.
-With `--slower` steps, delays and the pauses of callers last so many times as long: figures in steps are the
-same, but for what a busy machine adds. Printed:
+`--slower N` makes steps, delays and the pauses of callers N times as long: figures in steps stay the same,
+except for what a busy machine adds. Printed:
 
 - round trip: from the admission of a request by an idle pool until its first step;
 - start: the same while other rows run and there is room, p50 and p99, and p99 as round trip + steps;
-- cancel: steps that a row still runs behind its cancel, p50 and p99, and p99 less the round trip;
+- cancel: steps that a row still runs after its cancel, p50 and p99, and p99 less the round trip;
 - idle: share of the time in which the engine runs no step while requests are live, mean and p99 of 0.25 s;
 - busy: share of the rows that are in a step, while twice as many requests are live; over all time.
 """
@@ -88,7 +88,7 @@ class Load:
         return not await self.redis.xlen(KEYS.requests)
 
     async def ask_idle_pool(self, count: int) -> list[int]:
-        """One request after the other."""
+        """Run one request after the other."""
         numbers = []
         for _ in range(count):
             numbers.append(await self.admit(2))
@@ -97,7 +97,7 @@ class Load:
         return numbers
 
     async def arrive(self, count: int) -> list[int]:
-        """Requests that find room; one in three is cancelled."""
+        """Run requests that find room; one in three is cancelled."""
         places = asyncio.Semaphore(ROWS // 2)
 
         async def ask() -> int:
@@ -116,7 +116,7 @@ class Load:
         return bool(await self.redis.hexists(KEYS.request(f"r{number}"), "terminal"))  # type: ignore[misc]
 
     async def fill(self, seconds: float) -> tuple[float, float]:
-        """Twice as many requests as rows. Returns when that began and ended."""
+        """Run twice as many requests as there are rows. Returns when that began and ended."""
         begin_s = time.monotonic()
         while time.monotonic() < begin_s + seconds:
             for _ in range(2 * ROWS - await self.redis.xlen(KEYS.requests)):

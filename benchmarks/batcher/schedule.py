@@ -1,12 +1,12 @@
 """Prints how the scheduler keeps up with a fixed trace:
 `python -m benchmarks.batcher.schedule [--minutes 60]`.
 
-Simulated time, the scheduler alone, WORKERS workers of ROWS rows with steps of STEP_MS: requests come at
-random, at LOAD of what these can do. Prompts have 512 tokens, a fifth of them begin as others do; answers
-have a geometric length of 128 on average. Exit status 1 if the scheduler needs more than MOST_CPU seconds of
-one core for 1,000 requests, if one in a hundred waits longer than MOST_WAIT_MS although there is room, if
-less than LEAST_HITS of what prompts share is found computed, or if memory grows by more than MOST_GROWTH
-between a quarter of the time and its end.
+The scheduler runs alone in simulated time, with WORKERS workers of ROWS rows and steps of STEP_MS. Requests
+come at random, at LOAD of what these can do. Prompts have 512 tokens, a fifth of them begin as others do;
+answers have a geometric length of 128 on average. Exit status 1 if the scheduler needs more than MOST_CPU
+seconds of one core for 1,000 requests, if one in a hundred waits longer than MOST_WAIT_MS although there is
+room, if less than LEAST_HITS of what prompts share is found computed, or if memory grows by more than
+MOST_GROWTH between a quarter of the time and its end.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class TimedPool:
         self.now_ms += STEP_MS
 
     def decide(self, new: list[Sequence], reports: list[tuple[str, Report | None]]) -> list[PendingPlan]:
-        """What the batcher's loop has its scheduler do in one turn."""
+        """Have the scheduler do what the batcher's loop asks of it in one turn."""
         for sequence in new:
             self.scheduler.register(sequence)
             self.scheduler.enqueue(sequence)

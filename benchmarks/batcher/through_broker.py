@@ -1,10 +1,11 @@
-"""Prints how many requests a second the batcher takes through their lives, with a real broker between it and
+"""Prints how many requests a second the batcher can take from start to end, with a real broker between it and
 all others: `python -m benchmarks.batcher.through_broker [--workers 64] [--lives 20000]`.
 
 A batcher process, a broker, and this process, which is gateways and workers at once: full pools as in
 benchmarks.batcher.lives, each request admitted by the gateways' script, each row started by a plan that was
 read, each report an entry. Beside the rate by the clock stand the CPU times of batcher and broker for a life:
-where cores are shared, the rate is theirs to lose. Exit status 1 below LEAST_LIVES by the batcher's CPU time.
+on shared cores, the three processes slow each other down. Exit status 1 below LEAST_LIVES by the batcher's
+CPU time.
 """
 
 import argparse

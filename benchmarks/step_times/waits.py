@@ -83,7 +83,7 @@ class Waits:
         return in_flight
 
     def describe(self, steps: int) -> str:
-        """Describes the waits of so many steps, all of them read."""
+        """Describes the waits of steps that have all been read."""
         idle_ms = (
             sum(self.clock.between_ms(end, begin) for (_, end), (begin, _) in pairwise(self.stretches))
             / steps

@@ -1,4 +1,4 @@
-"""`tokenfleet bench`: measures this fleet, and another server beside it."""
+"""`tokenfleet bench`: measures this fleet, alone or beside another server."""
 
 import argparse
 import asyncio
@@ -19,19 +19,19 @@ from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.bench import load, measure, report
 from deploy.bench.measure import figures
-from deploy.cli.client import ServerError, add_url, api_key, base_url, new_client, print_error
+from deploy.cli.client import ServerError, add_url, api_key, new_client, parse_url, print_error
 
-ANSWER_S = 60.0
+READ_TIMEOUT_S = 60.0
 MAX_USERS = 1024
 MIN_DURATION_S = 1.0
 DESCRIPTION = """Measure this fleet, and with --against another server beside it (TGI, vLLM, llama.cpp
-or OpenAI-compatible): the same prompts, streamed, greedy. API_KEY is sent to our server,
-AGAINST_API_KEY to the other."""
+or OpenAI-compatible). Both get the same prompts, streamed and greedy. API_KEY is sent to our
+server, AGAINST_API_KEY to the other."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0 when every server sent tokens under every load. Raises SettingError for
-    flags that cannot be served.
+    """Run the command. Returns 0 when every server sent tokens under every load. Raises SettingError for a
+    wrong flag.
     """
     flags = read_flags(argv)
     plan = load.LoadPlan(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
@@ -51,20 +51,20 @@ def main(argv: Sequence[str]) -> int:
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = FlagParser(prog="tokenfleet bench", allow_abbrev=False, description=DESCRIPTION)
     add_url(parser)
-    parser.add_argument("--against", type=base_url, metavar="URL", help="the other server")
+    parser.add_argument("--against", type=parse_url, metavar="URL", help="the other server")
     parser.add_argument(
         "--duration",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds for all of it (default: %(default)g)",
+        help="seconds of the whole benchmark (default: %(default)g)",
     )
     parser.add_argument(
         "--concurrency", default="1,8,32", metavar="N,N", help="users at once (default: %(default)s)"
     )
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="of one answer (default: %(default)s)"
+        "--max-tokens", type=int, default=64, metavar="N", help="of each answer (default: %(default)s)"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture (needs the extra `bench`)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
@@ -91,7 +91,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def write(name: str, path: Path, content: bytes, mode: str = "wb") -> None:
-    """Raises SettingError with the name of the flag."""
+    """Write a file. Raises SettingError with the name of the flag."""
     try:
         with path.open(mode) as file:
             file.write(content)
@@ -104,28 +104,28 @@ async def compare(urls: Sequence[str], plan: load.LoadPlan) -> report.Comparison
     async with contextlib.AsyncExitStack() as stack:
         keys = (api_key(), os.environ.get("AGAINST_API_KEY"))
         clients = [
-            await stack.enter_async_context(new_client(httpx.AsyncClient, url, ANSWER_S, key))
+            await stack.enter_async_context(new_client(httpx.AsyncClient, url, READ_TIMEOUT_S, key))
             for url, key in zip(urls, keys, strict=False)
         ]
         found = [await measure.identify(client) for client in clients]
         path = measure.route(found)
         targets = [load.Target(server, client, path) for server, client in zip(found, clients, strict=True)]
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
-        with progress() as show:
+        with progress_bar() as show:
             prompt_tokens, rounds = await load.measure(targets, plan, Stage(show, plan.duration_s).show_stage)
         cores = (time.process_time() - begun_cpu_s) / (time.monotonic() - begun_s)
     measured = {key: figures(done) for key, done in rounds.items()}
     return report.Comparison(found, plan, path, measured, prompt_tokens, cores)
 
 
-def progress() -> Progress:
+def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Stage:
-    """The progress bar, which names the round that runs."""
+    """Shows the round that runs in the progress bar."""
 
     def __init__(self, show: Progress, duration_s: float) -> None:
         self.show = show

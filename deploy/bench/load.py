@@ -1,7 +1,6 @@
-"""The load: a number of concurrent users, each of which sends its next request when it is answered.
+"""Load: a number of concurrent users, each of which sends its next request when the last one is answered.
 
-Prompts of plain English that no server has seen: they differ from the first words on, so that no prefix
-cache helps.
+Prompts are plain English and differ from their first words on, so that no server's prefix cache helps.
 """
 
 import asyncio
@@ -18,10 +17,15 @@ from deploy.bench.measure import Round, Server, TimedAnswer, body, figures, send
 from deploy.cli.client import ServerError
 
 WORDS_PER_TOKEN = 0.8
-"""Of the sentences below, with the vocabularies of today; the first answer says how many tokens they really
-were.
-"""
-
+"""Of these prompts, with usual tokenizers. The first answer says how many tokens they really have."""
+MAX_TURNS = 2
+"""Rounds of each load: ours, theirs, theirs, ours. A machine that becomes slower affects both servers."""
+SETTLE_S = 0.3
+"""Pause between two rounds, in which a server notices that its clients disconnected."""
+RETRY_S = 0.2
+MIN_ROUND_S = 0.5
+SLOW_FIRST_TOKEN = 0.2
+"""A server whose median time to first token is a larger part of a round than this gets longer rounds."""
 VERBS = (
     "carried measured described painted repaired followed "
     "questioned gathered counted remembered ignored compared"
@@ -37,7 +41,7 @@ ADJECTIVES = (
 
 
 def prompt(seed: int, num_words: int) -> str:
-    """A prompt of so many words, the same for the same seed."""
+    """Return a prompt of `num_words` words; the same seed gives the same prompt."""
     draw = random.Random(seed)
     words = ["Story", f"{draw.randrange(10**6)}:"]
     while len(words) < num_words:
@@ -53,18 +57,9 @@ def prompt(seed: int, num_words: int) -> str:
     return " ".join(words[: max(1, num_words)])
 
 
-MAX_TURNS = 2
-"""Rounds of each load: ours, theirs, theirs, ours. A machine that becomes slower affects both servers."""
-SETTLE_S = 0.3
-"""Pause between two rounds, in which a server notices that its clients disconnected."""
-RETRY_S = 0.2
-MIN_ROUND_S = 0.5
-SLOW = 0.2
-
-
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The load of one benchmark. `duration_s` is the time for all of it."""
+    """The load of one benchmark, which takes `duration_s` in all."""
 
     duration_s: float
     concurrency: Sequence[int]
@@ -82,7 +77,7 @@ class Target:
 
 
 def schedule(num_servers: int, concurrency: Sequence[int], num_turns: int) -> list[tuple[int, int]]:
-    """(users, server) of every round, in order; the server that begins alternates."""
+    """Return (users, server) of every round, in order. The server that begins alternates."""
     order = list(range(num_servers))
     rounds = [
         (users, order if (i + turn) % 2 == 0 else order[::-1])
@@ -107,10 +102,10 @@ def warm_up_s(plan: LoadPlan, num_servers: int) -> float:
 
 
 def choose_num_turns(warm: Sequence[Round]) -> int:
-    """Number of rounds: one, twice as long, where a server takes much of a round for its first tokens."""
+    """Choose one long round for each load, instead of two, if a server is slow with its first tokens."""
     medians = [figures([one]).first_p50_s for one in warm]
     slow = any(
-        median is None or median > SLOW * (one.ended_s - one.begun_s)
+        median is None or median > SLOW_FIRST_TOKEN * (one.ended_s - one.begun_s)
         for one, median in zip(warm, medians, strict=True)
     )
     return 1 if slow else MAX_TURNS
@@ -120,9 +115,13 @@ async def measure(
     targets: Sequence[Target], plan: LoadPlan, show_stage: Callable[[str, float], None]
 ) -> tuple[int | None, dict[tuple[int, int], list[Round]]]:
     """Measure every server under every load. Returns the mean length of the prompts in tokens, as the servers
-    report it, and the rounds by (users, server). `show_stage` gets the name and the seconds of each round.
+    report it, and the rounds by (users, server).
 
-    Raises ServerError when a server does not answer its first request.
+    Args:
+        show_stage: gets the name and the seconds of each round that begins.
+
+    Raises:
+        ServerError: a server does not answer its first request.
     """
     num_words, seed = round(plan.prompt_tokens * WORDS_PER_TOKEN), random.randrange(2**32)
     show_stage("asking for one token", 0.0)
@@ -148,9 +147,7 @@ async def measure(
 
 
 async def request_one_token(target: Target, text: str) -> TimedAnswer:
-    """Request one token, however long it takes: the answer says how long the prompt is. Raises ServerError
-    when the server does not answer.
-    """
+    """Request one token, without a time limit, to learn how long the prompt is. Raises ServerError."""
     answer = TimedAnswer(time.monotonic())
     try:
         await send(target.client, target.path, body(target.server, target.path, text, 1), answer)
@@ -162,7 +159,7 @@ async def request_one_token(target: Target, text: str) -> TimedAnswer:
 
 
 def prompts(name: str, num_words: int) -> Iterator[str]:
-    """Yield prompts without end, the same ones for the same name."""
+    """Yield prompts without end; the same name gives the same prompts."""
     draw = random.Random(name)
     while True:
         yield prompt(draw.randrange(2**32), num_words)
@@ -171,7 +168,7 @@ def prompts(name: str, num_words: int) -> Iterator[str]:
 async def run_round(
     target: Target, users: int, texts: Iterator[str], max_tokens: int, seconds: float
 ) -> Round:
-    """Run one round. Requests that are not answered at its end are cut off."""
+    """Run one round. Requests that are unanswered at its end are cut off."""
     answers: list[TimedAnswer] = []
 
     async def user() -> None:

@@ -1,9 +1,4 @@
-"""The kind of server that answers at a URL, and the route to measure it by.
-
-One streamed request, with the times at which its tokens came.
-
-Figures: what is computed from the answers of a server, as tokens per second and percentiles.
-"""
+"""Measuring a server: its kind, one timed request, and figures of many (tokens per second, percentiles)."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -30,8 +25,7 @@ COMPLETIONS = "/v1/completions"
 GENERATE = "/generate_stream"
 TOKENFLEET, TGI, VLLM, LLAMA_CPP, OPENAI = "Tokenfleet", "TGI", "vLLM", "llama.cpp", "OpenAI API"
 IGNORES_EOS = (TOKENFLEET, VLLM, LLAMA_CPP)
-"""Servers that accept `ignore_eos`. Answers of the others may end earlier: the tokens that come are counted.
-"""
+"""Servers that accept `ignore_eos`. Answers of others may end early; only received tokens are counted."""
 KEY_REFUSED = (401, 403)
 
 
@@ -52,14 +46,12 @@ class Server:
 
 
 def route(servers: list[Server]) -> str:
-    """Return one route for all servers: TGI's where TGI is among them, as each of its frames is one token."""
+    """Return one route for all servers: TGI's if one of them is TGI: each of its frames is one token."""
     return GENERATE if any(server.kind == TGI for server in servers) else COMPLETIONS
 
 
 async def identify(client: httpx.AsyncClient) -> Server:
-    """Find out the kind of a server by routes that only one kind has. Raises ServerError when it has none of
-    them.
-    """
+    """Find out the kind of a server by routes that only one kind has. Raises ServerError if it has none."""
     url = str(client.base_url).rstrip("/")
     if "processes" in (fleet := await get(client, "/fleet")):
         return server(url, TOKENFLEET, fleet.get("version"), fleet.get("model"))
@@ -90,7 +82,7 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 async def get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
-    """Fetch the JSON object at a path; empty where there is none. Raises ServerError when the server does not
+    """Fetch the JSON object at a path; empty if there is none. Raises ServerError when the server does not
     answer, or refuses our key.
     """
     with connection_errors(str(client.base_url)):
@@ -109,10 +101,10 @@ class TimedAnswer:
     """An answer, filled in while it is streamed.
 
     Attributes:
-        sent_s, times_s, ended_s: monotonic times of the request, of each frame with tokens, of the end (0:
-            it was cut off).
-        num_tokens, prompt_tokens: as the server reports them, None where it does not.
-        error: why it failed; empty when it did not.
+        sent_s, times_s, ended_s: monotonic times of the request, of each frame with tokens, and of the end
+            (0: it was cut off).
+        num_tokens, prompt_tokens: as the server reports them; None if it does not.
+        error: why it failed; empty if it did not.
     """
 
     sent_s: float
@@ -124,7 +116,7 @@ class TimedAnswer:
 
 
 def body(server: Server, path: str, prompt: str, max_tokens: int) -> bytes:
-    """Return a greedy, streamed request that ignores the end-of-sequence token where the server can."""
+    """Return a greedy, streamed request that ignores the end-of-sequence token if the server can do so."""
     ignore_eos = {"ignore_eos": True} if server.ignores_eos else {}
     if path == GENERATE:
         parameters = {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | ignore_eos
@@ -168,8 +160,8 @@ def read_frame(answer: TimedAnswer, frame: dict[str, Any], now_s: float) -> None
 
 
 def has_tokens(frame: dict[str, Any]) -> bool:
-    """A token may have no text (half a character). A last frame with only a finish reason has
-    none.
+    """Whether a frame has tokens. A token may have no text (half a character). A last frame with only a
+    finish reason has no token.
     """
     choices = frame.get("choices")
     if not choices:
@@ -179,7 +171,7 @@ def has_tokens(frame: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One server under one load, from `begun_s` to `ended_s`; what was not answered by then was cut off."""
+    """One server under one load. Requests that were unanswered at `ended_s` were cut off."""
 
     begun_s: float
     ended_s: float
@@ -188,13 +180,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of all rounds with one load. None: not known, since too many waits were cut off.
+    """The figures of all rounds with one load. None: not known, because too many waits were cut off.
 
     Attributes:
         first_p50_s, first_p99_s: from the request to the first frame with tokens.
         gap_p50_s, gap_p99_s: between two frames of one answer.
-        tokens_per_frame: 1 where every token has a frame of its own.
-        num_answers: complete ones. num_errors: failed ones, and `error` says why the first did.
+        tokens_per_frame: 1 if every token has a frame of its own.
+        num_answers: complete answers.
+        num_errors: failed answers; `error` is the reason of the first.
     """
 
     tokens_per_s: float
@@ -209,11 +202,14 @@ class Figures:
 
 
 def quantile(done: Iterable[float], cut: Iterable[float], q: float) -> float | None:
-    """The smallest time within which a share `q` of all waits ends. None when too many were cut off to know.
+    """Return the smallest time within which a share `q` of all waits ends; None: too many were cut off.
 
-    A wait that was cut off lasted at least so long (Kaplan and Meier, "Nonparametric Estimation from
-    Incomplete Observations", 1958): without it, a server that lets its clients wait would look faster.
-    Without cuts this is the nearest-rank percentile.
+    A wait that was cut off counts as one that lasts at least until the cut (Kaplan and Meier, "Nonparametric
+    Estimation from Incomplete Observations", 1958). If it did not count, a server that lets its clients wait
+    would look faster. Without cuts this is the nearest-rank percentile.
+
+    Args:
+        done, cut: seconds of waits that ended, and of waits that were cut off.
     """
     waits = sorted([(wait, False) for wait in done] + [(wait, True) for wait in cut])
     waiting, still = len(waits), 1.0
@@ -250,7 +246,7 @@ def figures(rounds: Sequence[Round]) -> Figures:
 
 
 def tokens_per_frame(complete: Sequence[TimedAnswer]) -> float:
-    """Return the mean, from the servers' own counts of tokens where they send them, else 1."""
+    """Return the mean by the server's own counts of tokens; 1 if it sends none."""
     counts = [
         (answer.num_tokens, len(answer.times_s))
         for answer in complete
@@ -260,7 +256,7 @@ def tokens_per_frame(complete: Sequence[TimedAnswer]) -> float:
 
 
 def cut_off(rounds: Sequence[Round]) -> tuple[list[float], list[float]]:
-    """Return the waits for first tokens, and for next tokens, that the end of a round cut off."""
+    """Return the waits for first tokens and for next tokens that the end of a round cut off."""
     firsts, gaps = [], []
     for one in rounds:
         for answer in one.answers:

@@ -1,6 +1,6 @@
-"""The report of a benchmark: a table with ratios, bars, and notes.
+"""Report of a benchmark: a table with ratios, bars and notes for the terminal, and a picture (SVG).
 
-The figures of a comparison as a picture: three panels of bars, drawn by matplotlib (the extra `bench`).
+The picture is three panels of bars, drawn by matplotlib (the extra `bench`).
 """
 
 import importlib.util
@@ -17,24 +17,28 @@ from common.process.logs import plural
 from common.settings.settings import SettingError
 from deploy.bench.load import LoadPlan
 from deploy.bench.measure import Figures, Server
+from deploy.cli.client import blocks
 
 WIDE, MEDIUM = 96, 70
-MAX_CELLS = 40
-BUSY = 0.7
+MAX_BAR_CELLS = 40
+BUSY_CORES = 0.7
 COLORS = ("cyan", "magenta")
-SAME = 0.02
+SAME_RATIO = 0.02
 """A ratio this near to 1 is not coloured."""
+SVG_COLORS = ("#0e7c86", "#b4509a")
+SVG_GROUP_WIDTH = 0.8
+"""All bars of one load; loads are 1 apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The whole result.
+    """The result of a benchmark.
 
     Attributes:
         servers: ours first.
         figures: by (users, server).
-        prompt_tokens: as measured; None when no server reports them.
-        client_cores: processor time of this client over time: near 1, it is the limit itself.
+        prompt_tokens: as measured; None if no server reports them.
+        client_cores: processor time of this client by time. Near 1, the client itself limits the figures.
     """
 
     servers: Sequence[Server]
@@ -63,6 +67,8 @@ GAP = Measure("next token ms", lambda it: it.gap_p50_s, 1000, False)
 GAP_P99 = Measure("p99", lambda it: it.gap_p99_s, 1000, False, MEDIUM)
 MEASURES = (TOKENS, FIRST, FIRST_P99, GAP, GAP_P99)
 BARS = (TOKENS, FIRST, GAP)
+TAILS = {FIRST: FIRST_P99, GAP: GAP_P99}
+"""What the thin line above a bar of the picture shows."""
 
 
 def view(result: Comparison, width: int) -> RenderableType:
@@ -115,7 +121,7 @@ def table(result: Comparison, width: int) -> Table:
 
 
 def label(result: Comparison, server: Server) -> str:
-    """Return the server's kind; `ours` or `theirs` where both are of one kind."""
+    """Return the server's kind; if both are of one kind, `ours` or `theirs`."""
     if len({one.kind for one in result.servers}) == len(result.servers):
         return server.kind
     return "ours" if server is result.servers[0] else "theirs"
@@ -129,7 +135,7 @@ def ratio_cell(measure: Measure, ours: Figures, theirs: Figures) -> Text:
     part = own / other
     better = part > 1 if measure.more_is_better else part < 1
     return Text(
-        f"{part:.2f}×", style="bold" if abs(part - 1) < SAME else "bold green" if better else "bold red"
+        f"{part:.2f}×", style="bold" if abs(part - 1) < SAME_RATIO else "bold green" if better else "bold red"
     )
 
 
@@ -155,7 +161,7 @@ def bars(result: Comparison, measure: Measure, width: int) -> Text:
         if (value := measure.of(it)) is not None
     }
     widest = max(len(label(result, server)) for server in result.servers)
-    cells = max(4, min(MAX_CELLS, width - widest - 18))
+    cells = max(4, min(MAX_BAR_CELLS, width - widest - 18))
     lines = Text(measure.title, style="bold").append(
         "  more is better" if measure.more_is_better else "  less is better", style="dim not bold"
     )
@@ -166,16 +172,11 @@ def bars(result: Comparison, measure: Measure, width: int) -> Text:
                 f"\n{users if i == 0 else '':>5}  {label(result, server):<{widest}}  ", style="not bold"
             )
             lines.append(
-                bar((value or 0.0) / (max(values.values()) or 1.0), cells) if values else "",
+                blocks(round((value or 0.0) / (max(values.values()) or 1.0) * cells * 8)) if values else "",
                 style=f"{COLORS[i]} not bold",
             )
             lines.append(f" {number(value)}", style="not bold")
     return lines
-
-
-def bar(part: float, cells: int) -> str:
-    full, rest = divmod(round(part * cells * 8), 8)
-    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
 
 
 def notes(result: Comparison) -> list[str]:
@@ -204,28 +205,21 @@ def notes(result: Comparison) -> list[str]:
             )
     if len({server.model for server in result.servers}) > 1:
         found.append("the names of the models differ: make sure that they are the same")
-    if result.client_cores > BUSY:
+    if result.client_cores > BUSY_CORES:
         found.append(
             f"this client used {result.client_cores:.0%} of a core: it may be what limits the figures"
         )
     return found
 
 
-SVG_COLORS = ("#0e7c86", "#b4509a")
-TAILS = {FIRST: FIRST_P99, GAP: GAP_P99}
-"""The measure that the thin line above a bar shows."""
-BAR_WIDTH = 0.8
-"""All bars of one load; loads are 1 apart."""
-
-
 def check_matplotlib() -> None:
-    """Raises SettingError where the extra is not installed."""
+    """Raises SettingError if the extra `bench` is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingError("--svg", "needs matplotlib: pip install 'tokenfleet[bench]'")
 
 
 def draw(result: Comparison) -> str:
-    """An SVG document."""
+    """Draw the picture. Returns an SVG document."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -245,9 +239,9 @@ def draw(result: Comparison) -> str:
 
 
 def draw_panel(axes: Any, result: Comparison, measure: Measure) -> None:
-    """Bars in groups of one load; the scale is the panel's own."""
+    """Draw bars in one group for each load, on a scale of this panel's own."""
     loads = result.plan.concurrency
-    width = BAR_WIDTH / len(result.servers)
+    width = SVG_GROUP_WIDTH / len(result.servers)
     for i, server in enumerate(result.servers):
         figures = [result.figures[users, i] for users in loads]
         values = [measure.of(it) for it in figures]

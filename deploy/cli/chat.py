@@ -1,7 +1,4 @@
-"""`tokenfleet chat`: a conversation in the terminal; with a piped stdin, one answer on stdout.
-
-Conversation: the history of a chat, and its requests to the server.
-"""
+"""`tokenfleet chat`: a conversation in the terminal; with a piped stdin, one answer on stdout."""
 
 import argparse
 import contextlib
@@ -35,17 +32,25 @@ from deploy.cli.client import (
 )
 
 Message = dict[str, str]
-RETURN_S = 30.0
-RETURN_PAUSE_S = 0.2
+
+READ_TIMEOUT_S = 600.0
+RECONNECT_TIMEOUT_S = 30.0
+RECONNECT_PAUSE_S = 0.2
+PROMPT = "› "
+DESCRIPTION = "Talk with the model in this terminal; with a piped stdin, print one answer on stdout."
+HELP = (
+    "/reset forgets the conversation · /system TEXT sets the system prompt · "
+    "/exit or Ctrl-D ends · Ctrl-C stops an answer"
+)
 
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One streamed answer, as far as it has come.
+    """One streamed answer, as far as it has been received.
 
     Attributes:
         sent_s, first_s, last_s: monotonic times of the request, and of the first and last text.
-        num_tokens: the server's own count, else the number of frames with text.
+        num_tokens: the server's own count; without one, the number of frames with text.
     """
 
     sent_s: float
@@ -79,7 +84,8 @@ class Conversation:
     """The history of a chat, and the fields of its requests.
 
     Attributes:
-        fields: of every request: model, temperature …
+        fields: what every request holds besides messages: model, temperature …
+        system: the system prompt; empty: none.
         messages: of the user and of the model, without the system prompt.
     """
 
@@ -94,10 +100,10 @@ class Conversation:
         return json.dumps(self.fields | options | {"messages": system + self.messages}).encode()
 
     def send(self, text: str, show: Callable[[str], None]) -> ChatAnswer:
-        """Send a message, and show the answer as it comes. An exception (Ctrl-C) closes the connection; what
-        was shown stays in the history.
+        """Send a message, and show the answer as it comes. Raises ServerError.
 
-        Raises ServerError. Where no text came, the history stays as it was.
+        An exception (Ctrl-C) closes the connection. What was shown stays in the history; if no text came,
+        the history stays as it was.
         """
         self.messages.append({"role": "user", "content": text})
         answer = ChatAnswer(time.monotonic())
@@ -128,8 +134,8 @@ class Conversation:
                 answer.num_tokens = num_tokens or answer.num_tokens
 
     def frames(self) -> Generator[dict[str, Any], None, None]:
-        """Yield the frames of an answer. A lost connection is followed by another, behind the last frame, if
-        the server has said where; it may be a new gateway by then.
+        """Yield the frames of an answer. After a lost connection another one goes on after the last frame, if
+        the server has named a place for that. By then the place may be at a new gateway.
         """
         decoder, place, until_s = SseDecoder(), "", 0.0
         while not decoder.ended:
@@ -147,14 +153,15 @@ class Conversation:
             except httpx.TransportError:
                 if not place:
                     raise
-            until_s = until_s or time.monotonic() + RETURN_S
+            until_s = until_s or time.monotonic() + RECONNECT_TIMEOUT_S
             if not decoder.ended and time.monotonic() > until_s:
-                raise ServerError(f"the connection was lost, and no gateway went on within {RETURN_S:.0f} s")
+                wait = f"{RECONNECT_TIMEOUT_S:.0f} s"
+                raise ServerError(f"the connection was lost, and no gateway went on within {wait}")
             if not decoder.ended:
-                time.sleep(RETURN_PAUSE_S)
+                time.sleep(RECONNECT_PAUSE_S)
 
     def request(self, place: str, num_seen: int) -> contextlib.AbstractContextManager[httpx.Response]:
-        """Ask for an answer, or for the rest of one at the place that the server named."""
+        """Ask for an answer, or for its rest at the place that the server named."""
         if place:
             return self.client.stream(
                 "GET", place, headers={"last-event-id": str(num_seen)} if num_seen else {}
@@ -164,25 +171,16 @@ class Conversation:
 
 
 def content(frame: dict[str, Any]) -> str:
-    """Return the text of a chunk: empty in the first, in the last, and in the one with the usage."""
+    """Return the text of a chunk; the first, the last and the one with the usage have none."""
     choices = frame.get("choices") or [{}]
     return (choices[0].get("delta") or {}).get("content") or ""
 
 
-ANSWER_S = 600.0
-PROMPT = "› "
-DESCRIPTION = "Talk with the model in this terminal; with a piped stdin, print one answer on stdout."
-HELP = (
-    "/reset forgets the conversation · /system TEXT sets the system prompt · "
-    "/exit or Ctrl-D ends · Ctrl-C stops an answer"
-)
-
-
 def main(argv: Sequence[str]) -> int:
-    """Return 0, or 1 when the server cannot be asked. Raises SettingError for an unknown flag."""
+    """Run the command. Returns 1 after an error of the server. Raises SettingError for an unknown flag."""
     flags = read_flags(argv)
     try:
-        with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
+        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
             fields = {"temperature": flags.temperature, "max_tokens": flags.max_tokens, "seed": flags.seed}
             request_fields = {"model": fetch_model_name(client)} | {
                 name: value for name, value in fields.items() if value is not None
@@ -219,7 +217,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def fetch_model_name(client: httpx.Client) -> str:
-    """Return the name of the model that is served. Raises ServerError."""
+    """Return the name of the served model. Raises ServerError."""
     models = fetch_json(client, "/v1/models")
     try:
         return str(models["data"][0]["id"])
@@ -244,9 +242,7 @@ def write_plain(text: str) -> None:
 
 
 def run_terminal(conversation: Conversation) -> None:
-    """Talk with the person until /exit or Ctrl-D. Ctrl-C stops an answer; after an error the conversation
-    goes on.
-    """
+    """Talk with the user until /exit or Ctrl-D. Ctrl-C stops one answer; an error does not end the talk."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives `input` its editing and history
     console = Console(highlight=False)
@@ -273,7 +269,7 @@ def run_terminal(conversation: Conversation) -> None:
 
 
 def next_line(console: Console) -> str | None:
-    """Return the line that the person typed, None at Ctrl-D."""
+    """Return the line that the user typed; None at Ctrl-D."""
     while True:
         try:
             console.print()

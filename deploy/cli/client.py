@@ -1,7 +1,4 @@
-"""The HTTP client of the commands: the server's URL, its stream of events, and its errors in one line.
-
-Output: what commands print for people and for other programs.
-"""
+"""What commands share: the HTTP client of a fleet, its errors in one line, and output for terminals."""
 
 import argparse
 import contextlib
@@ -17,30 +14,14 @@ from rich.console import Console, RenderableType
 
 from common.settings.settings import SettingError, Settings
 
-WIDE = 240
-
-
-def print_lines(*parts: RenderableType) -> None:
-    """Print texts and tables. Where the output is no terminal, lines are as long as what they say: none is
-    folded, and none ends with spaces.
-    """
-    if sys.stdout.isatty():
-        Console(highlight=False).print(*parts, sep="\n")
-        return
-    console = Console(highlight=False, width=WIDE)
-    with console.capture() as capture:
-        console.print(*parts, sep="\n")
-    for line in capture.get().splitlines():
-        print(line.rstrip())
-
-
-CONNECT_S = 5.0
-MAX_MESSAGE = 500
+CONNECT_TIMEOUT_S = 5.0
+MAX_ERROR_CHARACTERS = 500
+PIPE_COLUMNS = 240
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-Client = TypeVar("Client", httpx.Client, httpx.AsyncClient)
 CONTROL_CHARACTERS = {code: None for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     range(127, 160)
 )
+Client = TypeVar("Client", httpx.Client, httpx.AsyncClient)
 
 
 class ServerError(Exception):
@@ -57,14 +38,14 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     port = Settings.read([], {"PORT": os.environ.get("PORT", "")}).port
     parser.add_argument(
         "--url",
-        type=base_url,
+        type=parse_url,
         default=f"http://127.0.0.1:{port}",
-        help="the server (default: %(default)s, by PORT)",
+        help="the server (default: %(default)s, with the port in PORT)",
     )
 
 
-def base_url(text: str) -> str:
-    """The URL that `localhost:3000`, `http://host/` or `http://host/v1` means. Raises SettingError."""
+def parse_url(text: str) -> str:
+    """Read a server's URL: `localhost:3000`, `http://host/` or `http://host/v1`. Raises SettingError."""
     url = text if "://" in text else f"http://{text}"
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -77,15 +58,14 @@ def base_url(text: str) -> str:
 
 
 def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> Client:
-    """Make a client of httpx for one server. Raises ServerError.
-
-    Proxies that the environment names are not used for this machine's own addresses.
+    """Make an httpx client for one server. Proxies from the environment are not used for this machine's own
+    addresses. Raises ServerError.
     """
     if key is not None and not key.isascii():
         raise ServerError("API_KEY has characters that are not ASCII, which no HTTP header can carry")
     headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
     timeout, limits = (
-        httpx.Timeout(read_s, connect=CONNECT_S),
+        httpx.Timeout(read_s, connect=CONNECT_TIMEOUT_S),
         httpx.Limits(max_connections=None, max_keepalive_connections=None),
     )
     proxies = urlsplit(url).hostname not in LOOPBACK
@@ -115,7 +95,7 @@ def connection_errors(url: str) -> Iterator[None]:
 
 
 def fetch_json(client: httpx.Client, path: str) -> Any:
-    """What is at a path. Raises ServerError."""
+    """GET a path, and return its JSON. Raises ServerError."""
     with connection_errors(str(client.base_url)):
         answer = client.get(path)
     check_status(answer.status_code, answer.content)
@@ -127,7 +107,7 @@ def fetch_json(client: httpx.Client, path: str) -> Any:
 
 @contextlib.contextmanager
 def frame_errors(frame: Any) -> Iterator[None]:
-    """Raise an error in reading `frame` as ServerError: the frame has an unknown shape."""
+    """Raise an error that comes from the shape of `frame` as ServerError."""
     try:
         yield
     except (LookupError, AttributeError, TypeError) as error:
@@ -141,7 +121,7 @@ def check_status(status: int, body: bytes) -> None:
 
 
 def error_message(body: bytes) -> str:
-    """Return the message in an error of OpenAI's or TGI's form; of another body, the body."""
+    """Return the message of an error in OpenAI's or TGI's form; of any other body, the body itself."""
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -150,7 +130,7 @@ def error_message(body: bytes) -> str:
 
 
 def error_text(frame: Any) -> str:
-    """Return the error in a JSON body or a frame; empty where there is none."""
+    """Return the error in a JSON body or a frame; empty if there is none."""
     error = frame.get("error") if isinstance(frame, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or str(error)
@@ -159,8 +139,8 @@ def error_text(frame: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as one line of at most MAX_MESSAGE characters."""
-    return " ".join(printable(text).split())[:MAX_MESSAGE]
+    """Return the text as one line of at most MAX_ERROR_CHARACTERS."""
+    return " ".join(printable(text).split())[:MAX_ERROR_CHARACTERS]
 
 
 def printable(text: str) -> str:
@@ -168,16 +148,32 @@ def printable(text: str) -> str:
     return text.translate(CONTROL_CHARACTERS)
 
 
+def print_lines(*parts: RenderableType) -> None:
+    """Print texts and tables. In a pipe or file no line is folded, and none ends with spaces."""
+    if sys.stdout.isatty():
+        Console(highlight=False).print(*parts, sep="\n")
+        return
+    console = Console(highlight=False, width=PIPE_COLUMNS)
+    with console.capture() as capture:
+        console.print(*parts, sep="\n")
+    for line in capture.get().splitlines():
+        print(line.rstrip())
+
+
+def blocks(eighths: int) -> str:
+    """A bar of block characters: `██▌`."""
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+
+
 class SseDecoder:
-    """Decoder of server-sent events: `feed` yields the objects that a chunk of bytes completes. `[DONE]` is
-    not one.
+    """Decoder of server-sent events: `feed` yields the objects that a chunk of bytes completes.
+
+    Lines end with a line feed only: JSON may hold other characters at which `str.splitlines` would cut.
 
     Attributes:
-        num_events: events that came, over all responses.
+        num_events: events of all responses so far.
         ended: whether `[DONE]` came.
-
-    Lines end with a line feed only: a JSON text may hold the other characters at which `str.splitlines` would
-    cut.
     """
 
     def __init__(self) -> None:
@@ -186,7 +182,7 @@ class SseDecoder:
         self.ended = False
 
     def reset(self) -> None:
-        """Begin another response: what is left of the last one is no whole frame."""
+        """Begin another response, and forget an incomplete frame of the last one."""
         self.rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Command line: words after `tokenfleet`, which start a fleet or a process of it, or ask a running fleet."""
+"""Command line: the commands of `tokenfleet`, which start a fleet or one of its processes, or use a fleet."""
 
 import difflib
 import functools
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
-    """A word after `tokenfleet`. `run` takes the words after it and returns the exit code."""
+    """A command. `run` takes the words after its name and returns the exit code."""
 
     operand: str
     help: str
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def replace_unprintable() -> None:
-    """Show a question mark for what the terminal's encoding cannot write."""
+    """Have characters that the terminal's encoding lacks printed as question marks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -49,7 +49,7 @@ def replace_unprintable() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command. Returns the exit code."""
-    os.environ.setdefault("PARENT_PID", "0")  # started by a person, who may log out
+    os.environ.setdefault("PARENT_PID", "0")  # a user started it, and may log out
     match list(argv):
         case ["--version" | "-V"]:
             print(f"tokenfleet {version('tokenfleet')}")
@@ -80,7 +80,7 @@ def serve(argv: list[str]) -> int:
 
 
 def replace_process(word: str, argv: list[str]) -> NoReturn:
-    """Replace this process by one of the fleet: its parent sees and ends that one."""
+    """Replace this process by one of the fleet, so that our parent watches and ends that one."""
     kind = KINDS[word]
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--name", default=f"{kind[0]}0")
@@ -88,7 +88,9 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
-    setproctitle.setproctitle(f"tokenfleet {word}")  # anybody may read our words, and a key is among them
+    setproctitle.setproctitle(
+        f"tokenfleet {word}"
+    )  # other users can read a command line, and this one has a key
     incarnation = new_incarnation(own.name)
     logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
     settings = checks.prepare(settings, kind)
@@ -107,16 +109,16 @@ def describe_process(word: str) -> str:
 
 
 def run_module(module: str, argv: list[str]) -> int:
-    """Call `main` of a module of deploy, which is imported now: no command pays for another's libraries."""
+    """Call `main` of a module, imported only now: no command waits for the libraries of another."""
     code: int = importlib.import_module(module).main(argv)
     return code
 
 
-def of_module(operand: str, help: str, module: str) -> Command:
+def module_command(operand: str, help: str, module: str) -> Command:
     return Command(operand, help, functools.partial(run_module, module))
 
 
-def of_process(word: str, help: str) -> Command:
+def process_command(word: str, help: str) -> Command:
     return Command("", help, functools.partial(replace_process, word))
 
 
@@ -125,32 +127,36 @@ SECTIONS = {
         "serve": Command(
             "[MODEL]", "start everything on this machine: broker, gateway, batcher, worker, job worker", serve
         ),
-        "doctor": of_module(
+        "doctor": module_command(
             "",
-            "check this machine and the settings; print what would not work, and the fix",
+            "check this machine and the settings, and say how to fix what would not work",
             "deploy.cli.doctor",
         ),
-        "download-weights": of_module(
+        "download-weights": module_command(
             "MODEL_ID", "fetch a model before the first start", "deploy.cli.download"
         ),
     },
     "Use a running fleet": {
-        "chat": of_module("", "talk with the model in this terminal", "deploy.cli.chat"),
-        "status": of_module("", "show the processes and what they do, as a live table", "deploy.cli.status"),
-        "explain": of_module(
+        "chat": module_command("", "talk with the model in this terminal", "deploy.cli.chat"),
+        "status": module_command(
+            "", "show the processes and what they do, as a live table", "deploy.cli.status"
+        ),
+        "explain": module_command(
             "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
         ),
-        "drain": of_module(
-            "WORKER", "have a worker give its requests to others and leave", "deploy.cli.drain"
+        "drain": module_command(
+            "WORKER", "make a worker hand its requests to others and leave", "deploy.cli.drain"
         ),
-        "bench": of_module("", "measure speed for a minute, beside another server", "deploy.bench.command"),
+        "bench": module_command(
+            "", "measure speed for a minute, beside another server", "deploy.bench.command"
+        ),
     },
     "Start one process (these need REDIS_URL)": {
-        "api": of_process("api", "a gateway"),
-        "batcher": of_process("batcher", "a batcher"),
-        "worker": of_process("worker", "a worker"),
-        "jobs": of_process("jobs", "a job worker: the arq jobs `generate` and `chat`"),
-        "supervise": of_module(
+        "api": process_command("api", "a gateway"),
+        "batcher": process_command("batcher", "a batcher"),
+        "worker": process_command("worker", "a worker"),
+        "jobs": process_command("jobs", "a job worker: the arq jobs `generate` and `chat`"),
+        "supervise": module_command(
             "KIND", "one of these (api, batcher, worker, jobs), kept alive", "deploy.launcher.launcher"
         ),
     },

@@ -1,11 +1,6 @@
-"""Finding: the result of one check of `tokenfleet doctor`.
+"""`tokenfleet doctor`: checks this machine and the settings, and says how to fix what would not work.
 
-Checks of this machine: what can compute here, and with which libraries and compilers.
-
-Checks of what a fleet needs: memory, disk, open files, its port, a broker and the model's files.
-
-`tokenfleet doctor`: checks this machine and the settings, and prints what would not work and how
-to fix it. It starts and downloads nothing.
+It starts and downloads nothing.
 """
 
 import os
@@ -33,12 +28,30 @@ from deploy.cli.client import print_lines
 from deploy.launcher import checks
 
 GIB = 2**30
+PYTHONS = ((3, 11), (3, 13))
+"""The first and the last version of Python that the tests run with."""
+COMPILERS = ("c++", "g++", "clang++")
+CUDA = Path("/usr/local/cuda")
+"""Where FlashInfer looks for the CUDA toolkit if CUDA_HOME is not set and nvcc is not in PATH."""
+HEADERS = Path(sysconfig.get_path("include"))
+"""Where this Python's headers are, if they are installed."""
+LITTLE_DISK_BYTES = 5 * GIB
+SPARE_FILES = 256
+"""Files that a process has open besides its clients' connections."""
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+DESCRIPTION = (
+    "Check this machine and the settings, and say how to fix what would not work. Nothing is started or "
+    "downloaded. Give it the settings that `tokenfleet serve` will get."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `level` is ok, warn (it works, but not well) or fail (it cannot work); `fix` is
-    empty where nothing needs fixing.
+    """The result of one check.
+
+    Attributes:
+        level: ok, warn (it works, but not well) or fail (it cannot work).
+        fix: empty if nothing needs fixing.
     """
 
     level: str
@@ -46,16 +59,42 @@ class Finding:
     fix: str = ""
 
 
+def main(argv: Sequence[str]) -> int:
+    """Print the findings. Returns 1 if one of them is a failure. Raises SettingError."""
+    settings = checks.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
+    checks.set_hub_variables(settings)
+    findings = dict(examine(settings))
+    print_lines(table(findings))
+    return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
+
+
+def examine(settings: Settings) -> Iterator[tuple[str, Finding]]:
+    for name, check in CHECKS.items():
+        try:
+            yield name, check(settings)
+        except SettingError as error:
+            yield name, Finding("fail", error.cause, FIXES.get(error.name, f"set {error.name.upper()}"))
+
+
+def table(findings: dict[str, Finding]) -> Table:
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        rows.add_column(overflow="fold")
+    for name, finding in findings.items():
+        rows.add_row(
+            Text(finding.level, STYLES[finding.level]),
+            name,
+            Text(finding.found),
+            Text(finding.fix and f"→ {finding.fix}"),
+        )
+    return rows
+
+
 def in_gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-PYTHONS = ((3, 11), (3, 13))
-COMPILERS = ("c++", "g++", "clang++")
-CUDA = Path("/usr/local/cuda")
-"""Where FlashInfer looks for the CUDA toolkit when CUDA_HOME is not set and nvcc is not in PATH."""
-HEADERS = Path(sysconfig.get_path("include"))
-"""Where this Python's headers are, if they are installed."""
+# --- what can compute here, and with which libraries and compilers ----------------------------------------
 
 
 def check_python(_: Settings) -> Finding:
@@ -168,9 +207,7 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=f"{CUDA}/bin")
 
 
-LITTLE_DISK_BYTES = 5 * GIB
-SPARE_FILES = 256
-"""Files that a process has open besides its clients' connections."""
+# --- what a fleet needs -----------------------------------------------------------------------------------
 
 
 def check_memory(settings: Settings) -> Finding:
@@ -266,44 +303,6 @@ def weights(settings: Settings) -> list[Path]:
     return model_files.weight_files(path) if path else []
 
 
-DESCRIPTION = (
-    "Check this machine and the settings, and print what would not work, and the fix. Nothing is started or "
-    "downloaded. Give it the settings that `tokenfleet serve` will get."
-)
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the findings. Returns 1 if one of them is a failure. Raises SettingError."""
-    settings = checks.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
-    checks.set_hub_variables(settings)
-    findings = dict(examine(settings))
-    print_lines(table(findings))
-    return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
-
-
-def examine(settings: Settings) -> Iterator[tuple[str, Finding]]:
-    for name, check in CHECKS.items():
-        try:
-            yield name, check(settings)
-        except SettingError as error:
-            yield name, Finding("fail", error.cause, FIXES.get(error.name, f"set {error.name.upper()}"))
-
-
-def table(findings: dict[str, Finding]) -> Table:
-    rows = Table(box=None, pad_edge=False, show_header=False)
-    for _ in range(4):
-        rows.add_column(overflow="fold")
-    for name, finding in findings.items():
-        rows.add_row(
-            Text(finding.level, STYLES[finding.level]),
-            name,
-            Text(finding.found),
-            Text(finding.fix and f"→ {finding.fix}"),
-        )
-    return rows
-
-
 CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "python": check_python,
     "torch": check_torch,
@@ -318,7 +317,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "broker": check_broker,
     "model": check_model,
 }
-FIXES = {
+FIXES = {  # setting → how to fix a SettingError of it
     "port": "set PORT to a free port",
     "hostname": "set HOSTNAME to 0.0.0.0, or to an address of this machine",
     "kv_cache_bytes": "set a smaller KV_CACHE_BYTES, or fewer workers (NUM_WORKERS)",

@@ -1,5 +1,5 @@
-"""`tokenfleet download-weights MODEL_ID`: fetches (or converts) a model now, with TGI's flags, and prints
-where it is.
+"""`tokenfleet download-weights MODEL_ID`: fetches or converts a model, and prints where it is. Its flags are
+TGI's.
 """
 
 import os
@@ -14,13 +14,15 @@ from deploy.launcher import checks
 from deploy.launcher.checks import progress
 
 SWITCHES = {
-    "auto_convert": "accepted: what is served is safetensors, and GGUF is always converted",
-    "trust_remote_code": "accepted: Python code of a checkpoint is fetched, and run only by "
-    "`serve --trust-remote-code`",
-    "json_output": "accepted: there is one line of output",
+    "auto_convert": "accepted: safetensors are served, and GGUF is always converted",
+    "trust_remote_code": "accepted: Python code of a checkpoint is fetched, but only "
+    "`serve --trust-remote-code` runs it",
+    "json_output": "accepted: the output is one line",
     "merge_lora": "refused: adapters are not built yet",
 }
-DESCRIPTION = "Fetch a model from the hub, or convert a GGUF file. What is here already is left as it is."
+DESCRIPTION = (
+    "Fetch a model from the hub, or convert a GGUF file. A model that is here already stays as it is."
+)
 
 
 def main(argv: Sequence[str]) -> int:

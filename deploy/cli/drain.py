@@ -1,4 +1,4 @@
-"""`tokenfleet drain WORKER`: has a worker give its requests to others and leave, and waits until it has."""
+"""`tokenfleet drain WORKER`: makes a worker hand its requests to others, and waits until it has left."""
 
 import argparse
 import asyncio
@@ -17,17 +17,17 @@ from deploy.cli.client import ServerError, print_error
 from deploy.launcher import checks
 from deploy.launcher.embedded_broker import running_url
 
-ASK_S = 0.5
+POLL_S = 0.5
 DESCRIPTION = """
-Have a worker leave, as SIGTERM does: it gets no new requests, and those that it runs go on elsewhere from
-their last token. Where no other worker is ready, it finishes the requests of clients first. The command ends
-when the worker is gone, and says what it was last seen to do: it may also die meanwhile. Ctrl-C only ends the
-waiting. What supervises the worker starts it again, so draining one worker after the other rolls them all.
+Make a worker leave, as SIGTERM does: it gets no new requests, and its requests go on elsewhere from their
+last token. If no other worker is ready, it finishes the requests of clients first. The command ends when the
+worker is gone, and prints its last known state, since it may also die meanwhile. Ctrl-C only ends the
+waiting. The worker's supervisor starts it again, so draining one worker after the other restarts them all.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 1 for an unknown worker, and for one that is back. Raises SettingError."""
+    """Run the command. Returns 1 for an unknown worker, and for one that came back. Raises SettingError."""
     parser = FlagParser(
         prog="tokenfleet drain",
         allow_abbrev=False,
@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--pool", help="the worker's pool (default: POOL)")
     flags = parser.parse_args(list(argv))
-    setproctitle.setproctitle("tokenfleet drain")  # anybody may read our words, and a password is among them
+    setproctitle.setproctitle(
+        "tokenfleet drain"
+    )  # other users can read a command line, and a password may be in it
     given = {"REDIS_URL": flags.redis_url, "POOL": flags.pool}
     settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
     if settings.redis_url is None:
@@ -78,14 +80,16 @@ def choose_worker(workers: Sequence[str], word: str, pool: str) -> str:
 
 
 def check_return(worker: str, workers: Sequence[str]) -> None:
-    """Raises ServerError where a process whose heartbeat had expired is among the workers again."""
+    """Raises ServerError if the worker's process is among the workers again, under a new incarnation: its
+    heartbeat had only expired.
+    """
     first = first_incarnation(worker)
     if back := [other for other in workers if other != worker and first_incarnation(other) == first]:
         raise ServerError(f"{worker} was cut off, and is back as {back[0]}, which is not drained")
 
 
 async def wait_until_gone(pool: PoolClient, worker: str) -> None:
-    """Ask a worker to drain until it is gone; lines tell of changes. Raises ServerError if it is back."""
+    """Ask a worker to drain until it is gone, and print each change. Raises ServerError if it came back."""
     shown, seen = "", "seen by nobody"
     while True:
         try:
@@ -102,4 +106,4 @@ async def wait_until_gone(pool: PoolClient, worker: str) -> None:
         if line != shown:
             print(line, flush=True)
         shown = line
-        await asyncio.sleep(ASK_S)
+        await asyncio.sleep(POLL_S)

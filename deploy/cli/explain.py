@@ -25,7 +25,7 @@ from deploy.cli.client import (
     printable,
 )
 
-ANSWER_S = 15.0
+READ_TIMEOUT_S = 15.0
 ENDS = {
     "length": "max_new_tokens was reached (length)",
     "eos_token": "the model generated its end-of-sequence token (eos_token)",
@@ -42,7 +42,7 @@ PAUSES = ("died", "interrupted", "taken_over")
 STYLES = {"died": "red", "interrupted": "yellow", "taken_over": "yellow", "ended": "green"}
 
 ANSWER_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)(?=[0-9a-f]{32}(\.|$))")
-"""What stands before a request's id in the `id` of its answer, on OpenAI's routes."""
+"""What OpenAI's routes put before a request's id in the `id` of its answer."""
 
 Event = dict[str, Any]
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     add_url(parser)
     flags = parser.parse_args(list(argv))
     try:
-        with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
+        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
             request_id = ANSWER_ID.sub("", flags.request_id, count=1)
             found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
         with frame_errors(found):
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def timeline(events: Sequence[Event]) -> Table:
-    """Return a line for each event: the time of day, seconds since the first event, and what happened."""
+    """Return one line for each event: the time of day, seconds since the first event, and what happened."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

@@ -1,12 +1,12 @@
-"""The command `tokenfleet`. Ctrl-C ends it in silence, also during its imports, which take a while."""
+"""Entry point of `tokenfleet`: Ctrl-C ends it without a traceback, even during its slow imports."""
 
 INTERRUPTED = 130
-"""The exit code that shells give a command that SIGINT ended."""
+"""Exit code of a command that SIGINT ended, as shells give it."""
 
 
 def main() -> int:
     try:
-        from deploy.cli import command_line  # while Ctrl-C is waited for
+        from deploy.cli import command_line  # here, so that Ctrl-C is handled
 
         return command_line.main()
     except KeyboardInterrupt:

@@ -1,9 +1,4 @@
-"""`tokenfleet status`: a table of the fleet's processes, live in a terminal, printed once elsewhere.
-
-Snapshot: the answer of GET /fleet at one moment; rates are differences between snapshots.
-
-The table of a fleet's processes that `tokenfleet status` shows.
-"""
+"""`tokenfleet status`: a table of the fleet's processes, live in a terminal, printed once elsewhere."""
 
 import contextlib
 import time
@@ -19,10 +14,103 @@ from rich.table import Table
 from rich.text import Text
 
 from common.settings.flags import FlagParser
-from deploy.cli.client import ServerError, add_url, api_key, fetch_json, new_client, print_error, printable
+from deploy.cli.client import (
+    ServerError,
+    add_url,
+    api_key,
+    blocks,
+    fetch_json,
+    new_client,
+    print_error,
+    printable,
+)
 
 Snapshot = dict[str, Any]
-"""The answer of GET /fleet. Any key may be absent."""
+"""The answer of GET /fleet at one moment. Any key may be absent."""
+
+READ_TIMEOUT_S = 5.0
+REFRESH_S = 1.0
+NUM_SNAPSHOTS = 4
+"""A rate is the difference over this many snapshots, which evens out the times of the heartbeats."""
+LATE_S = 2.0
+NEARLY_FULL = 0.9
+WIDE, MEDIUM, SMALL = 118, 72, 56
+"""Least widths of a terminal, in columns."""
+COLUMNS: Sequence[tuple[str, int, Any]] = (
+    ("kind", MEDIUM, "left"),
+    ("name", 0, "left"),
+    ("host", WIDE, "left"),
+    ("pid", WIDE, "right"),
+    ("state", 0, "left"),
+    ("rows", 0, "left"),
+    ("KV blocks", 0, "left"),
+    ("tokens/s", 0, "right"),
+    ("load", MEDIUM, "right"),
+    ("seen", SMALL, "right"),
+)
+"""(title, least width of a terminal that shows it, side that it is aligned to)"""
+STYLES = {
+    "ready": "green",
+    "active": "green",
+    "standby": "cyan",
+    "starting": "yellow",
+    "draining": "yellow",
+    "silent": "red",
+}
+HEALTH_STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
+KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns 0 when the fleet serves requests. Raises SettingError for an unknown flag."""
+    parser = FlagParser(
+        prog="tokenfleet status",
+        allow_abbrev=False,
+        description="Show every process of the fleet, a line each.",
+    )
+    add_url(parser)
+    parser.add_argument(
+        "--once", action="store_true", help="print one table and end (as when the output is no terminal)"
+    )
+    parser.add_argument("--json", action="store_true", help="print GET /fleet with rates, and end")
+    flags = parser.parse_args(list(argv))
+    console = Console()
+    try:
+        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+            snapshots = deque([fetch_snapshot(client)], maxlen=NUM_SNAPSHOTS)
+            if flags.json or flags.once or not console.is_terminal:
+                print_once(client, snapshots, console, flags.json)
+            else:
+                watch(client, snapshots, console)
+    except ServerError as error:
+        return print_error(error)
+    return 1 if health(snapshots[-1])[0] == "bad" else 0
+
+
+def print_once(client: httpx.Client, snapshots: deque[Snapshot], console: Console, as_json: bool) -> None:
+    time.sleep(REFRESH_S)  # a rate needs two snapshots
+    snapshots.append(fetch_snapshot(client))
+    if as_json:
+        console.out(orjson.dumps(with_rates(snapshots), option=orjson.OPT_INDENT_2).decode(), highlight=False)
+    else:
+        console.print(view(snapshots, console.width))
+
+
+def watch(client: httpx.Client, snapshots: deque[Snapshot], console: Console) -> None:
+    """Show the table until Ctrl-C. A fleet that does not answer is asked again every second."""
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, transient=False) as live,
+    ):
+        failure = ""
+        while True:
+            live.update(view(snapshots, console.width, failure), refresh=True)
+            time.sleep(REFRESH_S)
+            try:
+                snapshots.append(fetch_snapshot(client))
+                failure = ""
+            except ServerError as error:
+                failure = str(error)
 
 
 def fetch_snapshot(client: httpx.Client) -> Snapshot:
@@ -38,15 +126,15 @@ def fetch_snapshot(client: httpx.Client) -> Snapshot:
 
 
 def health(fleet: Snapshot) -> tuple[str, str]:
-    """Return `good`, `warn` or `bad`, and why, as the gateway judges it."""
+    """Return `good`, `warn` or `bad`, and the reason, as the gateway reports them."""
     found = fleet.get("health")
     found = found if isinstance(found, dict) else {}
     return str(found.get("state") or "bad"), str(found.get("text") or "")
 
 
 def with_rates(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Return the last snapshot, with "tokens_per_s" (null: not known yet) for every process that counts
-    tokens, and for the fleet.
+    """Return the last snapshot with "tokens_per_s" (null: not known yet) for the fleet, and for every process
+    that counts tokens.
     """
     known = rates(snapshots)
     processes = [
@@ -74,21 +162,6 @@ def total(known: dict[Any, float]) -> float | None:
     return sum(known.values()) if known else None
 
 
-LATE_S = 2.0
-NEARLY_FULL = 0.9
-WIDE, MEDIUM, SMALL = 118, 72, 56
-STYLES = {
-    "ready": "green",
-    "active": "green",
-    "standby": "cyan",
-    "starting": "yellow",
-    "draining": "yellow",
-    "silent": "red",
-}
-HEALTH_STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
-KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
-
-
 def view(snapshots: Sequence[Snapshot], width: int, failure: str = "") -> RenderableType:
     known = rates(snapshots)
     parts: list[RenderableType] = [
@@ -102,7 +175,7 @@ def view(snapshots: Sequence[Snapshot], width: int, failure: str = "") -> Render
 
 
 def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
-    """Return the lines above the table: model, requests and speed, then the fleet's health in words."""
+    """Return the lines above the table: model, requests and speed, then the fleet's health."""
     requests = fleet.get("requests") or {}
     limit = f" of {number(requests['limit'])}" if requests.get("limit") else ""
     state, why = health(fleet)
@@ -119,7 +192,7 @@ def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
 
 
 def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
-    """Return the table, one line for each process. A narrow terminal gets fewer columns, and no bars."""
+    """Return the table, one line for each process. A narrow terminal gets fewer columns and no bars."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, least_width, justify in COLUMNS:
         if width >= least_width:
@@ -128,21 +201,6 @@ def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
         cells = cells_of(one, known.get(one.get("id")), width >= WIDE)
         shown.add_row(*(cells[name] for name, least_width, _ in COLUMNS if width >= least_width))
     return shown
-
-
-COLUMNS: Sequence[tuple[str, int, Any]] = (
-    ("kind", MEDIUM, "left"),
-    ("name", 0, "left"),
-    ("host", WIDE, "left"),
-    ("pid", WIDE, "right"),
-    ("state", 0, "left"),
-    ("rows", 0, "left"),
-    ("KV blocks", 0, "left"),
-    ("tokens/s", 0, "right"),
-    ("load", MEDIUM, "right"),
-    ("seen", SMALL, "right"),
-)
-"""Title, the least width of a terminal that shows it, side."""
 
 
 def sort_key(one: Snapshot) -> tuple[int, str]:
@@ -196,9 +254,7 @@ def share(used: float | None, limit: float | None, wide: bool) -> Text:
 
 def bar(part: float, cells: int = 8) -> Text:
     """`██▌·····`, to an eighth of a cell; a value above 0 fills at least one eighth."""
-    eighths = round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0)
-    full, rest = divmod(eighths, 8)
-    filled = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+    filled = blocks(round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0))
     return Text.assemble(
         (filled, "green" if part < NEARLY_FULL else "yellow"), ("·" * (cells - len(filled)), "dim")
     )
@@ -206,61 +262,3 @@ def bar(part: float, cells: int = 8) -> Text:
 
 def number(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{value:,.{digits}f}".replace(",", " ")
-
-
-ANSWER_S = 5.0
-REFRESH_S = 1.0
-NUM_SNAPSHOTS = 4
-"""A rate is the difference over this many snapshots, which evens out the times of the heartbeats."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0 when the fleet serves requests. Raises SettingError for an unknown flag."""
-    parser = FlagParser(
-        prog="tokenfleet status",
-        allow_abbrev=False,
-        description="Show every process of the fleet, a line each.",
-    )
-    add_url(parser)
-    parser.add_argument(
-        "--once", action="store_true", help="print one table and end (as when the output is no terminal)"
-    )
-    parser.add_argument("--json", action="store_true", help="print GET /fleet with rates, and end")
-    flags = parser.parse_args(list(argv))
-    console = Console()
-    try:
-        with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
-            snapshots = deque([fetch_snapshot(client)], maxlen=NUM_SNAPSHOTS)
-            if flags.json or flags.once or not console.is_terminal:
-                print_once(client, snapshots, console, flags.json)
-            else:
-                watch(client, snapshots, console)
-    except ServerError as error:
-        return print_error(error)
-    return 1 if health(snapshots[-1])[0] == "bad" else 0
-
-
-def print_once(client: httpx.Client, snapshots: deque[Snapshot], console: Console, as_json: bool) -> None:
-    time.sleep(REFRESH_S)  # a rate needs two snapshots
-    snapshots.append(fetch_snapshot(client))
-    if as_json:
-        console.out(orjson.dumps(with_rates(snapshots), option=orjson.OPT_INDENT_2).decode(), highlight=False)
-    else:
-        console.print(view(snapshots, console.width))
-
-
-def watch(client: httpx.Client, snapshots: deque[Snapshot], console: Console) -> None:
-    """Show the table until Ctrl-C. A fleet that does not answer is asked again, every second."""
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(console=console, auto_refresh=False, transient=False) as live,
-    ):
-        failure = ""
-        while True:
-            live.update(view(snapshots, console.width, failure), refresh=True)
-            time.sleep(REFRESH_S)
-            try:
-                snapshots.append(fetch_snapshot(client))
-                failure = ""
-            except ServerError as error:
-                failure = str(error)

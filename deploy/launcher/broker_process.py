@@ -1,7 +1,8 @@
 """Run a broker that SIGTERM does not end: `python -m deploy.launcher.broker_process COMMAND …`.
 
-A machine that shuts down sends SIGTERM to all processes at once, and requests in flight need the broker until
-they are finished. The launcher ends it last, by SIGINT.
+A machine that shuts down sends SIGTERM to all processes at once, but requests in flight need the broker until
+they are finished. The launcher ends it last, by SIGINT. This is a file of its own because it must import next
+to nothing: the server replaces it within milliseconds.
 """
 
 import signal

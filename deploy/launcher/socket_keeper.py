@@ -1,6 +1,6 @@
-"""Socket keeper: holds a copy of each answer's socket, so that its connection outlives its gateway.
+"""Socket keeper: holds a copy of each answer's socket, so that a client's connection outlives its gateway.
 
-When a gateway ends, or releases an answer, the socket and what is known of the answer go to another one, the
+When a gateway ends or releases an answer, the socket and the state of the answer go to another gateway, the
 heir (api/handover/). The protocol is in common/messages/kept_answer.py.
 """
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 SPARE_HANDLES = 128
-"""Handles that the launcher has open besides those sockets."""
+"""Handles that the launcher has open besides kept sockets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class GatewayChannel:
 
     Attributes:
         takes: whether the gateway takes answers of others.
-        outgoing: names of answers that it inherits and that have not been sent yet.
+        outgoing: names of answers that it inherits, not sent to it yet.
     """
 
     socket: socket.socket
@@ -40,10 +40,11 @@ class GatewayChannel:
 
 @dataclass(slots=True, eq=False)
 class KeptSocket:
-    """The copy of one answer's socket. Without an `owner` it waits for an heir, since `orphan_since_s`.
+    """The copy of one answer's socket.
 
     Attributes:
-        has_left: whether its client has left, so that it is dropped soon.
+        owner: the channel of its gateway; None while it waits for an heir, since `orphan_since_s`.
+        has_left: whether the client has left, so that the socket is dropped soon.
     """
 
     socket: socket.socket
@@ -63,9 +64,10 @@ class SocketKeeper:
 
     Attributes:
         orphan_s: how long an answer waits for an heir before it is dropped.
-        left_s: how long one is kept whose client has left, and whose requests go on: by then the broker's
-            file has them.
-        max_sockets: how many are kept at most.
+        left_s: how long an answer is kept after its client has left: by then its requests, which go on, are
+            in the broker's file.
+        max_sockets: how many sockets are kept at most.
+        is_full: whether that limit was reached once, and logged.
         moved: set when an answer was dropped or sent to its heir, or a gateway has ended.
     """
 
@@ -79,7 +81,7 @@ class SocketKeeper:
         self.moved = asyncio.Event()
 
     def open_channel(self) -> socket.socket:
-        """A channel for one run of a gateway: its end of it, which the caller passes on and closes."""
+        """Open a channel for one run of a gateway. Returns the gateway's end, to pass on and close."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         channel = GatewayChannel(ours)
@@ -88,7 +90,7 @@ class SocketKeeper:
         return theirs
 
     async def wait_for_heirs(self) -> None:
-        """Return when no answer waits for an heir: each has one, or was dropped."""
+        """Wait until no answer waits for an heir: each was sent to one, or was dropped."""
         for channel in [*self.channels]:
             self.receive_all(channel)
         while self.has_orphans():
@@ -101,7 +103,7 @@ class SocketKeeper:
         return waiting or any(channel.outgoing for channel in self.channels)
 
     def close(self) -> None:
-        """Drop everything: each connection then ends with its gateway."""
+        """Drop everything: from here on each connection ends with its gateway."""
         for channel in [*self.channels]:
             self.remove(channel)
         for name in [*self.kept]:
@@ -110,7 +112,7 @@ class SocketKeeper:
     # --- messages -------------------------------------------------------------------------------------------
 
     def receive_all(self, channel: GatewayChannel) -> None:
-        """Take every message of a gateway that is there; the last is the end of the gateway itself."""
+        """Read all messages that have come from a gateway. An empty one means that the gateway has ended."""
         for data, beside in received(channel.socket):
             if not data:
                 self.lose(channel)
@@ -138,7 +140,7 @@ class SocketKeeper:
 
     def keep(self, channel: GatewayChannel, answer: KeptAnswer, beside: socket.socket | None) -> None:
         known = self.kept.get(answer.name)
-        if known is not None and known.has_left and beside is not None:  # another client has its name
+        if known is not None and known.has_left and beside is not None:  # another client uses the name
             self.drop(answer.name)
             known = None
         if known is not None:
@@ -149,7 +151,10 @@ class SocketKeeper:
             beside.close()
             if known is None and not self.is_full:
                 self.is_full = True
-                log.warning("%d sockets are kept: those of other streams are not", self.max_sockets)
+                log.warning(
+                    "%d sockets are kept, the most possible: further streams end with their gateway",
+                    self.max_sockets,
+                )
             return
         self.kept[answer.name] = KeptSocket(beside, answer, channel)
 
@@ -166,7 +171,7 @@ class SocketKeeper:
     # --- heirs ----------------------------------------------------------------------------------------------
 
     def lose(self, channel: GatewayChannel) -> None:
-        """Find heirs for what a gateway had that has ended."""
+        """Find heirs for the answers of a gateway that has ended."""
         self.remove(channel)
         orphans = [kept for kept in self.kept.values() if kept.owner is channel]
         if orphans:
@@ -183,7 +188,7 @@ class SocketKeeper:
             self.moved.set()  # nothing waits to be sent to it any more
 
     def orphan(self, orphans: list[KeptSocket]) -> None:
-        """Take answers from their gateway, and give them to others; where there are none, they wait."""
+        """Take answers from their gateways and give them to heirs; if there is none, they wait for one."""
         loop = asyncio.get_running_loop()
         for kept in orphans:
             kept.owner, kept.orphan_since_s = None, loop.time()
@@ -191,7 +196,7 @@ class SocketKeeper:
             loop.call_later(self.orphan_s, self.drop_old, orphans)
 
     def drop_old(self, orphans: list[KeptSocket]) -> None:
-        """Drop those that still wait."""
+        """Drop those that have waited for an heir for `orphan_s`."""
         until_s = asyncio.get_running_loop().time() - self.orphan_s
         for kept in orphans:
             if kept.owner is None and kept.orphan_since_s <= until_s:
@@ -208,7 +213,7 @@ class SocketKeeper:
         return bool(heirs)
 
     def send_all(self, heir: GatewayChannel) -> None:
-        """Send a gateway what it inherits; what it has no room for goes later."""
+        """Send a gateway the answers that it inherits. The rest goes when the channel has room again."""
         loop = asyncio.get_running_loop()
         loop.remove_writer(heir.socket)
         while heir.outgoing:
@@ -220,8 +225,8 @@ class SocketKeeper:
                     loop.add_writer(heir.socket, self.send_all, heir)
                     return
                 except ConnectionError:
-                    return  # it has ended: the end of its channel says so
-                except OSError as error:  # too many handles are on their way
+                    return  # the gateway has ended, which `receive_all` will find
+                except OSError as error:  # too many handles are in flight
                     log.debug("an answer is sent to its heir later: %s", error)
                     loop.call_later(RETRY_S, self.send_later, heir)
                     return

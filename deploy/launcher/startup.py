@@ -1,4 +1,4 @@
-"""Startup: shows what a starting fleet waits for, and how to use it once it is ready."""
+"""Startup: waits until a fleet is ready, and shows what it waits for and how to use it then."""
 
 import asyncio
 import contextlib
@@ -22,15 +22,15 @@ HEALTH_TIMEOUT_S = 2.0
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 CLEAR = "\x1b[J"
 """Clears the terminal from the cursor on."""
-UP = "\x1b[1A\r"
+CURSOR_UP = "\x1b[1A\r"
 EXAMPLE = '{"inputs":"The sky is blue because","parameters":{"max_new_tokens":20}}'
 
 
 class StartupLine:
-    """What the start waits for: one moving line in a terminal, elsewhere a log line whenever it changes.
+    """Shows what the start waits for: in a terminal one moving line, elsewhere a log line at each change.
 
-    The cursor stays on an empty line above the moving one. There the fleet's processes, which share the
-    terminal, write their logs.
+    The cursor stays on an empty line above the moving one, where the fleet's processes write their logs: they
+    share the terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -43,7 +43,7 @@ class StartupLine:
         if self.is_terminal:
             line = f"{next(self.frames)} {text} · {waited_s:.0f} s"
             columns = shutil.get_terminal_size().columns
-            self.stream.write(f"{CLEAR}\n{line[: columns - 1]}{UP}")
+            self.stream.write(f"{CLEAR}\n{line[: columns - 1]}{CURSOR_UP}")
             self.stream.flush()
         elif text != self.text:
             log.info("waiting for %s", text)
@@ -56,9 +56,7 @@ class StartupLine:
 
 
 async def wait_until_ready(fleet: LocalFleet) -> bool:
-    """Wait until the fleet can serve, and show meanwhile what it waits for. Returns False where the fleet
-    is stopped before.
-    """
+    """Wait until the fleet can serve, and show what it waits for. Returns False if it is stopped before."""
     clock = asyncio.get_running_loop().time
     started_s = clock()
     line = StartupLine(sys.stderr)
@@ -76,8 +74,10 @@ async def wait_until_ready(fleet: LocalFleet) -> bool:
 
 
 async def describe_wait(fleet: LocalFleet, pool: PoolClient, last: dict[str, str]) -> str:
-    """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say. One
-    that says nothing for a moment, since it is loaded or has failed, does what it did at the `last` look.
+    """Say what the start waits for, such as `w0 w1: loading smollm2`, by what the workers themselves report.
+
+    `last`: name → what a worker reported last. It stands for a worker that reports nothing for a moment,
+    because it has just loaded or failed.
     """
     workers: dict[str, list[str]] = {}
     try:
@@ -102,15 +102,15 @@ async def describe_wait(fleet: LocalFleet, pool: PoolClient, last: dict[str, str
 
 
 async def is_ready(fleet: LocalFleet) -> bool:
-    """Whether the fleet can do its part: with a gateway, answer; with workers alone, compute."""
+    """Whether the fleet can do its part: answer if it has gateways, compute if it has only workers."""
     if fleet.gateways:
         return await is_healthy(fleet.settings)
     return not fleet.workers or await are_ready(fleet, "worker")
 
 
 async def are_ready(fleet: LocalFleet, kind: str) -> bool:
-    """Whether every worker, or gateway, that should run is ready; False where the broker does not answer. A
-    gateway has a heartbeat as soon as it serves.
+    """Whether every process of this kind (`worker` or `gateway`) that should run has a ready heartbeat. False
+    if the broker does not answer.
     """
     running = {process.incarnation for process in fleet.ours if process.kind == kind and process.should_run}
     try:
@@ -122,7 +122,7 @@ async def are_ready(fleet: LocalFleet, kind: str) -> bool:
 
 
 async def ready_workers(pool: PoolClient) -> list[str]:
-    """Workers with a heartbeat, by the first incarnation of their process."""
+    """First incarnations of the workers that have a heartbeat."""
     found = (await pool.look_at_workers([], ["state"])).heartbeats
     return [first_incarnation(name) for name, (state,) in found.items() if state is not None]
 
@@ -148,7 +148,7 @@ async def is_healthy(settings: Settings) -> bool:
 
 
 def last_lines(settings: Settings) -> str:
-    """Return the last lines of a start: the URLs of the fleet, and a first request."""
+    """The last lines of a start: the URLs of the fleet, and a first request."""
     url = checks.base_url(settings)
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""One supervised process: its start, its end in words, and when it starts again."""
+"""Supervised process: one process of the fleet, how it is started and ended, and when it restarts."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,13 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 10.0
 SHORT_LIFE_S = 5.0
-KILL_S = 3.0
+KILL_TIMEOUT_S = 3.0
 
 
 @dataclass(slots=True)
 class Restarts:
-    """Tells when a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its
-    last start.
-
-    A run of SHORT_LIFE_S or more resets the count: a process that is killed after that restarts at once.
+    """Decides when a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its
+    last start. After a run of SHORT_LIFE_S or more it restarts at once again.
     """
 
     num_short_lives: int = 0
@@ -40,7 +38,7 @@ class Restarts:
 
 
 def describe(returncode: int) -> str:
-    """How a process ended, in words; a negative code is a signal's number, as in `subprocess`."""
+    """Say how a process ended. A negative code is a signal's number, as in `subprocess`."""
     if returncode == os.EX_CONFIG:
         return f"exit code {returncode}, for the setting named above"
     if returncode >= 0:
@@ -52,14 +50,14 @@ def describe(returncode: int) -> str:
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A process of the fleet. It leads a session of its own, so that a terminal's Ctrl-C does not reach it,
-    and dies with us.
+    """A process of the fleet. It dies with us, and leads a session of its own: a terminal's Ctrl-C does not
+    reach it.
 
     Attributes:
         kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
         environ: variables in addition to ours.
-        incarnation: name of this run, new at every start; a worker may go on as the next one of it.
-        preloaded: a process that may become this one.
+        incarnation: name of this run, new at every start. A worker may go on under a next one.
+        preloaded: keeps a process waiting that may become this one.
         should_run: whether to start it again when it ends.
         stop_signal: asks it to end.
         open_channel: makes a channel for one run of a gateway to the socket keeper.
@@ -87,52 +85,52 @@ class SupervisedProcess:
         try:
             preloaded = await self.preloaded.become(variables) if self.preloaded else None
             self.running = preloaded or await spawn(self.command, variables, DEVNULL, self.open_channel)
-        except OSError as error:  # no memory, no process left: later, perhaps
+        except OSError as error:  # such as no memory: the next try may succeed
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s
         if not self.should_run:
             self.send(self.stop_signal)
         returncode = await self.running.wait()
-        kill_group(self.running)  # what it left behind
+        kill_group(self.running)  # processes that it has left running
         return returncode, clock() - started_s
 
     @property
     def pid(self) -> int | None:
-        """None while it does not run."""
+        """The process id; None while it does not run."""
         return self.running.pid if self.running and self.running.returncode is None else None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended,
-        of which asyncio then complains.
+        """Send a signal, if it runs. `running.send_signal` would reap a process that has just ended, and
+        asyncio complains about that.
         """
         if (pid := self.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """End the process now, with whatever it has started."""
+        """Kill the process and all that it has started."""
         if self.running and self.pid:
             kill_group(self.running)
 
 
 async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
-    """Ask the processes to end, wait, and end those that did not. None of them starts again."""
+    """Ask the processes to end, wait up to `timeout_s`, and kill the rest. None of them starts again."""
     for process in processes:
         process.should_run = False
         process.send(process.stop_signal)
-    await all_ended(processes, timeout_s)
+    await wait_for_ends(processes, timeout_s)
     await kill(processes)
 
 
 async def kill(processes: Sequence[SupervisedProcess]) -> None:
-    """End the processes now."""
+    """Kill the processes. None of them starts again."""
     for process in processes:
         process.should_run = False
         process.kill()
-    await all_ended(processes, KILL_S)
+    await wait_for_ends(processes, KILL_TIMEOUT_S)
 
 
-async def all_ended(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
+async def wait_for_ends(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
     ends = [asyncio.create_task(process.running.wait()) for process in processes if process.running]
     if ends:
         await asyncio.wait(ends, timeout=timeout_s)

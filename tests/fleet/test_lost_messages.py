@@ -26,7 +26,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 async def test_lost_messages_cost_no_frame() -> None:
-    """The gateways lose a tenth of all messages; the test, which loses none, compares."""
+    """The gateways lose a tenth of all messages. The test itself loses none, and compares."""
     with Fleet(**SETTINGS, tokenfleet_test_lose="0.1:7") as fleet:
         redis = connect(fleet.redis_url)
         async with redis.pubsub() as pubsub:
@@ -41,7 +41,7 @@ async def test_lost_messages_cost_no_frame() -> None:
 
 
 async def published_tokens(pubsub: Any) -> dict[str, list[Any]]:
-    """[id, text, log-probability] of every token published, by request."""
+    """Return [id, text, log-probability] of every published token, by request."""
     published: dict[str, list[Any]] = {}
     while (message := await pubsub.get_message(timeout=0.2)) is not None:
         for tokens in decode(Events, message["data"]).tokens if message["type"] == "pmessage" else ():

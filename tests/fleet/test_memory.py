@@ -26,13 +26,13 @@ NUM_CLIENTS = 12
 LOOK_S = 1.0
 MAX_GROWTH = 1.02
 SLACK_BYTES = 2**22
-"""What a small process may grow by: two per cent of it are a few pages."""
+"""What a small process may grow by, for which two per cent are only a few pages."""
 WORDS = "the sea a ship tells how winds and old songs of night came home".split()
 
 
 def request(draw: random.Random) -> dict[str, Any]:
-    """A chat of any length, greedy or sampled, with one thing more: a grammar that nobody has compiled
-    before, log-probabilities, several choices, or penalties.
+    """Return a chat of any length, greedy or sampled, with one more option: a new grammar, log-probabilities,
+    several choices, or penalties.
     """
     content = " ".join(draw.choices(WORDS, k=draw.randint(3, 300)))
     more: list[dict[str, Any]] = [
@@ -59,7 +59,7 @@ def schema(draw: random.Random) -> dict[str, Any]:
 
 
 async def serve_clients(http: httpx.AsyncClient, draw: random.Random, end_s: float) -> int:
-    """One request after another; one in eight is given up while it is answered. Returns how many."""
+    """Send one request after another, and give up one in eight while it is answered. Returns their number."""
     count = 0
     while time.monotonic() < end_s:
         leaves_after = draw.randint(0, 8) if draw.random() < 1 / 8 else None
@@ -75,7 +75,7 @@ async def serve_clients(http: httpx.AsyncClient, draw: random.Random, end_s: flo
 
 
 async def watch(fleet: Fleet, end_s: float) -> Mapping[str, list[int]]:
-    """The resident bytes of each process, second by second, by its title."""
+    """Record the resident bytes of each process every second, by its title."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     while time.monotonic() < end_s:
         for process in await asyncio.to_thread(processes, fleet):
@@ -86,7 +86,7 @@ async def watch(fleet: Fleet, end_s: float) -> Mapping[str, list[int]]:
 
 
 @pytest.mark.slow
-async def test_processes_that_serve_on_and_on_have_as_much_memory_as_before() -> None:
+async def test_the_memory_of_processes_that_serve_does_not_grow() -> None:
     draw = random.Random(1)
     async with (
         Fleet(num_workers=1, num_gateways=1, kv_cache_bytes="64MiB") as fleet,

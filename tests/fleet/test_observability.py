@@ -26,9 +26,9 @@ from tests.support.waiting import PATIENCE_S, wait_until, wait_until_sync
 
 NUM_TOKENS = 160
 KILLED_AT = 5
-"""The worker is killed long before its request ends, also where this process is not scheduled meanwhile."""
+"""Tokens of a request: it must not end before its worker is killed, even if this process is slow."""
 NUM_PROCESSES = 4
-"""Those with metrics of their own."""
+"""Processes with metrics of their own."""
 PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
 
 
@@ -47,7 +47,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def request_id(fleet: Fleet) -> str:
-    """Of a request whose worker is killed while it streams."""
+    """The id of a request. Its worker is killed while it streams."""
     body = {"inputs": "The sky", "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}}
     with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as response:
         name = response.headers["x-request-id"]
@@ -63,7 +63,7 @@ def request_id(fleet: Fleet) -> str:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free, and that no other process of the tests chooses."""
+    """Return the first of several consecutive free ports, which no other process of the tests chooses."""
     while True:
         row = range(port := free_port(), port + count)
         if row[-1] in ports.PORTS and all(map(is_free, row)):
@@ -75,7 +75,7 @@ def get(fleet: Fleet, path: str) -> httpx.Response:
 
 
 def timeline(fleet: Fleet, request_id: str) -> list[dict[str, Any]]:
-    """As far as the batcher has written it."""
+    """Return the timeline, as far as the batcher has written it."""
     answer = get(fleet, f"/fleet/requests/{request_id}").json()
     return list(answer.get("timelines", {}).get(request_id, []))
 
@@ -89,7 +89,7 @@ def metrics(fleet: Fleet) -> dict[str, float]:
 
 
 def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
-    """Each process adds its own counts, once a second."""
+    """Each process adds its own counts once a second."""
     [shown] = [one["num_tokens"] for one in timeline(fleet, request_id) if one["what"] == "died"]
     by_gateway_and_batcher = {
         "tgi_request_success": 1,
@@ -146,7 +146,7 @@ def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> N
 
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
 def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id: str, tmp_path: Path) -> None:
-    """With the file of deploy/prometheus, but for names and intervals."""
+    """Prometheus reads the file in deploy/prometheus, with other names and intervals."""
     first_port = int(fleet.settings["metrics_port"])
     configuration = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     configuration["global"] = {

@@ -56,7 +56,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
-    """The page, which must not have logged an error or a violation of the Content Security Policy."""
+    """The page. In the end it must not have logged an error or a violation of the Content Security Policy."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page = context.new_page()
     errors: list[str] = []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(params=[1, 2])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """One worker, of one rank and of two."""
+    """A fleet of one worker, of one rank and of two."""
     settings = {"kv_cache_bytes": "64MiB", "preload_worker": True, "dtype": "float32"}
     with Fleet(num_shard=request.param, **settings) as fleet:
         yield fleet
@@ -32,7 +32,7 @@ def generate(fleet: Fleet) -> list[int]:
 
 
 def generate_over_a_kill(fleet: Fleet) -> list[int]:
-    """The ids of a stream whose worker is killed on its way."""
+    """Return the ids of a stream during which the worker is killed."""
     frames: list[dict[str, Any]] = []
     with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=BODY, timeout=90) as response:
         for line in response.iter_lines():

@@ -32,7 +32,7 @@ SETTINGS = {
     "worker_ttl_s": 3,
 }
 NUM_BLOCKS = 22
-"""As many as these bytes hold of the real model."""
+"""Number of KV blocks that these bytes hold for the real model."""
 AT_ONCE = 32
 LONG = 200
 """Tokens of the request that is cancelled before its end."""
@@ -68,7 +68,7 @@ class Races:
                     self.reasons[terminal.reason] += 1
 
     async def cancel_before_its_end(self, name: str) -> None:
-        """All other cancels may be too late where this process is slow."""
+        """Cancel one early: if this process is slow, all other cancels may come too late."""
         await self.submit(name, LONG)
         await cancel_request(PoolClient(self.redis, KEYS), name)
         await wait_until(lambda: self.terminals[name])
@@ -122,7 +122,7 @@ async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
 
 
 async def test_each_request_gets_one_terminal() -> None:
-    """Over engines without a model, whose rows are the real engine's."""
+    """Engines have no model, but rows as in the real engine."""
     fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, has_proxy=False, **SETTINGS)
     await race(fleet, 60, kill_every=25)
 

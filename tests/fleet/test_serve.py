@@ -25,7 +25,7 @@ QUESTION = "What is the capital of France?"
 
 @pytest.fixture
 def by_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is forked: the processes start as a person's do."""
+    """Start processes by the interpreter, as a user does, not by a fork server."""
     monkeypatch.setattr(Fleet, "start_process", subprocess.Popen)
 
 
@@ -37,8 +37,8 @@ def by_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_have_names_restart_and_drain(
     start_process: type[subprocess.Popen[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream outlives its gateway and its worker, whose successors are preloaded processes, and is finished
-    by a fleet that is told to end; no process is left.
+    """A stream outlives its gateway and its worker, which preloaded processes succeed. A fleet that is told
+    to end finishes it, and leaves no process.
     """
     monkeypatch.setattr(Fleet, "start_process", start_process)
     preloads = {"preload_worker": True, "preload_gateway": True}
@@ -89,7 +89,7 @@ def test_processes_have_names_restart_and_drain(
 
 
 def last_frame(lines: Iterator[str]) -> dict[str, Any]:
-    """Of a stream, once it has ended."""
+    """Return the last frame of a stream, once it has ended."""
     *_, last = (line for line in lines if line.startswith("data:"))
     found: dict[str, Any] = json.loads(last.removeprefix("data:"))
     return found
@@ -100,7 +100,7 @@ def get(fleet: Fleet, path: str) -> httpx.Response:
 
 
 def workers(fleet: Fleet) -> list[int]:
-    """Process ids of those that serve; none while no gateway does."""
+    """Process ids of the workers that serve; none while no gateway does."""
     with contextlib.suppress(httpx.TransportError):
         processes = get(fleet, "/fleet").json()["processes"]
         return [process["pid"] for process in processes if process["kind"] == "worker"]

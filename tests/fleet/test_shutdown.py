@@ -17,11 +17,11 @@ from tests.support.waiting import PATIENCE_S, wait_until
 NUM_STREAMS, NUM_TOKENS = 8, 100
 STEP_MS = 20.0
 NUM_PROCESSES = 7
-"""The broker, and two of each other kind; each worker has an engine besides."""
+"""Number of processes: the broker, two of each other kind, and an engine for each worker."""
 
 
 async def stream(url: str, number: int, seen: Counter[int]) -> list[int]:
-    """Indices of all tokens; `seen` counts those of each stream."""
+    """Return the indices of all tokens; `seen` counts those of each stream."""
     parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
     async with (

@@ -71,7 +71,7 @@ SIZES = tiny_models.LLAMA | {"vocab_size": 49_152, "max_position_embeddings": 10
 
 
 class Answers:
-    """Answers as they come; `num_frames` of all of them have."""
+    """Answers, as far as they have come; `num_frames` counts the frames of all."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.url = f"{fleet.base_url}/v1/chat/completions"
@@ -82,7 +82,7 @@ class Answers:
             return await asyncio.gather(*(self.ask(client, body) for body in BODIES))
 
     async def ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer's ids, reasoning, content, arguments of its call, and finish reason."""
+        """Return the answer's ids, reasoning, content, arguments of its call, and finish reason."""
         said: dict[str, Any] = {"ids": [], "reasoning": "", "content": "", "arguments": "", "reason": ""}
         async with client.stream("POST", self.url, json=body) as response:
             async for line in response.aiter_lines():
@@ -104,7 +104,7 @@ def add(said: dict[str, Any], choice: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", params=[{"num_workers": 2}, {"num_workers": 1, "num_shard": 2}], ids=str)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Of a tiny random model with the bundled one's tokenizer."""
+    """A fleet of a tiny random model with the bundled tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     tiny_models.save(folder, "Llama", SIZES)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -130,7 +130,7 @@ async def test_answers_are_valid_and_those_of_an_undisturbed_fleet(fleet: Fleet)
 
 
 async def interrupted(fleet: Fleet, place: int) -> list[dict[str, Any]]:
-    """Answers during which w0's agent, or its last rank, is killed."""
+    """Return answers during which w0's agent, or its last rank, is killed."""
     await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
     agent = psutil.Process(fleet.pid("w0"))
     victims = [agent, *sorted(agent.children(), key=lambda process: process.pid)]

@@ -47,7 +47,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is slow here are processes, not numbers."""
+    """A tiny model: only its processes are slow."""
     return save_model(tmp_path_factory.mktemp("model"), "Llama", tiny_models.LLAMA)
 
 
@@ -68,8 +68,8 @@ def fleet(model: Path) -> Iterator[Fleet]:
 
 
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
-    """Ids of streams under which a signal goes to one process of w0: 0 is its agent, others its ranks.
-    Returns when all are whole, and no process of that life is left.
+    """Send a signal to one process of w0 (0 is its agent, others are ranks) under streams. Returns their ids
+    when all are whole, and no process of that incarnation is left.
     """
     await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
     pid, ranks = fleet.pid("w0"), fleet.engines("w0")
@@ -89,7 +89,7 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
 
 @pytest.mark.slow
 async def test_rows_of_a_stopped_rank_resume_on_the_other_worker(model: Path) -> None:
-    """They do not wait for the restart of their own."""
+    """They do not wait until their own worker has restarted."""
     with Fleet(
         num_shard=2, num_workers=2, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS
     ) as fleet:
@@ -99,7 +99,7 @@ async def test_rows_of_a_stopped_rank_resume_on_the_other_worker(model: Path) ->
 
 @pytest.mark.slow
 async def test_rows_whose_cache_is_rounded_resume_with_the_same_ids(model: Path) -> None:
-    """What a killed worker had rounded is computed and rounded again, alike, on each rank."""
+    """What a killed worker had rounded is computed and rounded again in the same way on each rank."""
     own = SETTINGS | {"kv_cache_dtype": "fp8_e5m2"}
     with Fleet(num_shard=2, num_workers=1, model_id=model, **own) as fleet:
         expected = await undisturbed(fleet)
@@ -117,7 +117,7 @@ async def test_rows_over_latents_resume_with_the_same_ids(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 async def test_ids_of_the_default_model_equal_transformers() -> None:
-    """Two do not divide its nine heads, nor its three K heads."""
+    """Its nine heads and three KV heads cannot be divided by two."""
     prompts = [PROMPTS[place] for place in FEW]
     with Fleet(num_shard=2, num_workers=1, **SETTINGS | {"kv_cache_bytes": "128MiB"}) as fleet:
         bodies = [
@@ -132,7 +132,7 @@ async def test_ids_of_the_default_model_equal_transformers() -> None:
 
 @pytest.mark.slow
 def test_ranks_of_two_machines_end_together(broker: Broker, model: Path) -> None:
-    """torchrun starts a rank on each, of which the first is the worker; the end of one is the end of both."""
+    """torchrun starts one rank on each machine. If one of them ends, both end."""
     port = free_port()
     command = [
         sys.executable,

@@ -28,7 +28,7 @@ def name(page: Path) -> str:
 
 
 def table(text: str, head: str) -> list[list[str]]:
-    """The cells of each row of the table that begins with `head`."""
+    """Return the cells of each row of the table that begins with `head`."""
     rows = text[text.index(head) :].split("\n\n")[0].splitlines()[2:]
     return [row.split("|")[1:-1] for row in rows]
 
@@ -60,7 +60,7 @@ def folders_in_the_table() -> Iterator[str]:
 
 
 def folders_with_code() -> set[str]:
-    """`api/http/` for a file of api/http/ or of a folder in it."""
+    """Return folders that hold code, down to the second level: `api/http/` for a file in it or below it."""
     sources = [path for one in PACKAGES for path in (ROOT / one).rglob("*") if path.suffix in SUFFIXES]
     folders = {path.parent.relative_to(ROOT).parts[:2] for path in sources if path.name != "__init__.py"}
     assert len(folders) > 10
@@ -75,7 +75,7 @@ def test_pages_are_short() -> None:
 
 
 def kind(name: str) -> str:
-    """`plans:{}` of `plans:{worker}`."""
+    """The kind of a key: `plans:{}` of `plans:{worker}`."""
     return re.sub(r"\{\w*\}", "{}", name)
 
 
@@ -102,7 +102,7 @@ def kinds_in_the_code() -> set[str]:
 
 
 def process_kinds() -> set[str]:
-    """Kinds of heartbeats: the word before the name, wherever one is made."""
+    """Return the kinds of heartbeats: the word before the name wherever one is made."""
     sources = "\n".join(
         path.read_text()
         for folder in ("api", "batcher", "gpu_worker")

@@ -36,7 +36,7 @@ FIXED = {
     *("HOSTNAME", "GATEWAY_PORT", "GPU_LOCKS"),  # of the container
     *("NUM_GATEWAYS", "NUM_BATCHERS", "NUM_JOBS"),  # `--scale` says it
 }
-"""Settings that say nothing to a service."""
+"""Settings that have no effect on a service."""
 
 
 def lines(file: str, instruction: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_services_of_the_compose_file() -> None:
     assert all(service["logging"]["options"]["max-size"] for service in SERVICES.values())
 
 
-def test_down_stops_who_takes_requests_before_who_computes_them_and_redis_last() -> None:
+def test_down_stops_gateways_before_workers_and_redis_last() -> None:
     stopped_after = {name: set(SERVICES[name].get("depends_on", ())) for name in SERVICES}
     assert stopped_after["proxy"] == {"api"} and "api" in stopped_after["jobs"]
     assert stopped_after["api"] >= {"batcher", "gpu_worker", "cpu_worker"}
@@ -90,7 +90,7 @@ def test_every_setting_may_come_from_the_shell() -> None:
         }
 
 
-def test_as_many_workers_as_are_started_divide_the_cores() -> None:
+def test_cpu_workers_divide_the_cores() -> None:
     worker = SERVICES["cpu_worker"]
     assert worker["environment"]["NUM_WORKERS"] == worker["deploy"]["replicas"] == "${CPU_WORKERS:-1}"
     assert SERVICES["gpu_worker"]["environment"]["NUM_WORKERS"] == "1", "each has its own GPU"
@@ -116,12 +116,12 @@ def test_only_workers_have_torch(extras: list[str], torch: bool, flashinfer: boo
 
 
 def filled(text: str, environ: dict[str, str]) -> str:
-    """`${NAME:-default}` as compose fills it in."""
+    """Fill in `${NAME:-default}` as compose does."""
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environ.get(match[1]) or match[2], text)
 
 
 class Composed:
-    """Services of the compose file, each one process or several, all on this machine."""
+    """Services of the compose file, each started as one or more processes on this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port, self.redis_port = folder, free_port(), free_port()
@@ -173,7 +173,7 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("redis-server"), reason="Debian's redis-server is not installed")
 def test_the_services_serve_together(composed: Composed) -> None:
-    """With three workers from the one entry."""
+    """The one entry of the CPU worker is started three times."""
     composed.start("redis")
     client = redis.Redis(port=composed.redis_port)
     wait_until_sync(lambda: contextlib.suppress(redis.ConnectionError) and answers(client))
@@ -213,8 +213,8 @@ def health(url: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "command", "torch"), [(FILES[0], "api", False), (FILES[1], "worker", True)])
 def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_path: Path) -> None:
-    """Its COPY and pip lines, replayed into an empty folder and an empty environment, make something that
-    starts. The worker's environment sees what this one has: its torch is gigabytes.
+    """The image's COPY and pip lines, replayed into an empty folder and an empty environment, make something
+    that starts. The worker's environment sees the packages of this one, because torch is gigabytes.
     """
     app, venv = tmp_path / "app", tmp_path / "venv"
     app.mkdir()

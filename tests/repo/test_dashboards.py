@@ -29,14 +29,14 @@ def exported() -> set[str]:
 
 
 def named(expression: str) -> set[str]:
-    """Names of series in an expression of PromQL, by their selectors and by our prefixes."""
+    """Return the names of series in a PromQL expression, found by their selectors and our prefixes."""
     return set(re.findall(r"[a-z_]+(?={)", expression)) | set(
         re.findall(r"\b(?:tgi|tokenfleet)_\w+", expression)
     )
 
 
 def expressions(value: Any) -> list[str]:
-    """Of a dashboard or of rules, wherever they stand."""
+    """Return all expressions of a dashboard or of rules."""
     if isinstance(value, list):
         return [found for one in value for found in expressions(one)]
     if not isinstance(value, dict):
@@ -88,7 +88,7 @@ def test_the_service_of_the_dashboards_is_scraped() -> None:
 
 
 def test_an_alert_fires_within_30_s_of_the_last_turn_of_a_batcher() -> None:
-    """Two leases until gateways show it, then a scrape, and evaluations until `for` is over."""
+    """Gateways show it after two leases; a scrape follows, then evaluations until `for` is over."""
     [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
     scrape = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"]["scrape_interval"]
     [alert] = [rule for rule in group["rules"] if rule["alert"] == "NoActiveBatcher"]

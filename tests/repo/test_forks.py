@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until_sync
 BATCHER = [sys.executable, "-P", "-m", "batcher"]
 
 
-def test_it_is_our_child_with_a_title_and_our_signals(broker: Broker) -> None:
+def test_a_forked_process_is_our_child_with_a_title_and_our_signals(broker: Broker) -> None:
     assert can_fork(BATCHER, os.environ)
     with batcher(broker.url, "b7") as process:
         child = psutil.Process(process.pid)
@@ -30,7 +30,7 @@ def test_it_is_our_child_with_a_title_and_our_signals(broker: Broker) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
-def test_it_has_the_variables_files_session_and_exit_code_that_it_was_given(tmp_path: Path) -> None:
+def test_a_forked_process_has_the_given_variables_files_session_and_exit_code(tmp_path: Path) -> None:
     environ = os.environ | {"PROCESS_NAME": "b8", "MAX_BATCH_SIZE": "0"}
     forked = ForkedProcess(BATCHER, env=environ, stderr=subprocess.PIPE, start_new_session=True, cwd=tmp_path)
     assert os.getsid(forked.pid) == forked.pid
@@ -39,8 +39,8 @@ def test_it_has_the_variables_files_session_and_exit_code_that_it_was_given(tmp_
     assert forked.returncode == started.returncode == os.EX_CONFIG
 
 
-def test_it_dies_with_who_asked_for_it(broker: Broker) -> None:
-    """As do the fork servers of those that have died."""
+def test_a_forked_process_dies_with_the_process_that_asked_for_it(broker: Broker) -> None:
+    """Fork servers of processes that have died end, too."""
     code = "import os, time; from tests.support.fleet.batchers import batcher\n"
     code += f"with batcher({broker.url!r}) as process: print(process.pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -54,7 +54,7 @@ def test_it_dies_with_who_asked_for_it(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("words", [["-c", "pass"], ["-m", "json.tool", "--help"]])
-async def test_the_interpreter_starts_what_is_no_process_of_the_fleet(words: list[str]) -> None:
+async def test_the_interpreter_starts_processes_that_are_not_of_the_fleet(words: list[str]) -> None:
     process = await create_subprocess_exec(sys.executable, *words, stdout=subprocess.DEVNULL)
     assert await process.wait() == 0
     assert not hasattr(process, "process")

@@ -51,7 +51,7 @@ def test_a_process_imports_common_and_itself_only(path: Path) -> None:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_main_modules_define_nothing(path: Path) -> None:
-    """What is defined in `__main__` cannot be found by a child process."""
+    """A child process cannot find what `__main__` defines."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
     assert not [node for node in ast.walk(parse(path)) if isinstance(node, defined)]
 

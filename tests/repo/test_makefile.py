@@ -21,7 +21,7 @@ GONE_S = 30.0
 ENVIRON = {
     name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
 }
-"""As in a person's shell: these tests may run under a make of their own."""
+"""Variables as in a user's shell: these tests may run under a make of their own."""
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> 
 
 
 def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Make passes it on to the launcher, which has it already."""
+    """Make passes the signal on to the launcher, which already has it."""
     processes = descendants(make)
     (tmp_path / "hold").touch()
     os.killpg(make.pid, signal.SIGTERM)

@@ -32,7 +32,7 @@ BEHAVIOURS = {
     "gpu_worker/engine/test_speculation.py",
     "gpu_worker/engine/test_structured_output.py",
 }
-"""Files that are about what several modules do together."""
+"""Test files about what several modules do together."""
 
 
 def test_unit_tests_have_the_name_of_their_module() -> None:

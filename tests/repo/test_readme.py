@@ -31,12 +31,12 @@ TOOLS = (ROOT / "docs/tools.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MAX_README_LINES = 150
 MAX_TERMS = 65
-"""Terms of the glossary: more than that is a language of its own."""
+"""Most terms of the glossary: more would be a language of its own."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, "help", "help-all", "config", "no-", "schema"}
 EVERY_VALUE = "usage_stats"
-"""An option of which each value that TGI knows is accepted."""
+"""An option of TGI that accepts each of TGI's values."""
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
@@ -93,7 +93,7 @@ def test_the_glossary_names_what_exists() -> None:
 
 
 def test_every_link_has_a_target() -> None:
-    """A page, and the heading that the link names."""
+    """A link leads to a page, and to its heading if it names one."""
     for page in PAGES:
         links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text())
         targets = [(page.parent / link if link else page, anchor) for link, anchor in links]
@@ -117,7 +117,9 @@ def test_the_readme_is_short_enough_for_a_newcomer() -> None:
 
 
 def examples() -> Iterator[tuple[str, str, str | None]]:
-    """Language, program and what it prints, in the order of the page: a later one may need an earlier one."""
+    """Return language, program and expected output, in the order of the page: a later example may need an
+    earlier one.
+    """
     blocks = BLOCK.findall(README + TOOLS)
     for (language, program), (next_language, printed) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
         if language in ("sh", "python"):
@@ -125,7 +127,7 @@ def examples() -> Iterator[tuple[str, str, str | None]]:
 
 
 def shape(value: Any) -> Any:
-    """Types in the place of values; of a list, those that occur in it."""
+    """Replace values by their types; a list is replaced by the types that occur in it."""
     if isinstance(value, dict):
         return {name: shape(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -134,8 +136,8 @@ def shape(value: Any) -> Any:
 
 
 def shapes(printed: str) -> list[Any]:
-    """Of each line that says something; lines in a row that have the same one are one, since a stream may
-    have any number of frames.
+    """Return the shape of each line that is not empty. Consecutive lines of one shape count once, since a
+    stream may have any number of frames.
     """
     lines = [line for line in printed.splitlines() if line.strip()]
     return [one for one, _ in groupby(map(line_shape, lines))]
@@ -162,7 +164,7 @@ print(redis.Redis.from_url(sys.argv[2], decode_responses=True).execute_command(*
 
 
 def stand_in(fleet: Fleet) -> Path:
-    """A folder with a `redis-cli` for machines that have none."""
+    """Make a folder with a `redis-cli`, for machines without one."""
     folder = fleet.directory / "bin"
     folder.mkdir(exist_ok=True)
     (folder / "redis-cli").write_text(REDIS_CLI)
@@ -171,7 +173,7 @@ def stand_in(fleet: Fleet) -> Path:
 
 
 def run(fleet: Fleet, language: str, program: str) -> str:
-    """What an example prints when it is run in a shell where the virtual environment is active."""
+    """Return what an example prints in a shell with the active virtual environment."""
     here = program.replace("http://127.0.0.1:3000", fleet.base_url).replace(
         "redis://127.0.0.1:6379/0", fleet.redis_url
     )

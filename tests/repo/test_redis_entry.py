@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Entry:
-    """The service's entry and command, with an image's entry that runs what it is given."""
+    """The entry point and command of the service, with a fake of the image's own entry point."""
 
     def __init__(self, folder: Path) -> None:
         images_own = folder / "docker-entrypoint.sh"
@@ -47,7 +47,7 @@ class Entry:
             return False
 
     def show(self, state: str) -> None:
-        """As a gateway's heartbeat."""
+        """Write a state as a gateway's heartbeat does."""
         self.client.hset(Keys("default").gateway("g0-1"), "state", state)
 
     def ends_within(self, seconds: float) -> bool:
@@ -67,8 +67,8 @@ def entry(tmp_path: Path) -> Iterator[Entry]:
         one.process.wait(LATE_S)
 
 
-def test_its_file_is_kept_as_short_as_the_embedded_brokers(tmp_path: Path) -> None:
-    """A restart reads it from its beginning."""
+def test_the_append_only_file_is_kept_as_short_as_the_embedded_brokers(tmp_path: Path) -> None:
+    """A restart reads the file from its beginning."""
     command, option = Broker(tmp_path).command(), "--auto-aof-rewrite-min-size"
     assert SERVICE["command"][SERVICE["command"].index(option) + 1] == command[command.index(option) + 1]
 
@@ -82,7 +82,7 @@ def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:
     assert entry.ends_within(LATE_S)
 
 
-def test_without_a_fleet_redis_ends_at_once_and_with_one_that_goes_on_soon(entry: Entry) -> None:
+def test_redis_ends_at_once_without_a_fleet_and_soon_with_one_that_does_not_drain(entry: Entry) -> None:
     entry.show("ready")
     begun_s = time.monotonic()
     entry.process.send_signal(signal.SIGTERM)

@@ -91,7 +91,7 @@ def test_init_files_are_empty() -> None:
 
 @pytest.mark.parametrize("package", (*PACKAGES, "tests", "benchmarks"))
 def test_a_folder_has_at_most_18_files(package: str) -> None:
-    """`__init__.py` not counted."""
+    """`__init__.py` is not counted."""
     files = [path for path in (ROOT / package).rglob("*") if path.is_file() and is_source(path)]
     sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)
     assert {folder: size for folder, size in sizes.items() if size > MAX_FILES} == {}
@@ -102,6 +102,6 @@ def is_source(path: Path) -> bool:
 
 
 def test_no_import_is_for_type_checkers_only() -> None:
-    """It would hide a circle."""
+    """An import under TYPE_CHECKING would hide a circle."""
     found = [path.relative_to(ROOT).as_posix() for path in FILES if "TYPE_CHECKING" in path.read_text()]
     assert found == []

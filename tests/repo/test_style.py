@@ -74,7 +74,9 @@ def attributes_of(targets: list[ast.expr]) -> Iterator[ast.expr]:
 
 
 def test_functions_of_the_engine_say_shapes_and_dtypes_of_tensors() -> None:
-    """In their docstring, or in their class's; where no other module uses them, in the module's."""
+    """The function's docstring says them, or its class's; for a function that no other module uses, the
+    module's.
+    """
     found = {
         path.relative_to(ENGINE).as_posix(): [*without_shapes(path)]
         for path in FILES

@@ -26,7 +26,7 @@ PROMPT = [504, 905]
 
 
 class RecordingEngine(EngineClient):
-    """Keeps the grants that it is sent."""
+    """An engine that only records the grants that it is sent."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -59,7 +59,7 @@ def grants(agent: Agent) -> list[Grant]:
 
 
 async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: Any) -> None:
-    """A plan that starts one admitted request."""
+    """Make a plan that starts one admitted request."""
     name = f"r{row}"
     prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
     stopping = StoppingParams(fields.pop("max_new_tokens", 10), stop=fields.pop("stop", []))
@@ -75,7 +75,7 @@ def plan(agent: Agent, **fields: Any) -> Plan:
 
 
 def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **fields: Any) -> None:
-    """One step that sampled {row: (index, id)}."""
+    """Make a step that sampled {row: (index, id)}."""
     tokens = tokens or {}
     samples = b"".join(SAMPLE.pack(row, index, token, -0.5) for row, (index, token) in tokens.items())
     agent.steps.apply(StepResult(agent.state.step + 1, samples, **fields))
@@ -90,6 +90,6 @@ async def reports(redis: Redis) -> list[Report]:
 
 
 def prompt_logprobs(first: int, *logprobs: float) -> tuple[int, int, bytes, bytes, bytes]:
-    """Prompt log-probabilities of row 1 in a step; the likeliest token is always 7."""
+    """Make prompt log-probabilities of row 1 in a step; the likeliest token is always 7."""
     count = len(logprobs)
     return 1, first, pack_floats(logprobs), pack_ids([7] * count), pack_floats([-0.25] * count)

@@ -4,14 +4,14 @@ import httpx
 
 
 def tgi_error(response: httpx.Response) -> tuple[int, str]:
-    """Status and `error_type`."""
+    """Return status and `error_type`."""
     answer = response.json()
     assert set(answer) == {"error", "error_type"} and answer["error"]
     return response.status_code, answer["error_type"]
 
 
 def openai_error(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, `type` and `code`."""
+    """Return status, `type` and `code`."""
     answer = response.json()
     assert (
         set(answer) == {"error"}

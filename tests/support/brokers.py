@@ -16,9 +16,7 @@ from tests.support.waiting import wait_until_sync
 
 
 def start(broker: Broker, *options: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Runs the broker's server, with options of Valkey and variables in addition, and returns when it
-    answers.
-    """
+    """Run the broker's server, with additional options and variables, and return when it answers."""
     process = spawn([*command(broker), *options], environ or {})
     try:
         wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
@@ -31,7 +29,7 @@ def start(broker: Broker, *options: str, environ: Mapping[str, str] | None = Non
 
 
 def spawn(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A server that dies with us, also when we end before it has begun to watch, and whomever we follow."""
+    """Start a server that dies with us, even if we end before it has begun to watch us."""
     return subprocess.Popen(words, env={**os.environ, **environ, "PARENT_PID": str(os.getpid())})
 
 
@@ -58,7 +56,7 @@ def empty(broker: Broker) -> None:
 
 
 def open_port(url: str) -> str:
-    """Have a broker listen on a port of 127.0.0.1, too. Return its URL there."""
+    """Make a broker listen on a port of 127.0.0.1, too. Return its URL there."""
     port = free_port()
     with redis.Redis.from_url(url) as client:
         client.config_set("bind", "127.0.0.1")

@@ -1,7 +1,7 @@
 """`python -m tests.support.caches`: fills the caches of a machine that has none, while tests are collected.
 
 Modules need the bundled model's tokenizer when they are imported, tests the native kernels and the weights in
-float32. Whoever needs one of them first makes it, and the others wait: one process at a time would compute.
+float32. The first process that needs one of them makes it, while all others would only wait.
 """
 
 import os

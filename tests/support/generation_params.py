@@ -8,7 +8,7 @@ from common.messages.request import SamplingParams, StoppingParams
 
 
 def generation_params(**params: Any) -> GenerationParams:
-    """Parameters of the prompt "a", unless `text` is another."""
+    """Make parameters of the prompt `text`."""
     own, stopping, sampling = (
         {field.name: params.pop(field.name) for field in fields(cls) if field.name in params}
         for cls in (GenerationParams, StoppingParams, SamplingParams)

@@ -43,7 +43,7 @@ async def running_gateway(url: str, name: str = "g0-test", **settings: Any) -> A
 
 @contextlib.asynccontextmanager
 async def killed_gateway(url: str) -> AsyncIterator[None]:
-    """The gateway `g0`, which ends with the context as if it were killed."""
+    """The gateway `g0`. At the end of the context it ends as if it were killed."""
     settings = Settings(redis_url=url, **SETTINGS, worker_ttl_s=0.3)
     gateway = Gateway(settings, "g0", model_tokenizer())
     loops = gateway.pool.relay.run(), gateway.pool.workers.run(), gateway.job_consumer.run()
@@ -58,7 +58,7 @@ async def killed_gateway(url: str) -> AsyncIterator[None]:
 
 
 class Service:
-    """Another service: it knows names of keys, JSON, and nothing else."""
+    """Another service: it knows names of keys and JSON only."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
@@ -92,7 +92,7 @@ class Service:
         ]
 
     async def settled(self) -> None:
-        """Returns when no entry is left."""
+        """Wait until no entry is left."""
 
         async def empty() -> bool:
             return await self.redis.xlen(KEYS.submit) == 0  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ class Load:
         return not all(task.done() for task in self.tasks)
 
     async def progress(self, tokens: int, timeout_s: float = PATIENCE_S) -> None:
-        """Returns when every stream has `tokens` more than now, or has ended."""
+        """Wait until every stream has `tokens` more than now, or has ended."""
         have = [len(one.frames) + tokens for one in self.streams]
         await wait_until(
             lambda: all(
@@ -45,7 +45,7 @@ class Load:
         )
 
     async def whole(self) -> list[list[int]]:
-        """Ids of all streams, each checked for being complete."""
+        """Return the ids of all streams, each checked for being complete."""
         async with asyncio.timeout(120):
             await asyncio.gather(*self.tasks)
         for one in self.streams:
@@ -57,7 +57,7 @@ class Load:
         return [one.ids for one in self.streams]
 
     async def cut(self) -> list[list[int]]:
-        """Ids that streams have so far, none of which has ended; they end here."""
+        """Return the ids that streams have so far, and end the streams; none of them has ended by itself."""
         assert not any(task.done() for task in self.tasks)
         for task in self.tasks:
             task.cancel()

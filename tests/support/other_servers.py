@@ -24,7 +24,7 @@ WORDS = "The sky is blue because light scatters, and \u2028 lines may hold any s
 
 @dataclass
 class Server:
-    """What it is (`routes` it answers), and what it was asked.
+    """A server of one kind: the `routes` that it answers, and what it was asked.
 
     Attributes:
         bodies: of all POSTs, in order; `keys`: their authorization headers.
@@ -168,7 +168,7 @@ FLEET: dict[str, Any] = {
 
 @contextlib.contextmanager
 def running(kind: str, **about: Any) -> Iterator[Server]:
-    """A server of a kind (a key of GET); leaving ends it and all its streams."""
+    """Run a server of a kind (a key of GET). The end of the context ends it and its streams."""
     server = Server(kind, **about)
     http = uvicorn.Server(
         uvicorn.Config(

@@ -44,4 +44,4 @@ PROMPTS: list[str] = [
 ]
 
 FEW = [0, 4, 7, 11, 15, 16, 20, 21]
-"""Places of those that the default run takes."""
+"""Indices of the prompts of the default run."""

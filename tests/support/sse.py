@@ -4,7 +4,7 @@ import re
 
 FRAME = re.compile(r"(?:id: (\d+)\n)?data: ([^\n]*)")
 COMMENTS = re.compile(r"^:[^\n]*\n\n?", re.MULTILINE)
-"""Lines in front of a frame, with an empty line behind them or without."""
+"""Lines before a frame, with or without an empty line after them."""
 
 
 def frames_of(content: bytes) -> list[tuple[int | None, str]]:

@@ -9,12 +9,12 @@ from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreach
 from tests.support.machine.ports import free_port
 
 SETTINGS = {"KV_CACHE_BYTES": "256MiB", "THREADS": "1", "WORKER_GRACE_S": "600"}
-"""A busy machine takes minutes to start a worker, for which streams wait."""
+"""Streams wait for a worker, which takes minutes to start on a busy machine."""
 
 
 @pytest.fixture(scope="package")
 def stack() -> Iterator[Stack]:
-    """Its images are built; nothing runs, and there are no volumes."""
+    """The stack: images are built, nothing runs, and there are no volumes."""
     if why := why_no_engine():
         pytest.skip(why)
     make_missing(SERVICE_IMAGES)
@@ -33,6 +33,6 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def serving(stack: Stack) -> Stack:
-    """With one of each service, whatever a test before has changed."""
+    """The stack with one of each service running, whatever an earlier test has changed."""
     stack.must("up", "-d", "--no-build", "--wait", *SERVICES)
     return stack

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
 
 async def test_every_alert_is_evaluated_and_one_is_sent_on(serving: Stack) -> None:
-    """Over the figures of this fleet. Without a batcher, its alert reaches Alertmanager."""
+    """Prometheus evaluates them over this fleet's figures. The alert of a missing batcher reaches
+    Alertmanager.
+    """
     wanted = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
     async with httpx.AsyncClient() as client:
         found = (await client.get("http://127.0.0.1:9090/api/v1/rules")).json()["data"]["groups"][0]["rules"]

@@ -75,7 +75,7 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
 
 
 async def test_clients_come_back_when_the_container_of_their_gateway_or_proxy_dies(serving: Stack) -> None:
-    """Either cuts streams."""
+    """The death of either one cuts streams."""
     clients = Clients(serving)
     [want, *_] = await clients.run()
     for service in ("api", "proxy"):
@@ -99,7 +99,7 @@ async def test_an_arq_job_outlives_the_process_and_the_container_of_its_worker(s
 
 
 def finish_under_kill(stack: Stack, job_id: str, kill: Callable[[], None]) -> str:
-    """Text of a long job of arq, whose worker is killed in it."""
+    """Return the text of a long arq job, of which the worker is killed meanwhile."""
     stack.enqueue(job_id, PROMPTS[0], PARAMETERS | {"max_new_tokens": 4 * NUM_TOKENS})
     wait_until_sync(lambda: stack.redis("EXISTS", f"arq:in-progress:{job_id}") == "1", SETTLED_S)
     kill()
@@ -111,7 +111,7 @@ def finish_under_kill(stack: Stack, job_id: str, kill: Callable[[], None]) -> st
 
 
 async def roll_gateways(stack: Stack, clients: Clients) -> int:
-    """Number of requests that were answered while each gateway was stopped and started in turn."""
+    """Stop and start each gateway in turn. Returns how many requests were answered meanwhile."""
     rolled, num_answered = asyncio.Event(), 0
     body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 4}}
 
@@ -135,7 +135,7 @@ async def roll_gateways(stack: Stack, clients: Clients) -> int:
 async def job_and_down(
     stack: Stack, clients: Clients, disturb: Callable[[str, Callable[[], object]], Awaitable[None]]
 ) -> None:
-    """`down` while streams and a job run: the streams are finished, the volumes kept."""
+    """Run `down` while streams and a job run: the streams are finished, the volumes kept."""
     took_s: list[float] = []
 
     def down() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.lock import LOCK, read_lock
+from deploy.requirements import LOCK, read_lock
 from tests.support.compose.base_images import PYTHON, is_there
 from tests.support.compose.stack import Stack, files_of, packages_of
 
@@ -25,7 +25,7 @@ def test_an_image_holds_the_versions_of_the_lock(stack: Stack, image: str) -> No
 
 @pytest.mark.parametrize("image", ["tokenfleet", "tokenfleet-worker-cpu"])
 def test_two_builds_hold_the_same_files(stack: Stack, image: str) -> None:
-    """Those of packages and of our own, whatever the time: bytes, owners and modes."""
+    """Packages' files and our own have the same bytes, owners and modes; times may differ."""
     first = files_of(image)
     assert len(first) > 1000
     stack.must("build", "--no-cache", IMAGES[image], timeout_s=2000)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
 
 class Runbook:
-    """One section of it, for one stack with a worker on the processor; typed in a folder."""
+    """One section of the runbook, whose commands are typed in a folder for a stack with a CPU worker."""
 
     def __init__(self, heading: str, stack: Stack, folder: Path) -> None:
         section = (ROOT / "docs/runbook.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
@@ -26,7 +26,7 @@ class Runbook:
         self.stack, self.folder = stack, folder
 
     def type(self, number: int, **names: str) -> str:
-        """Output of the section's command of this number, with names in the places of words."""
+        """Run the section's command of this number, with names in place of its words. Returns its output."""
         known = {"PROFILE": "cpu", "PROJECT": self.stack.project, "N+1": "2", "=N ": "=1 "}
         command = self.commands[number] + " "
         for word, name in (known | names).items():
@@ -41,7 +41,9 @@ def workers_of(stack: Stack) -> list[str]:
 
 
 async def test_workers_are_rolled_while_streams_go_on(serving: Stack, tmp_path: Path) -> None:
-    """A new container for the old one, then the process in it anew: every answer has the same tokens."""
+    """First a new container replaces the old one, then its process restarts: every answer has the same
+    tokens.
+    """
     clients, runbook = Clients(serving), Runbook("Roll workers", serving, tmp_path)
     want = await clients.run()
     more, stop, remove, fewer, drain = range(5)
@@ -75,7 +77,7 @@ async def test_workers_are_rolled_while_streams_go_on(serving: Stack, tmp_path: 
     print(f"two workers drained in turn under {sum(map(len, answers))} streams, no token lost", flush=True)
 
 
-async def test_another_model_takes_over_when_nothing_of_the_first_waits(
+async def test_another_model_takes_over_when_no_request_of_the_first_is_left(
     serving: Stack, tmp_path: Path
 ) -> None:
     clients, runbook = Clients(serving), Runbook("Change a model", serving, tmp_path)
@@ -95,7 +97,7 @@ async def test_another_model_takes_over_when_nothing_of_the_first_waits(
 
 
 def tiny_model(folder: Path) -> Path:
-    """A random one that speaks the first model's tokens, which others may read."""
+    """Make a random model with the first model's tokenizer, which other users may read."""
     tiny = folder / "tiny"
     tiny_models.save(
         tiny, "Llama", tiny_models.LLAMA | {"vocab_size": 49_152, "max_position_embeddings": 512}

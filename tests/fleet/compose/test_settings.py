@@ -51,7 +51,7 @@ async def test_key_and_domain_come_from_the_shell(serving: Stack, tmp_path: Path
 
 
 async def test_workers_divide_the_cores_that_their_containers_may_use(serving: Stack) -> None:
-    """`CPU_WORKERS=3` starts three that divide them; a container's own limit counts."""
+    """`CPU_WORKERS=3` starts three workers that divide the cores; a container's own limit counts."""
     cores = machine.num_cores()
     one_each = serving.variables.pop("THREADS")
 

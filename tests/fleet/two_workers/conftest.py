@@ -25,7 +25,7 @@ SETTINGS = {
     "stopped_grace_s": 0,
 }
 NUM_PROCESSES = 8
-"""The broker, the batcher, and two of each other kind."""
+"""Number of processes: the broker, the batcher, and two of each other kind."""
 
 
 @pytest.fixture(scope="package")
@@ -36,7 +36,7 @@ def shared_fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def fleet(shared_fleet: Fleet) -> Fleet:
-    """Whole again, whatever the module before has done to it."""
+    """The fleet, whole again, whatever an earlier module has done to it."""
     wait_until_sync(lambda: len(shared_fleet.pids()) == NUM_PROCESSES)
     wait_until_sync(lambda: shared_fleet.workers_ready() == 2)
     return shared_fleet

@@ -118,7 +118,7 @@ async def test_a_loading_broker_is_the_cause_in_a_503_and_ends_no_process() -> N
 
 
 async def load_until(enough: asyncio.Event, url: str) -> None:
-    """Has the broker load its AOF again and again."""
+    """Make the broker load its AOF again and again."""
     while not enough.is_set():
         assert await asyncio.to_thread(load_aof, url)
 

@@ -65,7 +65,7 @@ async def test_a_tools_enum_gives_the_text(http: httpx.AsyncClient) -> None:
 
 RESPONSE = {"model": "tgi", "input": "a"}
 UNWRITABLE = "\U00040000"
-"""The model's vocabulary has no token for its first byte."""
+"""A text for whose first byte the model's vocabulary has no token."""
 
 
 async def test_a_grammar_that_leads_nowhere_is_the_requests_fault(http: httpx.AsyncClient) -> None:

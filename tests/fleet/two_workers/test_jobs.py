@@ -78,8 +78,8 @@ VARYING = ("id", "created", "logprob", "cached_tokens")
 
 
 def plain(body: Any) -> Any:
-    """An answer without what differs each time: names, times, log-probabilities, which round otherwise in
-    another batch, and how many tokens of the prompt a worker had cached.
+    """Strip an answer of what differs each time: names, times, cached tokens of the prompt, and
+    log-probabilities, which round differently in another batch.
     """
     if isinstance(body, list):
         return [plain(one) for one in body]
@@ -105,7 +105,7 @@ def test_a_job_gets_the_answer_that_http_gives(fleet: Fleet, client: redis.Redis
 
 
 def test_jobs_of_a_killed_gateway_continue(fleet: Fleet, client: redis.Redis) -> None:
-    """Another gateway takes the job over and sends the rest: no frame is missing, none comes twice."""
+    """Another gateway takes the job over and sends the rest: each frame comes exactly once."""
     submit(client, id="undisturbed", **LONG)
     expected = result(client, "undisturbed")
     with client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ def test_jobs_of_a_killed_gateway_continue(fleet: Fleet, client: redis.Redis) ->
 
 
 def busy_consumers(client: redis.Redis) -> list[str]:
-    """Gateways that hold a job."""
+    """Return the gateways that hold a job."""
     found: Any = client.xinfo_consumers(KEYS.submit, "gateways")
     return [one["name"].decode() for one in found if one["pending"]]
 
@@ -167,7 +167,7 @@ def console_blocks(page: str) -> list[str]:
 
 
 def looks_like(expected: str, printed: str) -> bool:
-    """Equal, where `…` stands for anything and entries of `submit` have ids of their own."""
+    """Compare two texts: `…` stands for anything, and ids of entries in `submit` may differ."""
     pattern = re.escape(expected.strip()).replace("…", ".*").replace("1760000000000\\-", r"\d+\-")
     return re.fullmatch(re.sub(r"(\\d\+\\-)\d", r"\1\\d+", pattern), printed.strip(), re.DOTALL) is not None
 

@@ -23,7 +23,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 NUM_FRAMES = (40, 41, 2 * 41 + 1)
-"""A frame a token; on /v1 `[DONE]`, in chats the first chunk of each choice."""
+"""Frames of each route: one a token; on /v1 also `[DONE]`, in chats also the first chunk of each choice."""
 
 
 async def test_streams_go_on_at_the_other_gateway(fleet: Fleet, redis: Redis) -> None:
@@ -46,7 +46,7 @@ async def test_streams_go_on_at_the_other_gateway(fleet: Fleet, redis: Redis) ->
 
 
 def said(data: str) -> Any:
-    """What a frame says, without what differs between two requests that are the same."""
+    """Strip a frame of what differs between two equal requests."""
     if data == "[DONE]":
         return data
     return {name: value for name, value in orjson.loads(data).items() if name not in ("id", "created")}

@@ -73,7 +73,7 @@ async def kill_processes(fleet: Fleet, plan: Plan) -> None:
 
 @pytest.mark.slow
 async def test_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
-    """Workers, engines, batcher and broker; connections are cut, too."""
+    """Workers, engines, batcher and broker are killed, and connections are cut."""
     await kill_processes(fleet, replace(KILLS, seed=6, kills=6))
 
 
@@ -90,16 +90,16 @@ async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
 
 
 async def incarnation_of(redis: Redis, name: str) -> str:
-    """The incarnation of the worker of that name; empty while there is none, or while the old and the new one
-    are both in the pool.
+    """Return the incarnation of the worker of that name; empty if the pool has none, or both the old and the
+    new one.
     """
     found = [one.decode() for one in await redis.zrange(KEYS.workers, 0, -1) if one.startswith(name.encode())]
     return found[0] if len(found) == 1 else ""
 
 
 async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
-    """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it publishes nothing of what it held,
-    and goes on as its next incarnation.
+    """Send SIGSTOP to a worker until its rows run elsewhere, then SIGCONT. It publishes nothing of what it
+    held, and goes on as its next incarnation.
     """
     await two_ready(fleet)
     redis = connect(fleet.redis_url)
@@ -138,7 +138,7 @@ async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) 
 
 
 async def received_events(pubsub: Any) -> list[Events]:
-    """Events that arrived since the last call."""
+    """Return events that arrived since the last call."""
     events = []
     while (message := await pubsub.get_message(timeout=0)) is not None:
         if message["type"] == "pmessage":
@@ -176,8 +176,8 @@ async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[l
 async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
     fleet: Fleet, undisturbed: list[list[int]]
 ) -> None:
-    """The launcher keeps the sockets: streams go on where they are. One of them outlives both gateways,
-    however long these take and however fast the workers are.
+    """The launcher keeps the sockets, so streams go on where they are. One stream is long enough to outlive
+    both gateways.
     """
     await two_ready(fleet)
     load, endless = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS), Load(fleet, ENDLESS, 1)
@@ -202,7 +202,7 @@ async def test_a_suspended_bfloat16_worker_publishes_nothing_when_it_resumes() -
 async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
     undisturbed: list[list[int]],
 ) -> None:
-    """An agent, and an engine by itself, while rows are ahead of one token a step."""
+    """An agent, then an engine alone, is killed while rows are ahead of one token a step."""
     with Fleet(**SETTINGS, dtype="float32", threads=1, speculate=4) as fleet:
         await two_ready(fleet)
         load = Load(fleet, 2 * MAX_NEW_TOKENS, NUM_STREAMS)

@@ -43,7 +43,7 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
 async def test_writes_that_the_broker_lost_cost_no_token(
     restorable_fleet: Fleet, restorable_broker: RestorableBroker
 ) -> None:
-    """It also loses that half of the requests exist. No process ends."""
+    """Half of the requests are lost, too. No process ends."""
     fleet, expected = restorable_fleet, await undisturbed(restorable_fleet)
     before = fleet.pids()
     load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS // 2)

@@ -65,7 +65,7 @@ FIELDS = [b"temperature", b"top_k", b"top_p", b"seed", b"repetition_penalty", b"
 
 
 def error_status(answer: httpx.Response, path: str) -> int:
-    """The status of an answer that must be an error object of TGI or OpenAI, whichever API the path is of."""
+    """Return the status of an answer, which must be an error object of the path's API."""
     error = answer.json()
     assert len(answer.headers["x-request-id"]) == 32
     if path in OPENAI:
@@ -121,7 +121,7 @@ RAW = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_malformed_http_crashes_no_gateway(fleet: Fleet, name: str) -> None:
-    """The answer is a 2xx or 4xx, or that the version is not served; or none, where only a part has come."""
+    """The answer is a 2xx, a 4xx or an unsupported version; a request that is incomplete gets none."""
     with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=PATIENCE_S) as connection:
         connection.sendall(RAW[name])
         connection.shutdown(socket.SHUT_WR)
@@ -172,7 +172,7 @@ def test_the_batcher_removes_malformed_stream_entries(broker: redis.Redis) -> No
 async def test_an_id_that_the_model_does_not_have_fails_its_request_alone(
     fleet: Fleet, broker: redis.Redis
 ) -> None:
-    """The forward raises for it, on the workers that stream answers meanwhile."""
+    """The forward raises for it, on workers that stream other answers meanwhile."""
     load = Load(fleet, 40, count=6)
     await load.progress(3)
     for i in range(4):

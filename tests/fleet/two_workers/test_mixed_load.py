@@ -13,13 +13,13 @@ from tests.support.waiting import wait_until
 
 MIB = 2**20
 MOST_GROWTH = {"tokenfleet engine": 96 * MIB, "tokenfleet": 12 * MIB}
-"""Of a process, after its first requests. Tensors of ever new sizes fragment the engine's memory for some
-thousand requests.
+"""Most growth of a process after its first requests. Tensors of new sizes fragment the engine's memory for
+some thousand requests.
 """
 
 
 def grown(fleet: Fleet, before: dict[str, int]) -> dict[str, int]:
-    """What has grown too much, by how many bytes."""
+    """Return what has grown too much, and by how many bytes."""
     growth = {name: size - before[name] for name, size in memory(fleet).items() if name in before}
     return {
         name: more

@@ -40,7 +40,7 @@ async def test_a_chat_is_the_same_streamed_and_whole(client: AsyncOpenAI) -> Non
 
 
 def totals(usage: CompletionUsage) -> tuple[int, int, int]:
-    """How many of the prompt's tokens are cached depends on the worker."""
+    """Usage without cached tokens, whose number depends on the worker."""
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
@@ -196,7 +196,7 @@ async def test_a_streamed_call_is_the_whole_one(client: AsyncOpenAI) -> None:
 
 
 async def test_a_call_and_its_result_go_back_as_they_came(client: AsyncOpenAI) -> None:
-    """The answer goes back as it came, with the result."""
+    """The next request repeats the answer unchanged, with the result after it."""
     body = ASK | {"temperature": 0, "tools": LOOSE, "parallel_tool_calls": False}
     first = (await client.chat.completions.create(**body, tool_choice="required")).choices[0].message
     [call] = first.tool_calls or []

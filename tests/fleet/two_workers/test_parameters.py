@@ -32,7 +32,7 @@ async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
 
 
 async def test_parameters_of_the_distribution_change_the_text(http: httpx.AsyncClient) -> None:
-    """With one seed, on TGI's and OpenAI's routes: what means the same gives the same text."""
+    """With one seed, parameters that mean the same give the same text on TGI's and OpenAI's routes."""
     plain: dict[str, Any] = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
     same: list[dict[str, Any]] = [
         {"temperature": 2.0},

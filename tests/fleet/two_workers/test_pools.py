@@ -24,7 +24,7 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Phi-3 that speaks the first model's tokens, and computes every K anew beyond 32 of them."""
+    """Make a random Phi-3 with the first model's tokenizer. It computes every K anew beyond 32 tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     name, sizes = tiny_models.FAMILIES["Phi3-longrope"]
     tiny_models.save(folder, name, sizes | {"vocab_size": 49_152})

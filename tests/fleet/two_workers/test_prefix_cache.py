@@ -27,7 +27,7 @@ async def ask(http: httpx.AsyncClient, text: str) -> tuple[str, list[int]]:
 
 
 async def count_hits(http: httpx.AsyncClient) -> int:
-    """Tokens that were found computed since the fleet started."""
+    """Return how many tokens were found in the prefix cache since the fleet started."""
     found = re.search(r"^tokenfleet_prefix_cache_hits\S* (\d+)", (await http.get("/metrics")).text, re.M)
     return int(found[1]) if found else 0
 

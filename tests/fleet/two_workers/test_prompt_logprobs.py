@@ -20,13 +20,13 @@ from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 NEW_TOKENS = 100
-"""So many that the worker is killed before the last of them."""
+"""Enough tokens that the worker is killed before the last of them."""
 
 
 async def test_prompt_logprobs_equal_transformers_and_survive_the_worker(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:
-    """On every route, alone and beside others; another worker does not compute them again."""
+    """On every route, alone and in a batch. Another worker does not compute them again."""
     prompt = PROMPTS[FEW[-2]]
     [ids] = prompt_ids([prompt])
     [expected] = reference_logprobs([ids])

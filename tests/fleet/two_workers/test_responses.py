@@ -63,7 +63,7 @@ async def test_a_background_response_is_cancelled(client: AsyncOpenAI) -> None:
 
 
 async def has_ended(client: AsyncOpenAI, response_id: str) -> Response:
-    """The response once it has ended, however often its gateways are gone."""
+    """Return the response once it has ended, even if its gateways die meanwhile."""
     found: list[Response] = []
 
     async def ended() -> bool:
@@ -76,7 +76,7 @@ async def has_ended(client: AsyncOpenAI, response_id: str) -> Response:
 
 
 async def follow(client: AsyncOpenAI, response_id: str, events: list[Any]) -> None:
-    """Add the events behind those, however often the connection is lost."""
+    """Add the following events, and connect again whenever the connection is lost."""
 
     async def followed() -> bool:
         with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError, openai.APIError):
@@ -90,7 +90,7 @@ async def follow(client: AsyncOpenAI, response_id: str, events: list[Any]) -> No
 
 
 def num_tokens(response: Any) -> tuple[int, int]:
-    """Without how many of the prompt were cached: that is another number for another worker."""
+    """Usage without cached tokens, whose number depends on the worker."""
     return response.usage.input_tokens, response.usage.output_tokens
 
 
@@ -110,7 +110,7 @@ async def kill(fleet: Fleet, *names: str) -> None:
 async def test_a_background_response_outlives_processes(
     client: AsyncOpenAI, fleet: Fleet, names: tuple[str, ...]
 ) -> None:
-    """Followed from event to event, or only looked at in the end, it is that of an undisturbed fleet."""
+    """Followed event by event or read at its end, it equals that of an undisturbed fleet."""
     undisturbed = await client.responses.create(**LONG)
     silent = await client.responses.create(**LONG, background=True)
     stream = await client.responses.create(**LONG, background=True, stream=True)

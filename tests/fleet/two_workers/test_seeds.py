@@ -27,15 +27,15 @@ SEEDED: dict[str, Any] = {
 SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 ENDLESS = 480
-"""Tokens: longer than the test takes, and few enough for the cache to hold all rows to their end."""
+"""Tokens of long requests: they outlast the test, and the cache can hold all rows to their end."""
 NUM_BEFORE, NUM_BEHIND = 6, 10
-"""Tokens before the death of a worker, and behind it."""
+"""Tokens before the death of a worker, and after it."""
 
 
 async def test_a_seed_gives_the_same_ids_alone_in_full_batches_and_on_each_worker(
     fleet: Fleet, redis: Redis
 ) -> None:
-    """All but the first are too long to end meanwhile; they are cancelled."""
+    """All requests but the first are too long to end meanwhile; they are cancelled."""
     url, max_batch = f"{fleet.base_url}/generate_stream", fleet.settings["max_batch_size"]
     await wait_until(lambda: fleet.workers_ready() == 2)
     alone = await stream(url, {"inputs": PROMPT, "parameters": SEEDED})
@@ -56,7 +56,7 @@ async def test_a_seed_gives_the_same_ids_alone_in_full_batches_and_on_each_worke
 
 
 async def rows_fill(redis: Redis, count: int) -> bool:
-    """Whether each of the two workers has so many rows."""
+    """Whether each of the two workers has this number of rows."""
     workers = [await worker_of(redis, request) for request in await live_requests(redis)]
     placed = Counter(worker for worker in workers if worker)
     return sorted(placed.values()) == [count] * 2

@@ -186,7 +186,7 @@ GUARDED = [
     ("GET", "/requests/x/stream"),
     ("DELETE", "/requests/x"),
 ]
-"""Requests that act, or whose answers show what others do."""
+"""Requests that change something, or show what others do."""
 
 
 async def test_with_a_key_pages_of_any_origin_may_call(broker: Broker) -> None:
@@ -214,7 +214,7 @@ async def test_without_a_key_pages_of_this_machine_may_call(broker: Broker) -> N
 
 
 async def test_without_a_key_pages_of_others_are_refused(broker: Broker) -> None:
-    """Also what a page may send without asking first: its browser would only keep the answer from it."""
+    """So are requests that a page may send without asking first: its browser would only hide the answer."""
     async with serving(broker.url, demo=True) as (_, client):
         for origin in FOREIGN:
             assert (await client.options("/generate", headers=asking(origin))).status_code == 400
@@ -233,8 +233,8 @@ async def test_without_a_key_pages_of_others_are_refused(broker: Broker) -> None
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:3000", "127.0.0.1.evil.example", "localhost.evil.example"]
 )
-async def test_a_page_whose_host_leads_here_by_a_stranger_s_dns_is_refused(broker: Broker, host: str) -> None:
-    """Its browser takes its origin for ours, and need not name it."""
+async def test_a_page_whose_host_is_bound_here_by_dns_is_refused(broker: Broker, host: str) -> None:
+    """Its browser takes the page's origin for ours, and need not send it (DNS rebinding)."""
     async with serving(broker.url) as (_, client):
         for headers in ({"host": host}, {"host": host, "origin": f"http://{host}"}):
             for method, path in GUARDED:

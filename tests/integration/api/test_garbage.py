@@ -1,4 +1,4 @@
-"""A request leaves nothing that waits for a full garbage collection: that would hold the event loop."""
+"""A request leaves no garbage for a full collection, which would hold the event loop."""
 
 import asyncio
 import json

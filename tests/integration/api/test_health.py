@@ -50,7 +50,7 @@ async def batchers(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def health(client: httpx.AsyncClient, *workers: FakeWorker) -> dict[str, str]:
-    """What is said of the fleet, right after a heartbeat of these workers."""
+    """Return what is said of the fleet right after a heartbeat of these workers."""
     for worker in workers:
         await worker.announce()
     found: dict[str, str] = (await client.get("/fleet")).json()["health"]
@@ -58,7 +58,7 @@ async def health(client: httpx.AsyncClient, *workers: FakeWorker) -> dict[str, s
 
 
 async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broker) -> None:
-    """Not before two leases are over: until then a standby may take over."""
+    """It is not named before two leases are over: until then a standby may take over."""
     async with answering(broker.url, Answer([11]), heartbeat_s=0.5) as (worker, gateway, client):
         refused = await client.get("/health")
         assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
@@ -83,7 +83,7 @@ async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broke
 async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
     broker: Broker, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A task of its own renews the lease: only the loop's heartbeat tells that it turns."""
+    """A task of its own renews the lease; only the loop's heartbeat shows that the loop runs."""
     turns = asyncio.Event()
     run_pending = Batcher.run_pending
 

@@ -96,7 +96,7 @@ async def test_failures_are_counted_by_cause(broker: Broker) -> None:
 
 
 async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
-    """A client that disconnects before its answer comes."""
+    """Send a request, and disconnect before its answer comes."""
     await worker.pause()
     posting = asyncio.create_task(client.post("/generate", json=body()))
     await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
@@ -115,7 +115,7 @@ async def is_longer(worker: FakeWorker, num_before: int) -> bool:
 
 
 async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
-    """One request more than may be live."""
+    """Send one request more than may be live."""
     await worker.pause()
     async with client.stream("POST", "/generate_stream", json=body()) as first:
         assert (await client.post("/generate", json=body())).status_code == 429

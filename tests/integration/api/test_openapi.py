@@ -111,7 +111,7 @@ async def test_the_introduction_s_commands_work(broker: Broker) -> None:
 
 
 async def test_answers_are_as_described(broker: Broker) -> None:
-    """Those with everything in them, and no field that the description does not know."""
+    """Answers have everything in them, and no field that the description lacks."""
     async with answering(broker.url, Answer([5, 6])) as (_, _, client):
         document = (await client.get("/api-doc/openapi.json")).json()
 
@@ -144,7 +144,7 @@ async def test_answers_are_as_described(broker: Broker) -> None:
 
 
 async def test_the_errors_of_requests_that_end_late_are_described(broker: Broker) -> None:
-    """As a response, and as the last event of a stream."""
+    """They are described as a response, and as the last event of a stream."""
     async with serving(broker.url) as (_, client):
         document = (await client.get("/api-doc/openapi.json")).json()
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"):

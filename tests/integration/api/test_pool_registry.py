@@ -171,7 +171,7 @@ async def test_a_pool_without_a_live_worker_is_not_found(broker: Broker, redis: 
 async def test_a_request_of_a_pool_whose_worker_is_away_is_asked_for_again_later(
     broker: Broker, redis: Redis
 ) -> None:
-    """It lives on: its client is not told that it does not exist."""
+    """The request lives on: its client is not told that it does not exist."""
     await redis.zadd(POOLS, {"b": 1})
     async with gateway_of_default(broker.url) as (gateway, _):
         with pytest.raises(ApiError) as refusal:

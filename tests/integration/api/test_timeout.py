@@ -18,7 +18,7 @@ COMPLETION = {"prompt": "x", "n": 2, "max_tokens": 50, "temperature": 1.0}
 
 
 def endless(_: Generate) -> Answer:
-    """The scripted fleet keeps no deadlines: some tokens come, and never an end."""
+    """Answer with some tokens and no end: the scripted fleet keeps no deadlines."""
     return Answer(IDS, ends=False)
 
 
@@ -46,7 +46,7 @@ async def test_all_choices_end_with_a_timeout_and_are_cancelled(
 async def test_a_request_whose_keys_have_expired_is_told_that_it_timed_out(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a gateway stood still for longer than the deadline."""
+    """This happens after a gateway stood still for longer than the deadline."""
     monkeypatch.setattr(relay_module, "LATE_S", 3600.0)
     async with answering(broker.url, endless, request_timeout_s=0.5) as (worker, gateway, client):
         async with client.stream(

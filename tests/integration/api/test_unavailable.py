@@ -66,8 +66,8 @@ async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:
 
 
 async def test_503_after_the_last_worker_died(broker: Broker) -> None:
-    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of
-    the worker that died are still known.
+    """Requests wait for the next one for worker_grace_s; then they are refused. The limits of the dead worker
+    are still known.
     """
     async with batching(broker.url), serving(broker.url, worker_grace_s=2.0) as (gateway, client):
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
@@ -88,7 +88,7 @@ async def test_503_after_the_last_worker_died(broker: Broker) -> None:
 
 
 async def test_503_long_after_the_last_batcher_worked(broker: Broker) -> None:
-    """Nobody would place a request that is queued then, nor end it at its deadline."""
+    """A queued request would not be placed then, nor ended at its deadline."""
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
         serving(broker.url, worker_grace_s=1.0) as (gateway, client),

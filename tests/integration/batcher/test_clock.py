@@ -16,7 +16,7 @@ KEYS = Keys("default")
 QUARTER_S = 900
 DECADES_S = 56 * 365 * 86_400  # a machine that starts in 1970 and then asks for the time
 CENTURY_MS = 100 * 365 * 86_400_000
-"""The result of a request that has ended before a jump outlives it, too: a slow machine ends it early."""
+"""Results of ended requests must outlive a jump, too: on a slow machine a request ends before it."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def redis(jumping: JumpingBroker) -> AsyncIterator[Redis]:
 
 
 async def admit_two(redis: Redis, short_ms: int) -> None:
-    """Returns when the batcher has a request with much time, and has or had one with little."""
+    """Admit a request with much time, and one with little. Returns when the batcher has, or has had, both."""
     await admit(redis, "long", ttl_ms=600_000)
     await admit(redis, "short", ttl_ms=short_ms, result_ttl_ms=CENTURY_MS)
 
@@ -44,7 +44,7 @@ async def admit_two(redis: Redis, short_ms: int) -> None:
 
 
 async def two_rounds(redis: Redis) -> None:
-    """Returns when the active batcher has kept house twice."""
+    """Wait until the active batcher has done its housekeeping twice."""
     for _ in range(2):
         await redis.delete(KEYS.state)
         await wait_until(lambda: redis.exists(KEYS.state))
@@ -71,7 +71,9 @@ async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
 async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
     jumping: JumpingBroker, redis: Redis, jump_s: int
 ) -> None:
-    """Back, the lease of the batcher that died would last for a quarter of an hour by the broker's clock."""
+    """After a jump back, the lease of the dead batcher would last for a quarter of an hour by the broker's
+    clock.
+    """
     with batcher(jumping.url, "b0"):
         await wait_until(lambda: redis.exists(KEYS.state))
         await admit_two(redis, 2500)

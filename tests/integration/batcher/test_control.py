@@ -19,7 +19,7 @@ SHORT = 500
 
 
 async def cancel_many(redis: Redis) -> None:
-    """As the script does it for requests that are not known any more, in one message."""
+    """Cancel as the script does for requests that are not known any more, in one message."""
     async with redis.pipeline(transaction=False) as pipe:
         for i in range(MANY):
             pipe.xadd(KEYS.control, {"cancel": encode(Cancel(f"gone{i}", "client"))})

@@ -1,4 +1,4 @@
-"""`tokenfleet drain`: a worker gives its rows to others and leaves; one that joins gets what waits."""
+"""`tokenfleet drain`: a worker gives its rows to others and leaves; one that joins gets waiting requests."""
 
 import asyncio
 import os
@@ -23,14 +23,14 @@ def prompt(number: int) -> list[int]:
 
 
 async def send(redis: Redis, numbers: Iterable[int], num_tokens: int = NUM_TOKENS) -> None:
-    """Queue requests of clients: their gateway lives."""
+    """Queue requests of clients of a live gateway."""
     await redis.set(KEYS.gateway("g"), 1)
     for number in numbers:
         await queue(redis, f"r{number}", prompt(number), num_tokens, gateway="g")
 
 
 def drain(broker: Broker, worker: str) -> Draining:
-    """`tokenfleet drain`, which runs meanwhile."""
+    """Run `tokenfleet drain` in the background."""
     words = ["drain", worker, "--redis-url", broker.url]
     return asyncio.create_task(asyncio.to_thread(tokenfleet, *words, environ=os.environ))
 
@@ -97,7 +97,7 @@ async def is_draining(redis: Redis) -> bool:
 
 
 async def test_a_worker_that_joins_gets_what_waits_for_a_row_of_another(broker: Broker, redis: Redis) -> None:
-    """The rows of the other worker end long after."""
+    """The rows of the other worker end long after that."""
     async with modeless_worker(broker.url, "w0", max_batch_size=2):
         with batcher(broker.url, MAX_BATCH_SIZE="2"):
             await send(redis, range(2), num_tokens=5000)

@@ -19,7 +19,7 @@ SIZES = [(2, 96, 48), pytest.param(64, 256, 63, marks=pytest.mark.slow)]
 async def test_one_takeover_adopts_every_row_of_a_full_pool(
     broker: Broker, redis: Redis, workers: int, rows: int, flushes: int
 ) -> None:
-    """With two batchers, which would succeed each other if the lease were not renewed meanwhile."""
+    """There are two batchers, which would succeed each other if the lease were not renewed meanwhile."""
     pool = FullPool(redis, workers, rows, flushes)
     await pool.fill()
     answering = asyncio.create_task(pool.answer(pool.names))
@@ -44,7 +44,7 @@ async def counted(redis: Redis, num_rows: int) -> bool:
 async def test_every_token_of_a_pool_that_died_with_its_batcher_is_kept_and_each_request_resumes_once(
     broker: Broker, redis: Redis, workers: int, rows: int, flushes: int
 ) -> None:
-    """Spare workers take as many as they can; the batcher is stopped and killed meanwhile."""
+    """Spare workers take as many requests as they can; the batcher is stopped and killed meanwhile."""
     pool = FullPool(redis, workers, rows, flushes)
     await pool.fill()
     await pool.kill(pool.names)

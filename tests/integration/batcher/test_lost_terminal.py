@@ -18,7 +18,7 @@ PROMPT = [504, 905]
 
 
 async def has_ended(redis: Redis) -> bool:
-    """Whether the request has its end, and the batcher has removed it; not while the broker is away."""
+    """Whether the request has its end, and the batcher has removed it; False while the broker is away."""
     with contextlib.suppress(*ERRORS):
         has_terminal = await redis.hexists(KEYS.request("r"), "terminal")  # type: ignore[misc]
         return bool(has_terminal) and not await redis.xlen(KEYS.requests)

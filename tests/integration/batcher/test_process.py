@@ -154,10 +154,10 @@ async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_
         await wait_until(lambda: waiting(redis, 1))  # the job
 
 
-async def test_what_ran_on_the_last_worker_ends_after_worker_grace_s_and_says_so(
+async def test_requests_of_the_last_worker_end_with_an_error_after_worker_grace_s(
     broker: Broker, redis: Redis
 ) -> None:
-    """Its client has the tokens until then."""
+    """Its client keeps the tokens that came until then."""
     with batcher(broker.url, WORKER_GRACE_S="0.5"):
         async with modeless_worker(broker.url, "w0") as engine:
             await queue(redis, "r1", [300, 301], 4000, channel=CHANNEL, gateway="g")

@@ -25,8 +25,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS, NUM_TOKENS = 6, 60
 PATIENT = {"HEARTBEAT_S": "1", "WORKER_TTL_S": "60"}
-"""A batcher stays for two heartbeats, within which the others show that they drain: a busy machine needs more
-than a moment.
+"""A batcher waits two heartbeats for others to show that they drain; a busy machine needs more time for that.
 """
 
 
@@ -55,7 +54,7 @@ async def is_healthy(port: int) -> bool:
 
 
 async def frames(port: int, number: int, num_tokens: int = NUM_TOKENS) -> list[dict[str, object]]:
-    """All frames of one stream."""
+    """Return all frames of one stream."""
     parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
     async with (
@@ -96,7 +95,7 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
 
 
 async def is_draining(redis: Redis) -> bool:
-    """Whether the gateway says so: all have been told, and the batchers have had some time."""
+    """Whether the gateway says that it drains: all were told to end, and the batchers have had some time."""
     states = [await redis.hget(key, "state") async for key in redis.scan_iter(KEYS.gateway("*"))]  # type: ignore[misc]
     return states == [b"draining"]
 
@@ -105,7 +104,7 @@ async def all_are_admitted(redis: Redis) -> bool:
     return bool(await redis.xlen(KEYS.requests) == NUM_STREAMS)
 
 
-async def test_a_standby_that_has_said_nothing_since_is_none(broker: Broker, redis: Redis) -> None:
+async def test_a_standby_without_a_newer_heartbeat_does_not_count(broker: Broker, redis: Redis) -> None:
     """It may have been told to end at the same time."""
     pool = PoolClient(redis, KEYS)
     draining = Heartbeat(pool, "gateway", "g0", ttl_s=600)
@@ -129,7 +128,7 @@ async def test_a_standby_that_has_said_nothing_since_is_none(broker: Broker, red
 
 
 async def has_beaten(pool: PoolClient, name: str, before_ms: dict[str, float]) -> bool:
-    """Whether a batcher has sent a heartbeat that is newer than these."""
+    """Whether a batcher has sent a newer heartbeat than these."""
     newer = dict((await pool.processes("batcher")).items() - before_ms.items())
     return any(batcher.startswith(name) for batcher in newer)
 

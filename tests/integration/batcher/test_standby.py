@@ -1,4 +1,4 @@
-"""Rows that stand by beside a full batch: each request has exactly its tokens, whoever dies."""
+"""Rows that stand by beside a full batch: each request has exactly its tokens, whichever process dies."""
 
 from collections.abc import Iterable
 
@@ -41,7 +41,7 @@ async def states(redis: Redis, field: str) -> list[int]:
 
 
 async def stands_by(worker: ModelessEngine) -> int:
-    """The row that stands by, once one does: it has no token, and every place is taken."""
+    """Return the row that stands by, once there is one: it has no token, and every place is taken."""
 
     def newest() -> int:
         rows = list(worker.rows.rows.values())

@@ -23,10 +23,9 @@ from tests.support.waiting import wait_until
 CHANNEL = KEYS.events("g")
 NUM_REQUESTS, NUM_TOKENS = 12, 150
 NUM_BATCHERS = 5
-"""One more than the test needs: one that a busy machine keeps off its core for two seconds loses its lease.
-"""
+"""Number of batchers, one more than the test needs: one that gets no core for two seconds loses its lease."""
 SHORT_GRANTS = {"HORIZON": "32"}
-"""However slow a machine is, forty tokens more need a batcher."""
+"""Even on a slow machine, forty more tokens need a batcher."""
 
 
 def make_prompt(number: int) -> list[int]:
@@ -42,7 +41,7 @@ async def attempts(redis: Redis) -> set[bytes | None]:
 
 
 class Client:
-    """What a gateway would show: tokens by request, each exactly once."""
+    """What a gateway would show: the tokens of each request, each exactly once."""
 
     def __init__(self, redis: Redis) -> None:
         self.pubsub = redis.pubsub()
@@ -56,7 +55,7 @@ class Client:
                     self.shown[tokens.request_id] += unpack_ids(tokens.ids)
 
     async def progress(self, count: int) -> None:
-        """Return when every request has so many tokens more, or all of its tokens."""
+        """Wait until every request has `tokens` more tokens, or all of its tokens."""
         await self.read()
         wanted = [min(len(self.shown[f"r{n}"]) + count, NUM_TOKENS) for n in range(NUM_REQUESTS)]
 
@@ -119,7 +118,7 @@ async def no_blocks_in_use(redis: Redis) -> bool:
 
 
 async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Broker, redis: Redis) -> None:
-    """A row cancelled meanwhile is stopped where it is, rows of a dead worker go to the other."""
+    """A row that is cancelled meanwhile is stopped where it is; rows of a dead worker go to the other."""
     async with modeless_worker(broker.url, "w0", max_batch_size=64) as one:
         with batcher(broker.url, "b0") as first:
             async with modeless_worker(broker.url, "w1") as other:

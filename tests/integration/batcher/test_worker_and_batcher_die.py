@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 
 async def leave_log(redis: Redis, capacity: bytes | None = None) -> None:
-    """A worker, with forty tokens of r1 in its log and none of r2, after whose prompt it never came."""
+    """Leave a worker's log with forty tokens of r1, and none of r2: it died after computing r2's prompt."""
     await start_worker(redis, "w1", capacity)
     for name in ("r1", "r2"):
         await admit(redis, make_request(name))
@@ -67,10 +67,10 @@ async def test_what_the_log_of_a_worker_says_that_died_before_this_epoch_is_kept
     assert await crash_counts(redis) == [b"0", b"0" if how == "drained" else b"1"]
 
 
-async def test_what_the_log_of_an_unreadable_worker_says_is_kept_and_it_is_no_crash(
+async def test_the_log_of_an_unreadable_worker_is_kept_and_its_end_is_no_crash(
     broker: Broker, redis: Redis
 ) -> None:
-    """It is of another version: a rolling upgrade."""
+    """The worker has another version, as in a rolling upgrade."""
     await leave_log(redis, b"junk")
     with batcher(broker.url):
         await wait_until(lambda: is_removed(redis))
@@ -111,7 +111,7 @@ async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_liv
 async def test_the_next_batcher_removes_a_worker_of_which_the_last_has_saved_every_request(
     broker: Broker, redis: Redis
 ) -> None:
-    """It was sealed; no request names it any more, and the keys were to be deleted."""
+    """The worker was sealed and no request named it; the last batcher died before it deleted the keys."""
     await leave_log(redis)
     await seal(redis, "w1")
     for name in ("r1", "r2"):
@@ -139,7 +139,7 @@ async def test_what_a_log_says_of_a_request_that_has_ended_is_not_written_again(
 async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
     broker: Broker, redis: Redis
 ) -> None:
-    """Without any worker: nothing else would notice the cancel."""
+    """There is no worker, so nothing else would notice the cancel."""
     await admit(redis, make_request("r1"))
     await cancel_request(PoolClient(redis, KEYS), "r1")
     with batcher(broker.url):

@@ -23,20 +23,20 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """As a person starts it."""
+    """Run the command as a user starts it."""
     words = [COMMAND, *argv]
     return subprocess.run(words, env=ENVIRON | variables, capture_output=True, text=True, timeout=90)
 
 
 def forked(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The same, without the imports."""
+    """Run the command without the imports."""
     done = command.tokenfleet(*argv, environ=ENVIRON | variables)
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:
-    """Its own start is no part of what is timed."""
+    """Start the fork server before anything is timed."""
     forks.server()
 
 
@@ -60,7 +60,9 @@ def test_a_taken_port_is_refused() -> None:
 
 
 def test_a_port_in_time_wait_is_free() -> None:
-    """Connections of an earlier fleet linger on it (TIME_WAIT): the next thing checked is what fails."""
+    """Connections of an earlier fleet linger on the port (TIME_WAIT). The next check must be the one that
+    fails.
+    """
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as client,
@@ -85,7 +87,7 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["batcher", "jobs"])
 def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:
-    """As in images without torch, before a worker has converted it."""
+    """So they do in images without torch, before a worker has converted the model."""
     environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
     with brokers.running() as broker:
         words = [COMMAND, command]
@@ -115,7 +117,7 @@ def test_an_unreachable_broker_is_refused(command: str) -> None:
 def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command(
     words: tuple[str, ...],
 ) -> None:
-    """`ps` shows them to anybody, as long as the command runs."""
+    """`ps` shows a command line to every user while the command runs."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}"
         command = [sys.executable, "-P", "-m", "deploy.cli", *words, "--redis-url", url]
@@ -133,7 +135,7 @@ def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command
 
 @pytest.mark.parametrize("command", ["serve", "batcher"])
 def test_a_broker_that_may_lose_keys_is_refused(command: str) -> None:
-    """By the whole fleet, and by a process that is started alone."""
+    """A whole fleet refuses it, and so does a single process."""
     with brokers.running("--maxmemory-policy", "allkeys-lfu") as evicting:
         line = refusal(command, PORT=str(free_port()), REDIS_URL=evicting.url)
     assert line.startswith("tokenfleet: REDIS_URL: the broker's maxmemory-policy is allkeys-lfu, which loses")
@@ -186,7 +188,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
-"""Sends itself SIGINT when it is about to import the first module of ours."""
+"""A program that sends itself SIGINT when it is about to import our first module."""
 
 
 @pytest.mark.parametrize(

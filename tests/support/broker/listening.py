@@ -17,8 +17,8 @@ Published = Callable[[], Awaitable[list[bytes]]]
 
 @contextlib.asynccontextmanager
 async def listening(redis: Redis, *channels: str) -> AsyncIterator[Published]:
-    """Listen to channels. The broker has subscribed us when the context opens; a mark is published behind
-    what is asked for, so nobody guesses how long that takes to come.
+    """Listen to channels; they are subscribed when the context opens. A mark is published after the messages,
+    so a read needs no guess about how long they take to come.
     """
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(*channels)

@@ -13,14 +13,14 @@ from tests.support import brokers
 
 
 class Snapshot(dict[bytes, bytes]):
-    """All keys of a broker as they were once; what expires stays."""
+    """All keys of a broker at one time. Restored keys do not expire."""
 
     @classmethod
     async def of(cls, redis: Redis) -> "Snapshot":
         return cls({key: await redis.dump(key) for key in await redis.keys("*")})
 
     async def restore(self, redis: Redis) -> None:
-        """Sets the broker back, in one transaction; its connections last."""
+        """Set the broker back, in one transaction. Its connections stay open."""
         async with redis.pipeline(transaction=True) as pipe:
             pipe.flushall()
             for key, value in self.items():
@@ -29,7 +29,7 @@ class Snapshot(dict[bytes, bytes]):
 
 
 class RestorableBroker:
-    """A broker of one's own that can be killed and started from an earlier copy of its append-only file."""
+    """A broker that can be killed, and started from an earlier copy of its append-only file."""
 
     def __init__(self, broker: Broker, copy: Path) -> None:
         self.broker = broker
@@ -38,14 +38,12 @@ class RestorableBroker:
         self.process = brokers.start(broker)
 
     def keep(self) -> None:
-        """Copies the files as they are now; what was answered is in them."""
+        """Copy the files as they are now; every answered write is in them."""
         shutil.rmtree(self.copy, ignore_errors=True)
         shutil.copytree(self.files, self.copy)
 
     def restore(self) -> None:
-        """Starts from the copy: all that was written since is lost. The server dies with the thread that
-        calls this.
-        """
+        """Start from the copy: later writes are lost. The server dies with the thread that calls this."""
         self.kill()
         shutil.rmtree(self.files)
         shutil.copytree(self.copy, self.files)

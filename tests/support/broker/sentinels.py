@@ -36,7 +36,7 @@ class Watched:
     primary: subprocess.Popen[bytes]
 
     def fail_over(self) -> None:
-        """Kill the primary; the replica takes its place, by and by."""
+        """Kill the primary; after a while the replica takes its place."""
         self.primary.kill()
         self.primary.wait()
 
@@ -67,7 +67,7 @@ def end_with(stack: contextlib.ExitStack, process: subprocess.Popen[bytes]) -> N
 
 
 def listen(port: int) -> list[str]:
-    """Options by which a broker listens on a port of 127.0.0.1, too."""
+    """Options with which a broker also listens on a port of 127.0.0.1."""
     return ["--bind", "127.0.0.1", "--port", str(port)]
 
 
@@ -86,6 +86,6 @@ def start_sentinel(own: Broker, port: int, primary: int) -> subprocess.Popen[byt
 
 
 def watches(sentinel: redis.Redis) -> bool:
-    """Whether it knows the replica, and that it has all the primary has."""
+    """Whether the sentinel knows the replica, and the replica has all that the primary has."""
     states: list[dict[str, str]] = sentinel.sentinel_slaves(SERVICE)  # type: ignore[no-untyped-call]
     return [(one["flags"], one["master-link-status"]) for one in states] == [("slave", "ok")]

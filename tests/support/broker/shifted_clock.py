@@ -68,7 +68,9 @@ class JumpingBroker:
         self.offset_s = 0
 
     def jump(self, seconds: int) -> None:
-        """Returns when the broker has seen it: Valkey reads the clock every millisecond only."""
+        """Move the clock, and wait until the broker has seen it: Valkey reads the clock only every
+        millisecond.
+        """
         self.offset_s += seconds
         with self.offset_file.open("r+b") as file:
             file.write(struct.pack("l", self.offset_s))
@@ -78,7 +80,7 @@ class JumpingBroker:
 
 @contextlib.contextmanager
 def jumping_broker(directory: Path) -> Iterator[JumpingBroker]:
-    """A broker of one's own; skips the test where there is no C compiler."""
+    """Start a broker of one's own; skip the test if there is no C compiler."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler")
     source, library, offset_file = directory / "clock.c", directory / "clock.so", directory / "offset"

@@ -12,7 +12,7 @@ import pytest
 
 
 def make_certificate(directory: Path, name: str = "127.0.0.1") -> tuple[Path, Path]:
-    """Make a certificate that names an IP address and vouches for itself. Return it and its key."""
+    """Make a self-signed certificate for an IP address. Return it and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl")
     certificate, key = directory / f"{name}.pem", directory / f"{name}.key"
@@ -24,7 +24,7 @@ def make_certificate(directory: Path, name: str = "127.0.0.1") -> tuple[Path, Pa
 
 @contextlib.asynccontextmanager
 async def tls_door(to: Path, certificate: Path, key: Path) -> AsyncIterator[int]:
-    """A port with TLS that leads to a Unix socket."""
+    """Open a port with TLS that leads to a Unix socket."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 LONG_GAP_S = 0.25
-"""Gaps that are shorter are not pauses."""
+"""Shorter gaps are not pauses."""
 
 
 class RequestFailed(Exception):
@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
-        """Begin and end of each pause."""
+        """Return the begin and end of each pause."""
         return [pair for pair in pairwise(self.times_s) if pair[1] - pair[0] > LONG_GAP_S]
 
 
@@ -70,7 +70,7 @@ class Answer:
         return sum(bool(choice.reason) for choice in self.choices.values()) == num_choices
 
     def add_frame(self, frame: dict[str, Any]) -> None:
-        """Takes a frame of any route. Raises RequestFailed for an error."""
+        """Add a frame of any route. Raises RequestFailed for an error."""
         if "error" in frame:
             raise RequestFailed(str(frame))
         if "token" in frame:
@@ -91,7 +91,7 @@ class Answer:
         self.choices[choice["index"]].add(tokens, text, choice["finish_reason"])
 
     def add_whole(self, answer: dict[str, Any]) -> None:
-        """Takes an answer that is not streamed. Raises RequestFailed for an error."""
+        """Add an answer that is not streamed. Raises RequestFailed for an error."""
         if "error" in answer:
             raise RequestFailed(str(answer))
         told = [(i, token["id"], token["text"]) for i, token in enumerate(answer["details"]["tokens"], 1)]
@@ -109,7 +109,9 @@ class Difference:
 
 
 def compare(answer: Answer, expected: Answer, is_cut: bool) -> Difference | None:
-    """The first choice that is wrong; of a cut answer, one that is not the beginning of the expected one."""
+    """Return the first choice that is wrong. A choice of a cut answer must be the beginning of the expected
+    one.
+    """
     for index, right in expected.choices.items():
         found = answer.choices[index]
         count = len(found.tokens)

@@ -45,16 +45,14 @@ class Attack:
         self.stopped: set[asyncio.Task[None]] = set()
 
     async def note_files(self) -> None:
-        """Never returns."""
+        """Record the sizes of the broker's files, until cancelled."""
         while True:
             with contextlib.suppress(OSError):  # just being written anew
                 self.files.note()
             await asyncio.sleep(NOTE_EVERY_S)
 
     async def strike(self, strike: Strike) -> list[psutil.Process]:
-        """Returns at once after the strike: the processes that were killed. Those that are stopped go on by
-        themselves.
-        """
+        """Strike, and return the processes that were killed. Stopped ones go on by themselves later."""
         victims = [(hit, await self.find(hit)) for hit in strike.hits]
         self.struck.append((time.monotonic(), strike))
         for hit, process in victims:
@@ -65,11 +63,11 @@ class Attack:
         return [process for hit, process in victims if process is not None and hit.way in KILLS]
 
     async def gone(self, processes: Sequence[psutil.Process]) -> None:
-        """Returns when these processes have ended, and with them their sockets."""
+        """Wait until these processes, and with them their sockets, have ended."""
         await wait_until(lambda: have_ended(processes), BACK_S)
 
     async def find(self, hit: Hit) -> psutil.Process | None:
-        """The process, once it is back."""
+        """Wait until the process is back, and return it."""
         try:
             found: psutil.Process = await wait_until(lambda: process_of(self.fleet, hit), BACK_S)
         except TimeoutError:
@@ -93,7 +91,7 @@ class Attack:
                 process.send_signal(signal.SIGKILL)
 
     async def settled(self, num_processes: int, num_workers: int) -> None:
-        """Returns when all processes are back."""
+        """Wait until all processes are back."""
         await asyncio.gather(*self.stopped)
         with contextlib.suppress(TimeoutError):
             await wait_until(lambda: len(self.fleet.pids()) == num_processes, BACK_S)
@@ -126,7 +124,7 @@ def cut_connections(url: str) -> None:
 
 
 def ready_workers(url: str) -> int:
-    """Workers that the batcher gives rows to; -1 while the broker does not answer."""
+    """Workers that the batcher gives rows to; -1 if the broker does not answer."""
     with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=2) as client:
         return int(client.hget(KEYS.state, "workers") or 0)
     return -1

@@ -18,7 +18,7 @@ KEPT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the broker's files at a time, and its list of them, which changes when it writes them anew."""
+    """Sizes of the broker's files at a time, with its list of files, which changes at each rewrite."""
 
     at_s: float
     manifest: str
@@ -27,7 +27,7 @@ class Sizes:
 
 @dataclass
 class FileHistory:
-    """What the broker's files were in the last seconds.
+    """The sizes of the broker's files in the last seconds.
 
     Attributes:
         directory: of the broker's files.
@@ -44,7 +44,9 @@ class FileHistory:
             self.history.popleft()
 
     def sizes_before(self, seconds: float) -> dict[str, int]:
-        """The newest sizes that are so old. Where the files were written anew since, the oldest of these."""
+        """Return the newest sizes of at least this age. If the files were rewritten since, return the oldest
+        after that.
+        """
         self.note()
         same = [one for one in self.history if one.manifest == self.history[-1].manifest]
         old = [one for one in same if one.at_s <= time.monotonic() - seconds]
@@ -52,7 +54,7 @@ class FileHistory:
 
 
 def cut_files(note: Path) -> None:
-    """Cuts the files to the sizes in `note`, once."""
+    """Cut the files to the sizes in `note`, once."""
     for name, size in json.loads(note.read_text()).items():
         os.truncate(name, size)
     note.unlink()

@@ -28,7 +28,7 @@ WORDS = "river engine teacher market garden letter bridge storm library soldier 
 NUM_TENANTS = 2
 BACK_S = 0.2
 AGAIN_S = 5.0
-"""A job that is silent for so long is submitted again, which is safe."""
+"""A job that is silent for this time is submitted again, which is safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its answer comes in one piece."""
+        """Whether the answer comes in one piece."""
         return self.path in ("/generate", "arq")
 
     @property
@@ -63,7 +63,7 @@ class Case:
 
 
 def make_cases(seed: int, count: int, num_tokens: int) -> list[Case]:
-    """`count` requests of each kind."""
+    """Make `count` requests of each kind."""
     draw = random.Random(seed)
     return [case for number in range(count) for case in make_kinds(draw, number, num_tokens)]
 
@@ -98,7 +98,7 @@ class Reader:
         self.num_jobs = 0
 
     async def read(self, case: Case, answer: Answer) -> None:
-        """Fills `answer`. Raises RequestFailed, and what `EventReader` raises for what cannot go on."""
+        """Fill `answer`. Raises RequestFailed, or what `EventReader` raises if a stream cannot go on."""
         match case.path:
             case "submit":
                 await self.read_job(case, answer)
@@ -110,7 +110,7 @@ class Reader:
                 await self.read_stream(case, answer)
 
     async def read_stream(self, case: Case, answer: Answer) -> None:
-        """Goes on behind the last frame when the stream breaks off, if it had begun."""
+        """Read a stream; if it breaks off after its beginning, go on after the last frame."""
         reader = EventReader(self.base_url)
         frames = reader.post(case.path, case.body, case.headers)
         while True:
@@ -181,7 +181,7 @@ class Reader:
 
 @asynccontextmanager
 async def make_reader(base_url: str, redis_url: str, run: str) -> AsyncIterator[Reader]:
-    """`run` makes the names of jobs unique."""
+    """Make a reader; `run` makes the names of jobs unique."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     arq = await create_pool(
         RedisSettings.from_dsn(redis_url),

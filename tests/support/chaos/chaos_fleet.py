@@ -43,18 +43,18 @@ class ChaosFleet(Fleet):
 
     @property
     def broker(self) -> dict[str, Any]:
-        """URL, socket and files of the broker."""
+        """Return URL, socket and files of the broker."""
         found: dict[str, Any] = json.loads((self.directory / ADDRESS).read_text())
         return found
 
     @property
     def redis_url(self) -> str:
-        """Of the broker itself, whether or not it runs."""
+        """The URL of the broker itself, whether or not it runs."""
         return str(self.broker["url"])
 
     @contextlib.asynccontextmanager
     async def proxy(self, draw: random.Random) -> AsyncIterator[LossyProxy]:
-        """Between gateways and broker, while the context is open; it drops nothing at first."""
+        """Run a proxy between gateways and broker while the context is open. It drops nothing at first."""
 
         def address() -> str:
             return str(self.broker["socket"])

@@ -14,8 +14,8 @@ from tests.support.chaos.cases import Case, Reader
 
 AGAIN_S = 0.2
 HUNG_S, WHOLE_HUNG_S = 90.0, 300.0
-"""A request without a token for so long hangs; an answer in one piece has none before its end, and may wait
-for a place before that.
+"""A request without a token for this time hangs. An answer in one piece has no token before its end, and may
+first wait for a place.
 """
 BROKEN = (StreamBroken, httpx.TransportError, OSError)
 
@@ -61,7 +61,7 @@ class Crowd:
         self.stopping = asyncio.Event()
 
     async def learn(self, num_streams: int) -> None:
-        """Asks for the answer to each case while nothing is disturbed."""
+        """Ask for the answer to each case while nothing is disturbed."""
         waiting = list(self.cases)
 
         async def ask() -> None:
@@ -72,7 +72,7 @@ class Crowd:
         await asyncio.gather(*(ask() for _ in range(num_streams)))
 
     async def learn_case(self, case: Case) -> Answer:
-        """The whole answer; on a machine without time it may be refused at first."""
+        """Return the whole answer. A slow machine may refuse the first tries."""
         until_s = time.monotonic() + HUNG_S
         while True:
             answer = Answer()
@@ -87,7 +87,7 @@ class Crowd:
                 return answer
 
     async def run(self, num_streams: int) -> None:
-        """Keeps so many streams running until `stopping` is set, then ends those that run."""
+        """Keep `streams` streams running until `stopping` is set, then end those that run."""
         await asyncio.gather(*(self.run_client(number) for number in range(num_streams)))
 
     async def run_client(self, number: int) -> None:
@@ -95,14 +95,14 @@ class Crowd:
             await self.insist(number, self.draw.choice(self.cases))
 
     async def insist(self, number: int, case: Case) -> None:
-        """Asks until the case is done; not any more when all is to end."""
+        """Ask until the case is done, or all is to end."""
         while not await self.ask(number, case):
             if self.stopping.is_set():
                 return
             await asyncio.sleep(AGAIN_S)
 
     async def ask(self, number: int, case: Case) -> bool:
-        """Returns whether the case is done: answered, or failed."""
+        """Ask once. Returns whether the case is done: answered, or failed."""
         answer, asked_s = Answer(), time.monotonic()
         self.live[number] = case, answer
         is_cut = False
@@ -131,7 +131,7 @@ class Crowd:
         return not is_cut
 
     async def read(self, case: Case, answer: Answer) -> None:
-        """Raises TimeoutError when it hangs."""
+        """Read the answer. Raises TimeoutError when it hangs."""
         reading = asyncio.create_task(self.reader.read(case, answer))
         count, seen_s, hung_s = -1, 0.0, WHOLE_HUNG_S if case.is_whole else HUNG_S
         try:

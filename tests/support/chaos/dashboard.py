@@ -10,14 +10,14 @@ VARIABLES = {"$service": "tokenfleet", "$pool": "default"}
 
 
 def panel_queries(window: str) -> list[str]:
-    """Of every panel; `window` is what rates look back on."""
+    """Return the queries of all panels; `window` is the range of their rates."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     variables = VARIABLES | {"$__rate_interval": window}
     return [fill(target["expr"], variables) for panel in panels for target in panel.get("targets", [])]
 
 
 def variable_choices() -> list[tuple[str, str, str]]:
-    """Of every variable: what it is set to, and the series and the label that it is chosen from."""
+    """Return for each variable its value, and the series and label that it is chosen from."""
     variables = json.loads(DASHBOARD.read_text())["templating"]["list"]
     return [choice(one) for one in variables if one["type"] == "query"]
 

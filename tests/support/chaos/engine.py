@@ -30,14 +30,14 @@ from tests.support.chaos.engine_loop import run
 STEP_MS = "CHAOS_STEP_MS"
 """Variable: duration of a step."""
 BLOCKS = "CHAOS_NUM_BLOCKS"
-"""Variable: blocks of the KV cache, if not so many as here."""
+"""Variable: number of KV blocks, in place of the default."""
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
 MAX_BATCH_PREFILL_TOKENS = 256
 FIRST_ID, NUM_IDS = 1_000, 1_000
 
 
 class ScriptedEngine:
-    """What the real engine is to its loop.
+    """An engine without a model, with the interface that the engine's loop needs.
 
     Attributes:
         chains: checksum of seed, choice and ids of each row.
@@ -64,7 +64,7 @@ class ScriptedEngine:
                 self.rows.rows[start.row].proposer = Guesser(self, start.row)
 
     def check_cached(self, start: StartRow) -> int:
-        """0 if the blocks with which a row starts hold what they should."""
+        """Return 0 if the blocks with which a row starts hold the right ids."""
         cached = unpack_ids(start.blocks)[: start.num_cached // BLOCK_SIZE]
         return any(
             self.contents.get(block) != checksum(start.ids, place) for place, block in enumerate(cached)
@@ -93,8 +93,8 @@ class ScriptedEngine:
         return result.build(self.rows.step, self.step_s * 1e3) if slices or result else None
 
     def sample(self, one: RowSlice) -> list[int]:
-        """What a slice samples, behind its proposals too; the row goes on with what is confirmed. A prefill's
-        ids are in its chain already.
+        """Sample for a slice, and after its proposals, too. The row goes on with what is confirmed. A
+        prefill's ids are in its chain already.
         """
         row = one.row.number
         chain = extend(self.chains[row], one.row.last_id) if one.decodes else self.chains[row]
@@ -131,17 +131,17 @@ class Guesser:
 
 
 def extend(chain: int, token: int) -> int:
-    """The chain of one more token."""
+    """Return the chain after one more token."""
     return crc32(struct.pack("<i", token), chain)
 
 
 def id_of(chain: int) -> int:
-    """What is sampled behind the ids of a chain."""
+    """Return the id that is sampled after the ids of a chain."""
     return FIRST_ID + chain % NUM_IDS
 
 
 def checksum(ids: bytes, place: int) -> int:
-    """Of the ids up to the end of a row's block."""
+    """Return the checksum of the ids up to the end of a row's block."""
     return crc32(ids[: 4 * BLOCK_SIZE * (place + 1)])
 
 

@@ -22,7 +22,7 @@ class SteppedEngine(Protocol):
 
 
 def run(engine: SteppedEngine, link: AgentLink) -> None:
-    """Runs steps until the agent closes the socket (raises PeerClosed)."""
+    """Run steps until the agent closes the socket (raises PeerClosed)."""
     wait_s = 0.0
     while True:
         for grant in link.grants(wait_s):

@@ -23,7 +23,7 @@ KEYS = Keys("default")
 MIB = 2**20
 NUM_SHOWN = 6
 ON_ITS_WAY_S = 0.5
-"""For so long what a victim has sent may still arrive."""
+"""How long messages that a victim has sent may still arrive."""
 COMPUTING = {"agent kill", "engine kill", "batcher kill"}
 
 
@@ -54,8 +54,8 @@ class Pause:
 def find_pauses(
     choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[float, Strike]], longest_stop_s: float
 ) -> list[Pause]:
-    """Pauses, the longest first. A gap belongs to the first strike whose stop lasts into it, else to the
-    first one within it or just before it, else to the last one before.
+    """Return pauses, the longest first. A gap belongs to the first strike whose stop lasts into it. Without
+    one, it belongs to the first strike within it or just before it, else to the last one before.
     """
     times_s = [time_s for time_s, _ in struck]
     stopped_until_s = [
@@ -78,7 +78,7 @@ def find_pauses(
 
 
 def describe_pauses(pauses: Sequence[Pause]) -> list[str]:
-    """A line for each group of strikes, one for each number of victims, then a line for each label."""
+    """Return a line for each group of strikes, one for each number of victims, then one for each label."""
     by_label: defaultdict[str, list[float]] = defaultdict(list)
     for pause in reversed(pauses):
         for group in groups_of(pause.label):
@@ -88,8 +88,8 @@ def describe_pauses(pauses: Sequence[Pause]) -> list[str]:
 
 
 def groups_of(label: str) -> list[str]:
-    """The groups of a strike: single or two at once, with a stop (SIGSTOP) or without; and, where workers and
-    batchers alone were killed, that.
+    """Return the groups of a strike: single or double, with SIGSTOP or without, and whether only workers and
+    batchers were killed.
     """
     hits = label.split(" + ")
     number = "one" if len(hits) == 1 else "two at once"
@@ -125,16 +125,14 @@ class Holdings:
 
 
 async def is_idle(redis: Redis) -> bool:
-    """As `idle`; requests whose gateway was killed may be known until they expire, and their tokens, and
-    answers to jobs.
-    """
+    """As `idle`. Requests of a killed gateway, their tokens and answers to jobs may stay a while."""
     found = {key for kind in ("request", "result") async for key in redis.scan_iter(KEYS.key(kind, "*"))}
     expiring = {key for key in found if await redis.ttl(key) > 0}
     return await idle(redis, expiring | {key.replace(b":request:", b":tokens:") for key in expiring})
 
 
 async def describe_busy(redis: Redis) -> str:
-    """What is not idle: counts of the batcher, and the first requests and jobs that have not ended."""
+    """Describe what is not idle: the batcher's counts, and the first unfinished requests and jobs."""
     state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
     counts = ", ".join(f"{name} {state.get(name.encode(), b'?').decode()}" for name in ("requests", "rows"))
     kept = [key.decode() async for key in redis.scan_iter(KEYS.key("tokens", "*"))]
@@ -144,7 +142,7 @@ async def describe_busy(redis: Redis) -> str:
 
 
 async def count_resumes(base_url: str) -> Counter[str]:
-    """How often requests were resumed, by cause; what a killed batcher counted in its last second is lost."""
+    """Count resumed requests by cause; what a killed batcher counted in its last second is lost."""
     async with httpx.AsyncClient(base_url=base_url, timeout=30) as http:
         text = (await http.get("/metrics")).text
     found: Counter[str] = Counter()
@@ -156,5 +154,5 @@ async def count_resumes(base_url: str) -> Counter[str]:
 
 
 async def count_keys(redis: Redis) -> Counter[str]:
-    """Keys of the pool by kind."""
+    """Count the pool's keys by kind."""
     return Counter([key.decode().split(":")[2] async for key in redis.scan_iter(KEYS.key("*"))])

@@ -18,7 +18,7 @@ NUM_LONGEST = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
+    """What a run does.
 
     Attributes:
         num_cases: different requests of each kind.
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What came of it; `wrong` is empty where all is as it must be.
+    """The result of a run; `wrong` is empty if all is well.
 
     Attributes:
         interrupted: whether the run was told to end early: then what is left over was not looked at.

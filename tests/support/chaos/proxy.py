@@ -10,7 +10,7 @@ MESSAGE = b"*3\r\n$7\r\nmessage\r\n"
 
 
 class LossyProxy:
-    """Passes bytes on; `*3 message …` replies of subscribed connections are dropped by chance.
+    """Passes bytes on, but drops some `*3 message …` replies of subscribed connections at random.
 
     Attributes:
         address: returns the path of the broker's socket; called for each connection.
@@ -43,7 +43,7 @@ class LossyProxy:
         server_reader: asyncio.StreamReader,
         server_writer: asyncio.StreamWriter,
     ) -> None:
-        """Returns when either side has closed."""
+        """Connect both sides until either has closed."""
         subscribed = asyncio.Event()
         sides = [
             asyncio.create_task(self.pass_commands(reader, server_writer, subscribed)),
@@ -76,7 +76,7 @@ class LossyProxy:
             await writer.drain()
 
     def drop(self, data: bytes) -> tuple[bytes, bytes]:
-        """Whole replies that remain → these, and the incomplete one at the end."""
+        """Drop some whole replies. Return the rest, and the incomplete reply at the end."""
         kept, begin = [], 0
         while (end := end_of_reply(data, begin)) is not None:
             if data.startswith(MESSAGE, begin) and self.draw.random() < self.share:
@@ -88,7 +88,7 @@ class LossyProxy:
 
 
 def end_of_reply(data: bytes, begin: int) -> int | None:
-    """Where the reply (RESP) that begins there ends; None where it is incomplete."""
+    """Return where the reply (RESP) that begins there ends; None if it is incomplete."""
     line_end = data.find(b"\r\n", begin)
     if line_end < 0:
         return None
@@ -108,7 +108,7 @@ def end_of_reply(data: bytes, begin: int) -> int | None:
 async def running_proxy(
     port: int, address: Callable[[], str], draw: random.Random
 ) -> AsyncIterator[LossyProxy]:
-    """A proxy that listens while the context is open."""
+    """Run a proxy while the context is open."""
     proxy = LossyProxy(address, draw)
     server = await asyncio.start_server(proxy.accept, "127.0.0.1", port)
     try:

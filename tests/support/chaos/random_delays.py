@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class RandomDelays:
-    """Delays of up to `most_s`; half of them none at all."""
+    """Makes random delays of up to `most_s`, half of them zero."""
 
     def __init__(self, random: Random, most_s: float) -> None:
         self.random = random
@@ -23,7 +23,7 @@ class RandomDelays:
         return max(0.0, self.random.uniform(-self.most_s, self.most_s))
 
     def around(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, late at its beginning and at its end."""
+        """Return the function with a delay before and after it."""
 
         @functools.wraps(function)
         def late(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 
 KINDS = ("gateway", "batcher", "agent", "engine", "jobs", "broker")
 PAIRS = 1 / 3
-"""Share of strikes that hit two at once."""
+"""Share of strikes that hit two processes at once."""
 STOPS = 1 / 5
 """Share of hits that are SIGSTOP … SIGCONT in place of SIGKILL."""
 STOP_S = (0.3, 6.0)
@@ -18,7 +18,7 @@ BROKER_WAYS = ("kill", "set-back", "cut")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What one process suffers.
+    """What happens to one process.
 
     Attributes:
         kind: one of KINDS.
@@ -38,7 +38,7 @@ class Hit:
 
     @property
     def label(self) -> str:
-        """What figures are listed by."""
+        """The name under which figures are listed."""
         return f"{self.kind} {self.way}"
 
 
@@ -65,15 +65,15 @@ class Targets:
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> "Targets":
-        """`counts`: processes by kind; a worker is an agent and an engine."""
+        """Make the targets from `counts`: processes by kind. A worker is an agent and an engine."""
         letters = {"gateway": "g", "batcher": "b", "agent": "w", "engine": "w", "jobs": "j"}
         names = {kind: [f"{letters[kind]}{i}" for i in range(count)] for kind, count in counts.items()}
         return cls({kind: found for kind, found in names.items() if found} | {"broker": ["broker"]})
 
 
 def draw_strikes(seed: int, targets: Targets, every_s: float, spared: Sequence[str] = ()) -> Iterator[Strike]:
-    """Yields strikes without end; kinds and ways that are `spared` are left out. Kinds and pairs of kinds
-    come from shuffled decks, so that each comes as often as the others.
+    """Yield strikes without end, without the kinds and ways that are `spared`. Kinds and pairs of kinds come
+    from shuffled decks, so that each comes equally often.
     """
     draw = random.Random(seed)
     kinds = [kind for kind in KINDS if kind not in spared]
@@ -102,7 +102,7 @@ def endless_deck(draw: random.Random, cards: Sequence[tuple[str, ...]]) -> Itera
 def draw_hits(
     draw: random.Random, targets: Targets, kinds: Sequence[str], spared: Sequence[str]
 ) -> tuple[Hit, ...]:
-    """One hit for each kind; two of one kind are two processes."""
+    """Return one hit for each kind; two of one kind hit two processes."""
     hits: list[Hit] = []
     for kind in kinds:
         taken = [hit.name for hit in hits if hit.kind == kind]

@@ -21,7 +21,7 @@ FEW, MANY = 3, 50
 CASES = "hypothesis_explicit_examples"
 """Where hypothesis keeps the cases of a test that are not random; one without any lacks it."""
 SHARE = 3
-"""One in so many of the cases at the limits of a route's fields is tried, where not all are."""
+"""Of the cases at the limits of a route's fields, one in this number is tried, unless all are."""
 MODES = list(HypothesisTestMode)
 UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
 TWINS = ("/", "/generate_stream", "/invocations", "/vertex", "/chat_tokenize")

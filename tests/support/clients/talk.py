@@ -9,8 +9,8 @@ DIFFERS = re.compile(
     rb"HTTP/1.1 100 Continue\r\n\r\n|[0-9a-f]{32}|\"created(?:_at)?\":\d+|\ndate: [^\r]*"
     rb"|\nx-[a-z-]*time[a-z-]*: [^\r]*|\n[Cc]onnection: close\r|3\r\n: \n\r\n|4\r\n: \n\n\r\n|(?m:^: \n\n?)"
 )
-"""What two answers to the same request differ in: an interim response, id, second, times, comments that keep
-a slow one alive (as chunks, and as `curl` prints them).
+"""What differs between two answers to one request: interim responses, ids, seconds, times, and keep-alive
+comments (as chunks, and as `curl` prints them).
 """
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Clients:
-    """One for each prompt.
+    """Clients, one for each prompt.
 
     Attributes:
         num_tokens: that came in the last run.
@@ -40,7 +40,7 @@ class Clients:
         self.pauses_s: list[float] = []
 
     async def stream(self, client: httpx.AsyncClient, prompt: str) -> Answer:
-        """Of a stream that ended well."""
+        """Return the tokens of a stream that ended well."""
         body = {"inputs": prompt, "parameters": PARAMETERS}
         tokens: Answer = []
         last_s, ended = 0.0, False
@@ -63,11 +63,11 @@ class Clients:
         return tokens
 
     async def run(self, disturb: Callable[[], object] = lambda: None) -> list[Answer]:
-        """An answer to each prompt; `disturb` is called when each has had some tokens."""
+        """Return an answer to each prompt; call `disturb` when each has had some tokens."""
         return await self.all(self.stream, disturb)
 
     async def run_throughout(self, action: Callable[[], object]) -> list[list[Answer]]:
-        """For each prompt the answers to it, which is asked again and again while the action lasts."""
+        """Ask each prompt again and again while the action lasts. Return the answers of each."""
         done = threading.Event()
 
         def act() -> None:
@@ -83,7 +83,7 @@ class Clients:
         return await self.all(repeat, act)
 
     async def come_back(self, cut: Callable[[], object]) -> Answer:
-        """The answer to the first prompt: its rest is fetched when `cut` has broken its stream off."""
+        """Return the answer to the first prompt. `cut` breaks its stream off, then the rest is fetched."""
         reader = EventReader(self.url)
         body = {"inputs": PROMPTS[0], "parameters": PARAMETERS, "resume_s": SETTLED_S}
         frames = reader.post("/generate_stream", body)
@@ -109,9 +109,8 @@ class Clients:
             return await asyncio.gather(*running)
 
     async def missed_after_s(self, died_at_s: float) -> list[float]:
-        """Seconds until the batcher knew of a worker's death, for each stream of the last run that it held.
-
-        All containers have the same clock.
+        """Return the seconds until the batcher knew of a worker's death, for each stream of the last run that
+        the worker held. All containers have the same clock.
         """
         async with httpx.AsyncClient(base_url=self.url, timeout=180) as client:
             told = [event for name in self.request_ids for event in await timeline(client, name)]
@@ -139,7 +138,7 @@ class Clients:
 
 
 async def timeline(client: httpx.AsyncClient, request_id: str) -> list[dict[str, Any]]:
-    """Events of a request that has ended."""
+    """Return the events of a request that has ended."""
 
     async def whole() -> list[dict[str, Any]]:
         answer = (await client.get(f"/fleet/requests/{request_id}")).json()

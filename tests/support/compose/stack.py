@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy.lock import read_lock
+from deploy.requirements import read_lock
 
 ROOT = Path(__file__).parents[3]
 COMPOSE_VERSION = (2, 24)
@@ -21,11 +21,11 @@ UNREACHABLE = (
     "failed to do request",
     "manifest unknown",
 )
-"""Words of an engine that cannot have a base image."""
+"""What an engine says if it cannot get a base image."""
 
 
 def why_no_engine() -> str:
-    """Why no compose stack can be started here; empty where one can."""
+    """Say why no compose stack can be started here; empty if one can."""
     try:
         done = run(["docker", "info"], timeout_s=20)
         if done.returncode:
@@ -63,14 +63,16 @@ class Stack:
         return run(command, timeout_s, **self.variables)
 
     def must(self, *words: str, timeout_s: float = 900) -> float:
-        """Seconds that a command took, which has to succeed."""
+        """Run a command, which has to succeed. Returns its seconds."""
         started_s = time.monotonic()
         done = self.compose(*words, timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr[-3000:]
         return time.monotonic() - started_s
 
     def shell(self, command: str, folder: Path) -> str:
-        """Output of a command of the runbook, as a person types it in a folder; it has to succeed."""
+        """Run a command of the runbook, as a user types it in a folder. It has to succeed. Returns its
+        output.
+        """
         of_stack = {"COMPOSE_FILE": str(ROOT / "docker-compose.yml"), "COMPOSE_PROJECT_NAME": self.project}
         environ = os.environ | self.variables | of_stack
         done = subprocess.run(command, shell=True, cwd=folder, env=environ, capture_output=True, text=True)
@@ -81,7 +83,7 @@ class Stack:
         return f"{self.project}-{service}-{number}"
 
     def containers(self, service: str) -> list[str]:
-        """That run, whatever their numbers are: scaling down may leave the second."""
+        """Return the containers that run, whatever their numbers: scaling down may leave the second."""
         return self.compose("ps", "-q", service).stdout.split()
 
     def inspect(self, service: str, template: str, number: int = 1) -> str:
@@ -91,7 +93,7 @@ class Stack:
         return self.inspect(service, "{{.State.Health.Status}}", number) == "healthy"
 
     def kill_process(self, service: str, title: str) -> None:
-        """SIGKILL to the process of this title inside of a container."""
+        """Send SIGKILL to the process with this title inside a container."""
         code = (
             "import os, pathlib, signal, time\n"
             "print(time.time(), flush=True)\n"
@@ -102,50 +104,52 @@ class Stack:
         self.killed_at_s = float(self.kill_inside(service, "python", "-c", code) or "nan")
 
     def kill_redis(self) -> None:
-        """SIGKILL to the server: its container ends with it, and the engine starts it again."""
+        """Send SIGKILL to the server. Its container ends with it, and the engine starts it again."""
         [pid] = re.findall(r"process_id:(\d+)", self.redis("INFO", "server"))
         self.kill_inside("redis", "sh", "-c", f"kill -9 {pid}")
 
     def kill_inside(self, service: str, *command: str) -> str:
-        """Output of a command that may end its own container."""
+        """Run a command that may end its own container. Returns its output."""
         done = run(["docker", "exec", self.container(service), *command])
         assert done.returncode in (0, 128 + signal.SIGKILL), done.stderr
         return done.stdout
 
     def kill_active_batcher(self) -> None:
-        """SIGKILL to the container of the one that holds the lease."""
+        """Send SIGKILL to the container of the batcher that holds the lease."""
         holder = self.redis("GET", "tf:{default}:batcher")
         self.kill_and_start(self.redis("HGET", f"tf:{{default}}:batcher:{holder}", "host"))
 
     def kill_container(self, service: str) -> None:
-        """SIGKILL to all of it."""
+        """Send SIGKILL to the whole container."""
         self.kill_and_start(self.container(service))
 
     def kill_and_start(self, container: str) -> None:
-        """The engine takes a kill for a stop by hand, so the container is started by hand."""
+        """Kill a container and start it: the engine takes a kill for a stop by hand."""
         self.killed_at_s = time.time()
         for word in ("kill", "start"):
             done = run(["docker", word, container])
             assert done.returncode == 0, done.stderr
 
     def restart(self, service: str, number: int = 1) -> None:
-        """SIGTERM to one container, and its start when it has ended."""
+        """Send SIGTERM to one container, and start it when it has ended."""
         done = run(["docker", "restart", "-t", "110", self.container(service, number)])
         assert done.returncode == 0, done.stderr
 
     def stop_all(self) -> None:
-        """SIGTERM to every container at the same time, as the engine does when its machine shuts down."""
+        """Send SIGTERM to every container at once, as the engine does when its machine shuts down."""
         done = run(["docker", "stop", "-t", "120", *self.compose("ps", "-q").stdout.split()])
         assert done.returncode == 0, done.stderr
 
     def limit_cores(self, service: str, cores: int) -> None:
-        """Of each of its containers, which are started anew."""
+        """Limit the cores of each container of a service, and start the containers anew."""
         for words in (["update", "--cpus", str(cores)], ["restart", "-t", "110"]):
             done = run(["docker", *words, *self.containers(service)])
             assert done.returncode == 0, done.stderr
 
     def threads(self, service: str) -> list[int]:
-        """With which the engine in each worker's container computes, by its log; 0 before it says so."""
+        """Return the number of threads of the engine in each worker's container, by its log; 0 before the log
+        has it.
+        """
         logs = (run(["docker", "logs", name]) for name in self.containers(service))
         said = (re.findall(r"(\d+) threads?", log.stdout + log.stderr) for log in logs)
         return [int(found[-1]) if found else 0 for found in said]
@@ -154,13 +158,13 @@ class Stack:
         return int(self.inspect(service, "{{.RestartCount}}"))
 
     def first_line(self, service: str) -> str:
-        """Message of the first line in its log."""
+        """Return the message of the first line in its log."""
         [name] = self.containers(service)
         log = run(["docker", "logs", name])
         return str(json.loads((log.stdout + log.stderr).splitlines()[0])["message"])
 
     def odd_log_lines(self, *services: str) -> list[str]:
-        """Lines of their logs that are no JSON objects."""
+        """Return lines of the logs that are not JSON objects."""
         names = [name for service in services for name in self.containers(service)]
         logs = [run(["docker", "logs", name]) for name in names]
         lines = [line for log in logs for line in (log.stdout + log.stderr).splitlines()]
@@ -171,7 +175,7 @@ class Stack:
         return run(["docker", "exec", self.container("redis"), "redis-cli", *words]).stdout.strip()
 
     def enqueue(self, job_id: str, *arguments: Any) -> None:
-        """Have arq do the job `generate`."""
+        """Make arq run the job `generate`."""
         code = (
             "import asyncio, json, os, sys, msgpack\n"
             "from arq import create_pool\n"
@@ -204,14 +208,14 @@ def is_unreachable(error: str) -> bool:
 
 
 def packages_of(image: str) -> dict[str, str]:
-    """Name → version of every package of Python in an image."""
+    """Return name → version of every Python package in an image."""
     done = run(["docker", "run", "--rm", "--entrypoint", "pip", image, "list", "--format", "freeze"])
     assert done.returncode == 0, done.stderr
     return {name: version.partition("+")[0] for name, version in read_lock(done.stdout).items()}
 
 
 def files_of(image: str) -> set[str]:
-    """A line for each file of packages and of our own: its path, mode, owner, and digest or target."""
+    """Return a line for each file of packages and of our own: path, mode, owner, and digest or target."""
     code = (
         "import hashlib, os, pathlib\n"
         "for root in ('/usr/local', '/app', '/models', '/etc/passwd'):\n"

@@ -61,7 +61,7 @@ class Player:
     def start_behind(
         self, cached: Sequence[int], number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any
     ) -> StartRow:
-        """As `start`, behind blocks that are computed."""
+        """As `start`, after blocks that are computed already."""
         blocks = [*cached, *self.take(1)]
         params["num_cached"] = len(cached) * self.engine.block_size
         self.rows[number] = Played(len(ids), blocks)
@@ -90,8 +90,8 @@ class Player:
         return blocks
 
     def grow(self, lead: int, served: int) -> list[tuple[int, bytes]]:
-        """Blocks for the `served` oldest rows, as many as there are, up to `lead` tokens beyond what a row
-        holds.
+        """Grant blocks to the `served` oldest rows, as far as there are any, for up to `lead` tokens beyond
+        what a row holds.
         """
         added = []
         for number, row in list(self.rows.items())[:served]:
@@ -105,7 +105,7 @@ class Player:
     def run(
         self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000
     ) -> dict[int, list[int]]:
-        """All rows to their end; returns the new ids of each."""
+        """Run all rows to their end. Returns the new ids of each."""
         self.again = list(starts)
         while self.rows:
             starts, self.again = self.again, []
@@ -147,7 +147,7 @@ class Player:
                 self.start_again(number, row.ids)
 
     def start_again(self, number: int, ids: list[int]) -> None:
-        """A row that the engine itself preempted."""
+        """Start again a row that the engine itself preempted."""
         start, blocks = self.starts[number], self.take(1)
         del self.ended[number]
         self.starts[number] = replace(

@@ -26,7 +26,7 @@ OVER = Grant(-1, 0)
 
 
 class Over(Exception):
-    """This engine is done with."""
+    """Raised when an engine is not needed any more."""
 
 
 class Follower(Communicator):
@@ -38,7 +38,7 @@ class Follower(Communicator):
 
 
 class Led:
-    """Rank 0 of an engine, as Player takes engines."""
+    """Rank 0 of an engine, with the interface that Player needs."""
 
     def __init__(self, communicator: Communicator, **settings: Any) -> None:
         """Raises SettingError, as all ranks do."""
@@ -65,7 +65,7 @@ class Led:
 
 @contextlib.contextmanager
 def running(world_size: int) -> Iterator[Communicator]:
-    """Rank 0 of so many; the others are there, and end with it."""
+    """Run rank 0 of several; the others run beside it, and end with it."""
     port = free_port()
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
     command = [sys.executable, "-m", "tests.support.engine.multi_rank_engine"]

@@ -49,7 +49,7 @@ async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields:
 
 
 async def ended(redis: Redis, name: str) -> Committed:
-    """The state of a request once it has ended."""
+    """Return the state of a request once it has ended."""
     await wait_until(lambda: redis.hexists(KEYS.request(name), "terminal"))
     return (await read(PoolClient(redis, KEYS), [name]))[name]
 
@@ -59,7 +59,7 @@ async def waiting(redis: Redis, count: int) -> bool:
 
 
 async def active_batcher(redis: Redis, *former: str) -> str:
-    """Return the name of the active batcher, once there is one that is none of the former."""
+    """Return the name of the active batcher, once a new one is active."""
 
     async def newest() -> str:
         name = (await redis.get(KEYS.batcher) or b"").decode().split("-")[0]

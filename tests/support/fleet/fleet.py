@@ -49,7 +49,7 @@ class Fleet:
         self.directory = Path(tempfile.mkdtemp(prefix="tokenfleet-test-"))
 
     def start(self) -> "Fleet":
-        """Starts `tokenfleet serve` without waiting."""
+        """Start `tokenfleet serve` without waiting."""
         variables = {name.upper(): str(value) for name, value in self.settings.items() if value is not None}
         command = [sys.executable, "-P", "-m", *self.command]
         environ = os.environ | variables | {"PARENT_PID": str(os.getpid())}
@@ -61,8 +61,8 @@ class Fleet:
         return self
 
     def ready(self, timeout_s: float = READY_S) -> "Fleet":
-        """Returns when the launcher says that the fleet serves. Raises AssertionError with its last words
-        when it ends instead.
+        """Wait until the launcher says that the fleet serves. Raises AssertionError with its last lines if it
+        ends.
         """
         wait_until_sync(
             lambda: self.launcher.poll() is not None or "/generate_stream" in self.output() + self.errors(),
@@ -74,7 +74,7 @@ class Fleet:
         return self
 
     def kill(self) -> None:
-        """Ends every process of the fleet now."""
+        """End every process of the fleet now."""
         self.processes()
         self.launcher.kill()
         self.launcher.wait()
@@ -88,7 +88,7 @@ class Fleet:
         return (self.directory / "stdout").read_text()
 
     def errors(self) -> str:
-        """What all processes of the fleet have logged."""
+        """Return what all processes of the fleet have logged as errors."""
         return (self.directory / "stderr").read_text()
 
     @property
@@ -98,16 +98,14 @@ class Fleet:
         return url_of(psutil.Process(self.pid("broker")))
 
     def processes(self) -> list[psutil.Process]:
-        """All living descendants of the launcher, and the launcher."""
+        """The launcher and all its living descendants."""
         launcher = self.known[self.launcher.pid]
         everybody = [launcher, *launcher.children(recursive=True)] if launcher.is_running() else []
         self.known |= {process.pid: process for process in everybody}
         return everybody
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name: `broker`, `g0`, `b0`, `w0` … A process that is just being started has no name
-        yet.
-        """
+        """Process ids by name: `broker`, `g0`, `b0`, `w0` … A process that only starts has no name yet."""
         return {
             name: child.pid
             for child in psutil.Process(self.launcher.pid).children()
@@ -115,27 +113,29 @@ class Fleet:
         }
 
     def pid(self, name: str) -> int:
-        """Process id of `w0`, once there is one."""
+        """Return the process id of `w0`, once it exists."""
         return int(wait_until_sync(lambda: self.pids().get(name)))
 
     def engines(self, worker: str) -> list[psutil.Process]:
-        """The ranks of a worker, in order: its children but the fork server."""
+        """Return the ranks of a worker, in order: its children without the fork server."""
         children = psutil.Process(self.pid(worker)).children()
         ranks = [child for child in children if is_of_fleet(child)]
         return sorted(ranks, key=lambda process: process.pid)
 
     def preloaded(self, name: str = "preloaded") -> int:
-        """Process id of the preloaded worker that waits, or of the `preloaded-api`; 0 without one."""
+        """Return the process id of the worker, or gateway (`preloaded-api`), that waits preloaded; 0 without
+        one.
+        """
         children = psutil.Process(self.launcher.pid).children()
         return next((child.pid for child in children if title(child) == ["tokenfleet", name]), 0)
 
     def workers_ready(self, pool: str = "default") -> int:
-        """Workers that the batcher has taken over and gives rows to."""
+        """Return the number of workers that the batcher has taken over and gives rows to."""
         with redis.Redis.from_url(self.redis_url) as client:
             return int(client.hget(Keys(pool).state, "workers") or 0)
 
     def restarted(self, name: str, old_pid: int, timeout_s: float = READY_S) -> int:
-        """The pid of the successor of a process that ended."""
+        """Wait for the successor of a process that ended. Returns its pid."""
         end_s = time.monotonic() + timeout_s
         return int(
             wait_until_sync(
@@ -169,7 +169,7 @@ class Fleet:
 
 
 def name_of(process: psutil.Process) -> str:
-    """`w0` of a process titled `tokenfleet worker w0`, `broker` of the broker, else nothing."""
+    """Return `w0` for a process titled `tokenfleet worker w0`, `broker` for the broker, else nothing."""
     with contextlib.suppress(psutil.Error):
         if process.name() == "valkey-server":
             return "broker"
@@ -178,13 +178,13 @@ def name_of(process: psutil.Process) -> str:
 
 
 def url_of(broker: psutil.Process) -> str:
-    """The URL of an embedded broker, once it listens."""
+    """Return the URL of an embedded broker, once it listens."""
     [path] = wait_until_sync(lambda: {one.laddr for one in broker.net_connections(kind="unix") if one.laddr})
     return Broker(Path(path).parent).url
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
+    """Whether a process has not ended. A zombie has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -195,12 +195,12 @@ def have_ended(processes: Iterable[psutil.Process]) -> bool:
 
 
 def is_of_fleet(process: psutil.Process) -> bool:
-    """Whether a process runs and is no fork server of tests."""
+    """Whether a process runs and is not a fork server of tests."""
     return title(process) not in ([], ["tokenfleet", "forks"])
 
 
 def title(process: psutil.Process) -> list[str]:
-    """The words that `ps` shows of a process; none of one that has ended."""
+    """Return the words that `ps` shows of a process; empty if it has ended."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline()).split()
     return []

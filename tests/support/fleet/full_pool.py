@@ -83,7 +83,7 @@ class FullPool:
             await pipe.execute()
 
     async def write_log(self, worker: str) -> None:
-        """Plain maps: a million messages would take longer to make than to read."""
+        """Write a log as plain maps: making a million messages would take longer than reading them."""
         ids = {request_id: self.ids(request_id) for request_id in self.requests(worker)}
         async with self.redis.pipeline(transaction=False) as pipe:
             for flush in range(self.flushes):
@@ -97,7 +97,7 @@ class FullPool:
             await pipe.execute()
 
     async def kill(self, workers: list[str]) -> None:
-        """Their launchers say so."""
+        """Report all workers as dead, as their launchers would."""
         for worker in workers:
             await self.redis.delete(KEYS.worker(worker))
             await self.redis.xadd(KEYS.control, {"died": encode(WorkerDied(worker))})
@@ -145,7 +145,7 @@ class FullPool:
         return pack_ids(range(1 + (row - 1) * BLOCKS_OF_ROW, 1 + row * BLOCKS_OF_ROW))
 
     async def lease_s(self) -> float:
-        """When the lease was taken: the epoch is that time, in µs by Redis."""
+        """Return when the lease was taken: the epoch is that time, in µs by Redis."""
         return int(await self.redis.get(KEYS.epoch) or 0) / 1e6
 
     def records(self, request_id: str) -> bytes:

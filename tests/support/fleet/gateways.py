@@ -44,7 +44,7 @@ async def serving(
 
 
 async def start(config: uvicorn.Config, listener: socket.socket) -> uvicorn.Server:
-    """As `serve` of uvicorn, but for its loop, which looks ten times a second whether it is to end."""
+    """Start as uvicorn's `serve` does, without its loop that checks ten times a second whether to end."""
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
@@ -54,7 +54,7 @@ async def start(config: uvicorn.Config, listener: socket.socket) -> uvicorn.Serv
 
 
 async def stop(server: uvicorn.Server, listener: socket.socket) -> None:
-    """As `shutdown` of uvicorn, which sleeps first, but at once where nobody is connected."""
+    """Stop as uvicorn's `shutdown` does, but without its sleep if nobody is connected."""
     with contextlib.suppress(TimeoutError):
         await wait_until(lambda: not server.server_state.connections, 0.05)
     if server.server_state.connections or server.server_state.tasks:
@@ -67,7 +67,7 @@ async def stop(server: uvicorn.Server, listener: socket.socket) -> None:
 
 
 async def ready(gateway: Gateway) -> None:
-    """Returns when the gateway accepts requests."""
+    """Wait until the gateway accepts requests."""
 
     async def serves() -> bool:
         with contextlib.suppress(Exception):
@@ -82,7 +82,7 @@ async def ready(gateway: Gateway) -> None:
 async def answering(
     url: str, answer: Answer | Callable[[Generate], Answer], step_s: float = 0.0, **settings: Any
 ) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
-    """A worker that answers so, a gateway that is ready, and a client."""
+    """A worker that gives this answer, a gateway that is ready, and a client."""
     scripted = answer if callable(answer) else lambda _: answer
     async with (
         working(url, TOKENIZER, scripted, step_s) as worker,
@@ -93,7 +93,7 @@ async def answering(
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
-    """The bytes of a whole stream."""
+    """Return the bytes of a whole stream."""
     async with client.stream("POST", "/generate_stream", json=body) as response:
         content = await response.aread()
         assert response.status_code == 200, content
@@ -101,7 +101,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
 
 
 async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
-    """Returns when no request is left in the gateway or in Redis."""
+    """Wait until no request is left in the gateway or in Redis."""
     await wait_until(
         lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
     )

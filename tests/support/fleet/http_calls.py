@@ -14,7 +14,7 @@ async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
 
 
 async def generate(http: httpx.AsyncClient, inputs: str = PROMPT, **parameters: Any) -> Any:
-    """The answer, with `ids` and `reason` beside it."""
+    """Return the answer, with `ids` and `reason` beside it."""
     body = {"inputs": inputs, "parameters": {"max_new_tokens": 12, "details": True, **parameters}}
     answer = await post(http, "/generate", body)
     details = answer["details"]
@@ -22,19 +22,21 @@ async def generate(http: httpx.AsyncClient, inputs: str = PROMPT, **parameters: 
 
 
 async def timeline(http: httpx.AsyncClient, request: str) -> list[str]:
-    """What has happened to the request of a key, and to its choices; the batcher writes it a moment later."""
+    """Return what has happened to the request of a key, and to its choices. The batcher writes it a moment
+    later.
+    """
     answer = (await http.get(f"/fleet/requests/{request.rpartition(':')[2]}")).json()
     return [one["what"] for events in answer.get("timelines", {}).values() for one in events]
 
 
 async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
-    """Texts of the choices of a completion."""
+    """Return the texts of the choices of a completion."""
     answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **fields})
     return [choice["text"] for choice in answer["choices"]]
 
 
 def sampled_body(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
-    """Different variants to sample, and lengths of prompts."""
+    """Make a body; numbers give different ways to sample, and lengths of prompts."""
     variants: list[dict[str, Any]] = [
         {},
         {"temperature": 1.3},

@@ -37,13 +37,13 @@ STANDING = {
     "jobworker",
     "arq",
 }
-"""Keys of a fleet that does nothing: all but those of requests and jobs."""
+"""Keys of an idle fleet: all but those of requests and jobs."""
 KEPT = [build("job-*") for build in (KEYS.job, KEYS.result, KEYS.reply, KEYS.request, KEYS.tokens)]
-"""Keys of jobs that were answered: for an hour. Requests over HTTP keep none."""
+"""Keys that answered jobs keep for an hour. Requests over HTTP keep none."""
 
 
 async def idle(redis: Redis, ignored: set[bytes]) -> bool:
-    """Whether each process reports no request, row, block, stream or job, and no key is left but those."""
+    """Whether each process reports no request, row, block, stream or job, and no other key is left."""
     state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
     keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
     gateways: list[dict[bytes, bytes]] = [await redis.hgetall(key) for key in keys]  # type: ignore[misc]
@@ -60,8 +60,8 @@ async def idle(redis: Redis, ignored: set[bytes]) -> bool:
 
 
 async def tasks(redis: Redis) -> dict[bytes, int]:
-    """Most tasks of each gateway in the heartbeats of a second: at some beats, tasks that wait for that very
-    beat are counted before they go on, at others after.
+    """Return the most tasks of each gateway in the heartbeats of a second: some beats count tasks that wait
+    for that beat, others do not.
     """
     most: Counter[bytes] = Counter()
     for _ in range(NUM_LOOKS):
@@ -72,7 +72,7 @@ async def tasks(redis: Redis) -> dict[bytes, int]:
 
 
 async def settled_tasks(redis: Redis) -> dict[bytes, int]:
-    """As `tasks`, when the count has been the same twice. Raises TimeoutError."""
+    """As `tasks`, once the count was the same twice. Raises TimeoutError."""
     counts = [await tasks(redis)]
 
     async def settled() -> dict[bytes, int] | None:
@@ -89,7 +89,7 @@ async def subscriptions(redis: Redis) -> list[Any]:
 
 
 def processes(fleet: Fleet) -> list[psutil.Process]:
-    """All but the broker and the launcher; engines, too; none that ends meanwhile."""
+    """Return all processes without broker and launcher, but with engines, when none of them just ends."""
     found: list[psutil.Process] = []
     for name, pid in fleet.pids().items():
         with contextlib.suppress(psutil.Error):
@@ -106,7 +106,7 @@ def handles(fleet: Fleet) -> dict[int, int]:
 
 
 def memory(fleet: Fleet) -> dict[str, int]:
-    """Bytes by the name of the process."""
+    """Return bytes by the name of the process."""
     return {
         " ".join(title(process)): size
         for process, size in each(fleet, lambda process: process.memory_info().rss)
@@ -114,8 +114,8 @@ def memory(fleet: Fleet) -> dict[str, int]:
 
 
 def each(fleet: Fleet, read: Callable[[psutil.Process], int]) -> Iterator[tuple[psutil.Process, int]]:
-    """What `read` finds of each of the `processes` that has not ended meanwhile. Of one that is just ending,
-    the kernel may show nothing to its own user.
+    """Return what `read` finds of each process that has not ended meanwhile. The kernel may show nothing of
+    one that is just ending.
     """
     for process in processes(fleet):
         with contextlib.suppress(psutil.Error):

@@ -12,7 +12,9 @@ KEYS = Keys("default")
 
 
 async def live_requests(redis: Redis) -> list[str]:
-    """Keys of requests over HTTP that have not ended. Those of jobs, which are kept, belong to no gateway."""
+    """Return the keys of requests over HTTP that have not ended. Requests of jobs belong to no gateway, and
+    are left out.
+    """
     live = []
     async for key in redis.scan_iter(KEYS.request("*")):
         gateway, terminal = await redis.hmget(key, ["gateway", "terminal"])  # type: ignore[misc]
@@ -22,18 +24,18 @@ async def live_requests(redis: Redis) -> list[str]:
 
 
 async def worker_of(redis: Redis, request: str) -> str:
-    """The worker that runs a request, if one does."""
+    """Return the worker that runs a request, if one does."""
     worker: bytes | None = await redis.hget(request, "worker")  # type: ignore[misc]
     return (worker or b"").decode()
 
 
 async def pid_of(redis: Redis, worker: str) -> int:
-    """0 while it has no heartbeat."""
+    """Return the worker's process id; 0 while it has no heartbeat."""
     return int(await redis.hget(KEYS.worker(worker), "pid") or 0)  # type: ignore[misc]
 
 
 async def kill_worker_of(redis: Redis, request: str) -> None:
-    """Kills the worker that runs a request, once one does. (Signals to process 0 go to all of pytest.)"""
+    """Kill the worker of a request, once it runs. (A signal to process 0 would go to all of pytest.)"""
 
     async def pid() -> int:
         return await pid_of(redis, await worker_of(redis, request))

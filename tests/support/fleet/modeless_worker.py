@@ -20,7 +20,7 @@ from tests.support.tokenizer import TOKENIZER
 
 BLOCK_SIZE = 16
 TTL_S = 60.0
-"""Longer than a busy machine keeps a test from its core: a test that lets a worker die says so."""
+"""Longer than a busy machine keeps a test from its core. A test in which a worker dies sets its own value."""
 
 
 def next_id(ids: Sequence[int]) -> int:
@@ -28,7 +28,7 @@ def next_id(ids: Sequence[int]) -> int:
 
 
 def generate(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens of a request that nothing interrupts."""
+    """Return the tokens of a request that nothing interrupts."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(next_id(ids))
@@ -36,7 +36,8 @@ def generate(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class ModelessEngine(EngineClient):
-    """Rows as the real engine keeps them. A block that two rows own fails an assertion.
+    """An engine without a model, with rows as the real engine keeps them. It asserts that no two rows own a
+    block.
 
     Attributes:
         ids: of each row, prompt and tokens.
@@ -125,8 +126,8 @@ async def modeless_worker(
 
 
 async def serve(agent: Agent) -> None:
-    """As a worker's process does: whenever its streams are gone, as the next incarnation; its log is sealed
-    when it has drained.
+    """Serve as a worker's process does. Whenever its streams are gone it goes on as the next incarnation.
+    When it has drained, its log is sealed.
     """
     while not await agent.run():
         agent = await agent.next_incarnation()

@@ -41,7 +41,7 @@ class Clients:
         self.name = uuid4().hex  # results of jobs stay in the broker of a fleet that others used
 
     async def learn_answers(self) -> None:
-        """Fills `alone`."""
+        """Fill `alone`."""
         for prompt in PROMPTS:
             answer = (await self.http.post("/generate", json=greedy(prompt, MOST_TOKENS))).json()
             self.alone.append([token["id"] for token in answer["details"]["tokens"]])
@@ -67,7 +67,7 @@ class Clients:
         await asyncio.gather(*(one(self.draw.choice(actions)) for _ in range(count)))
 
     def random_request(self) -> tuple[dict[str, Any], list[int]]:
-        """A body and the ids that answer it."""
+        """Return a body, and the ids that answer it."""
         place, length = self.draw.randrange(len(PROMPTS)), self.draw.randint(1, MOST_TOKENS)
         return greedy(PROMPTS[place], length), self.alone[place][:length]
 
@@ -124,7 +124,7 @@ class Clients:
         )
 
     async def submit(self) -> None:
-        """A job with frames on a channel, in a stream, on both or on neither; one in five is cancelled."""
+        """Submit a job with frames on a channel, in a stream, on both or on neither; cancel one in five."""
         self.num_jobs += 1
         job_id, (body, ids) = f"job-{self.num_jobs}-{self.name}", self.random_request()
         address = {"reply_to": f"ext:{job_id}"} if self.draw.random() < 0.5 else {}
@@ -149,7 +149,7 @@ class Clients:
             assert (await self.http.get(path)).status_code == 200
 
     async def disconnect(self) -> None:
-        """Disconnects after some frames of a long stream."""
+        """Disconnect after some frames of a long stream."""
         tgi: dict[str, Any] = {
             "inputs": "Hi",
             "stream": True,
@@ -176,7 +176,7 @@ class Clients:
                     return
 
     async def disconnect_early(self) -> None:
-        """Disconnects between the first byte of the request and the first of its answer."""
+        """Disconnect between the first byte of the request and the first byte of its answer."""
         host, port = self.fleet.base_url.removeprefix("http://").split(":")
         content = json.dumps(greedy("Hi", 500)).encode()
         headers = ("Host: x", "Content-Type: application/json", f"Content-Length: {len(content)}", "", "")
@@ -196,7 +196,7 @@ class Clients:
                     yield json.loads(line[6:])
 
     async def collect_frames(self) -> None:
-        """Collects the frames of all jobs, until it is cancelled."""
+        """Collect the frames of all jobs until cancelled."""
         async with self.redis.pubsub() as pubsub:
             await pubsub.psubscribe(KEYS.channel("ext:*"))
             async for message in pubsub.listen():

@@ -17,7 +17,7 @@ TTL_S = 5.0
 
 @contextlib.asynccontextmanager
 async def batching(url: str, name: str = "b0-1", pool: str = "default") -> AsyncIterator[None]:
-    """A batcher is active while the context is open; it leaves nothing behind."""
+    """Keep a batcher active while the context is open; afterwards none of its keys is left."""
     keys = Keys(pool)
     async with connect(url) as redis:
         renewing = asyncio.create_task(renew(redis, keys, name))

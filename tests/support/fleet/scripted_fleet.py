@@ -24,7 +24,7 @@ NUM_ARRIVING = 40
 
 
 def answer_ids(number: int, num_tokens: int) -> list[int]:
-    """The answer to the prompt with this number."""
+    """Return the answer to the prompt with this number."""
     return [WORDS[(number + i) % len(WORDS)] for i in range(num_tokens)]
 
 
@@ -116,8 +116,8 @@ async def begin(url: str, content: dict[str, object], answer: Stream) -> asyncio
 
 
 async def count_wrong(url: str, num_streams: int, num_tokens: int) -> int:
-    """Read so many streams; NUM_ARRIVING of them wait for their first token at once, the others go on
-    together. Return how many of them are not exactly their answers.
+    """Read `num_streams` streams; NUM_ARRIVING of them wait for their first token at once, the others go on
+    together. Return how many are not exactly their answers.
     """
     arriving = asyncio.Semaphore(NUM_ARRIVING)
 

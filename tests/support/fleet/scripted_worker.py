@@ -39,8 +39,8 @@ EOS = 2
 
 @dataclass
 class Answer:
-    """What a request is to be answered: ids one a step, within the request's limits, then end-of-sequence,
-    the error, or nothing. `num_cached` tokens of its prompt are said to be found computed.
+    """What a request is to be answered: ids, one a step, within the request's limits; then end-of-sequence,
+    the error, or nothing. `num_cached`: tokens of its prompt that are reported as found in the prefix cache.
     """
 
     ids: list[int]
@@ -50,7 +50,7 @@ class Answer:
 
 
 class Live:
-    """One request as the worker holds it."""
+    """A request as the worker holds it."""
 
     def __init__(self, entry_id: bytes, request: Generate, answer: Answer, tokenizer: Tokenizer) -> None:
         self.entry_id, self.request, self.error = entry_id, request, answer.error
@@ -86,7 +86,9 @@ class Live:
 
     @property
     def prompt(self) -> bytes:
-        """Log-probabilities of the prompt: each token is half a nat less likely than the one before it."""
+        """Return log-probabilities of the prompt: each token is half a nat less likely than the one before
+        it.
+        """
         ids = unpack_ids(self.request.prompt_ids)[1:]
         logprobs = [-0.5 * i for i in range(1, 1 + len(ids))]
         likeliest = neighbours(ids, logprobs, self.request.prompt_logprobs or 0)
@@ -104,7 +106,7 @@ def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes
 
 
 class FakeWorker:
-    """Set `answer` to script; `pause` has it keep all it holds until `going` is set.
+    """A worker that answers with `answer`. `pause` makes it keep all it holds until `going` is set.
 
     Attributes:
         spill_steps: its log is trimmed after so many steps.
@@ -170,12 +172,12 @@ class FakeWorker:
             self.resting.clear()
 
     async def pause(self) -> None:
-        """Returns when it takes nothing more."""
+        """Stop, and wait until the worker takes nothing more."""
         self.going.clear()
         await self.resting.wait()
 
     async def take(self) -> None:
-        """New requests, then cancels; without anything to do, wait for one of them."""
+        """Take new requests, then cancels. If there is nothing to do, wait for one of them."""
         streams = {self.keys.requests: self.last_entry, self.keys.control: self.last_control}
         block = None if self.live else IDLE_MS
         for stream, entries in await self.redis.xread(streams, block=block):  # type: ignore[arg-type]
@@ -198,7 +200,7 @@ class FakeWorker:
             live.cancelled = True
 
     async def flush(self) -> None:
-        """One step of every row: the next token of each, and the ends."""
+        """Run one step of every row: the next token of each, and the ends."""
         rows = [
             (
                 live,
@@ -245,7 +247,7 @@ class FakeWorker:
             await self.dequeue(live)
 
     async def write(self, call: ScriptCall[FlushReply]) -> None:
-        """Write one flush, however long the broker is away: the next one is refused without it."""
+        """Write one flush, and retry while the broker is away: without it the next one is refused."""
         while True:
             try:
                 reply = await run_script(self.redis, call)

@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 def request(
     name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000, gateway: str = ""
 ) -> Sequence:
-    """Without a gateway it is a job."""
+    """Make a request; without a gateway it is a job."""
     generate = Generate(
         name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens), gateway=gateway
     )
@@ -28,7 +28,7 @@ def request(
 def sharing_request(
     name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, salt: str = "", num_choices: int = 1
 ) -> Sequence:
-    """A request that may use the blocks of others."""
+    """Make a request that may share blocks with others."""
     ids = pack_ids(prompt)
     hashes = extend_hashes(root_hash(salt), ids)
     stopping = StoppingParams(max_new_tokens)
@@ -127,8 +127,8 @@ class Pool:
             self.resume(sequence)
 
     def disturb(self, action: str, num_requests: int) -> None:
-        """Kills or drains a worker, cancels one of the requests r0, r1 …, or replaces the batcher; both are
-        drawn. Another action changes nothing.
+        """Kill or drain a worker, cancel one of the requests r0, r1 …, or replace the batcher, chosen at
+        random. Other actions change nothing.
         """
         name = self.random.choice(list(self.workers))
         match action:
@@ -144,7 +144,7 @@ class Pool:
                 self.scheduler.cancel(f"r{self.random.randrange(num_requests)}", "client")
 
     def succeed(self) -> None:
-        """The batcher dies, with plans that it has not published; a new one adopts what workers hold."""
+        """Let the batcher die with unpublished plans; a new one adopts what workers hold."""
         list(self.scheduler.plans())
         before, self.scheduler = self.scheduler, Scheduler(self.scheduler.limits, self.scheduler.epoch + 1)
         left = {}

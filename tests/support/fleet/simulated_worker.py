@@ -22,7 +22,7 @@ def generated_id(index: int) -> int:
 
 
 def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
-    """Whether the token that a request generates at this place ends it, wherever and whenever it runs."""
+    """Whether a request's token at this index ends it, on every worker and in every attempt."""
     return crc32(f"{request_id} {num_tokens}".encode()) < chance * 2**32
 
 
@@ -43,7 +43,7 @@ class SimulatedRow:
         self.hashes = self.start.request.block_hashes
 
     def names(self, block_size: int) -> list[bytes]:
-        """What its full blocks hold; nothing if it shares none."""
+        """Names of its full blocks; none if it shares no blocks."""
         if self.start.request.block_hashes:
             self.hashes = extend_hashes(self.hashes, self.ids[: 4 * self.kv_len])
         return block_names(self.hashes, block_size)[: self.kv_len // block_size]
@@ -58,7 +58,7 @@ class SimulatedRow:
 
     @property
     def place_in_line(self) -> tuple[int, int]:
-        """As in the engine's prefill."""
+        """Return the row's place in line, as the engine's prefill has it."""
         if self.num_passed >= PATIENCE:
             return -1, 0
         return class_index(self.start.request.class_name), self.target - self.kv_len
@@ -71,7 +71,9 @@ class SimulatedRow:
 
 @dataclass
 class SimulatedWorker:
-    """Ends rows at their last token (`ends_at`) or their limit; releases each some reports later (`draw`)."""
+    """A worker that ends rows at their last token (`ends_at`) or their limit, and releases each some reports
+    later (`draw`).
+    """
 
     block_size: int
     draw: random.Random
@@ -155,7 +157,7 @@ class SimulatedWorker:
             self.ended_requests.add(row.start.request.request_id)
 
     def run(self) -> bool:
-        """One step, if one is granted and a row can take part."""
+        """Run one step, if one is granted and a row can take part."""
         in_step = list(islice(self.rows.items(), self.max_rows))
         self.most_rows = max(self.most_rows, len(in_step))
         decoding = [item for item in in_step if item[1].is_prefilled]
@@ -184,11 +186,11 @@ class SimulatedWorker:
         return took_part
 
     def room(self, row: SimulatedRow) -> int:
-        """Slots of a row's blocks that are not filled."""
+        """Number of free slots in a row's blocks."""
         return len(row.blocks) * self.block_size - row.kv_len
 
     def decode(self, number: int, row: SimulatedRow, most: int) -> None:
-        """A token, and more where its proposals were right."""
+        """Decode a token, and further ones if its proposals were right."""
         for num_right in range(most):
             if number in self.rows:
                 row.kv_len += 1
@@ -198,7 +200,7 @@ class SimulatedWorker:
                 self.sample(number, row)
 
     def fill(self, row: SimulatedRow, count: int) -> None:
-        """The row has computed `count` tokens: the blocks that are full now hold its ids."""
+        """Note that the row has computed `count` tokens: blocks that are full now hold its ids."""
         self.computed[row.start.request.tenant] += count
         filled = range((row.kv_len - count) // self.block_size, row.kv_len // self.block_size)
         if filled and (names := row.names(self.block_size)):
@@ -216,7 +218,7 @@ class SimulatedWorker:
             self.end(number, "eos_token")
 
     def release(self) -> None:
-        """Rows that have ended leave the device, some sooner and some later."""
+        """Release rows that have ended, some sooner and some later."""
         staying = []
         for number, row in self.leaving:
             if self.draw.random() < 0.5:
@@ -232,7 +234,7 @@ class SimulatedWorker:
         self.leaving = staying
 
     def answer_takeover(self, epoch: int) -> Report:
-        """What it holds. Reports that were not read are lost, as those to an earlier batcher are."""
+        """Answer with the rows that it holds. Unread reports are lost, as those to an earlier batcher are."""
         self.take_lengths()
         self.clear()
         self.plan = 1
@@ -257,7 +259,7 @@ class SimulatedWorker:
         )
 
     def take_lengths(self) -> list[tuple[int, int, int]]:
-        """How long rows are that are ahead of one token a step."""
+        """Take the lengths of rows that are ahead of one token a step."""
         ahead = [(number, row) for number, row in self.rows.items() if row.is_ahead]
         for _, row in ahead:
             row.told_as, row.is_ahead = (row.kv_len, self.step), False

@@ -24,7 +24,7 @@ MAX_BYTES = 2**17
 ANSWER_S = 600.0  # the first engine waits for the imports
 READY = b"ready"
 AT_IMPORT = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "OMP_", "GOMP_", "MKL_", "LD_", "XDG_")
-"""Beginnings of the names of variables that imported modules read."""
+"""Prefixes of variables that imported modules read."""
 MODULES = {
     *("api", "api.jobs.arq_worker", "batcher", "deploy.cli", "gpu_worker", "gpu_worker.engine"),
     *("tests.support.chaos.launcher", "tests.support.chaos.worker", "tests.support.chaos.engine"),
@@ -60,7 +60,9 @@ class ForkServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, start: Start, files: Sequence[int]) -> int:
-        """Return the process id of a child of ours. For so long orphans below us become our children."""
+        """Start a process. Returns the process id of a child of ours. Meanwhile orphans below us become our
+        children.
+        """
         with self.lock:
             prctl = ctypes.CDLL(None).prctl
             prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -75,12 +77,12 @@ class ForkServer:
 SERVERS: list[ForkServer] = []
 """The fork server of this process, once it has one."""
 AT_START: dict[str, str] = {}
-"""The variables with which the fork server, or the one of which this process is a copy, has imported."""
+"""The variables that the fork server had during its imports. A copy has its original's."""
 
 
 def server() -> ForkServer:
-    """Return the fork server of this process; it is started when it is needed first, which takes seconds: an
-    event loop should have it before.
+    """Return the fork server of this process, and start it if needed. That takes seconds, so start it before
+    an event loop runs.
     """
     if not SERVERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -95,7 +97,7 @@ def server() -> ForkServer:
 
 
 def can_fork(words: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether a copy of the fork server is the same as what these words start."""
+    """Whether a copy of the fork server is the same as the process that these words start."""
     runs_module = words[:1] == [sys.executable] and "-m" in words[1:3]
     if sys.platform != "linux" or not runs_module or words[words.index("-m") + 1] not in MODULES:
         return False
@@ -107,7 +109,7 @@ def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """As Popen. Only what can be forked is; the rest is started by the interpreter."""
+    """A process with the interface of Popen. The interpreter starts those that cannot be forked."""
 
     def _execute_child(self, *arguments: Any) -> None:
         begin = super()._execute_child  # type: ignore[misc]
@@ -167,7 +169,7 @@ class AwaitedProcess:
 
 
 async def create_subprocess_exec(*words: str, **options: Any) -> AwaitedProcess | asyncio.subprocess.Process:
-    """In place of asyncio's, where processes of the fleet are to be forked."""
+    """Replacement of asyncio's function that forks processes of the fleet."""
     if can_fork(list(words), options.get("env") or os.environ):
         return AwaitedProcess(await asyncio.to_thread(lambda: ForkedProcess(words, **options)))
     return await ORIGINAL(*words, **options)

@@ -14,7 +14,7 @@ TIMEOUT_S = 90.0
 def tokenfleet(
     *argv: str, environ: Mapping[str, str], content: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
-    """What it says to `content` on its stdin."""
+    """Run the command with `content` on its stdin. Returns what it prints, and its exit code."""
     words = [sys.executable, "-m", MODULE, *argv]
     pipe = subprocess.PIPE
     process = ForkedProcess(words, env=environ, stdin=pipe, stdout=pipe, stderr=pipe)

@@ -3,7 +3,7 @@ itself: tens of milliseconds, where an engine's imports take seconds.
 
 A copy is a child of the process that asked for it, and does what `python -P -m MODULE` does from there on,
 with the arguments, variables, files and the session that it was given. One that starts others has a fork
-server of its own, a copy made before anything else. Who asks is in tests/support/forks/client.py.
+server of its own, a copy made before anything else. The side that asks is tests/support/forks/client.py.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ STARTS_OTHERS = ("deploy.cli", "gpu_worker", "tests.support.chaos.launcher", "te
 
 
 def begin(sock: socket.socket) -> NoReturn:
-    """Import what all need, say so, and serve."""
+    """Import what all processes need, say so, and serve."""
     setproctitle.setproctitle("tokenfleet forks")  # before the first copy, which would not find its place
     client.AT_START.update(os.environ)
     import_all(FLEET)
@@ -86,7 +86,7 @@ def serve(sock: socket.socket) -> NoReturn:
 
 
 def become(start: Start, sock: socket.socket, files: Sequence[int]) -> NoReturn:
-    """Make this copy of the server what the process would be that the interpreter starts, and run it."""
+    """Make this copy of the server the process that the interpreter would start, and run it."""
     if os.getppid() != start.parent:
         os._exit(1)  # who asked has ended
     if start.new_session:
@@ -114,14 +114,14 @@ def place_files(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def open_streams() -> None:
-    """Anew: those of the server remember of their files whether they could be sought in."""
+    """Open the standard streams anew: the server's own remember whether their files can seek."""
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
 
 
 def start_server() -> None:
-    """Start a fork server of this process, which asks it for those that it starts itself."""
+    """Start a fork server of this process, for the processes that it starts itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()

@@ -10,7 +10,7 @@ MEMORY_BYTES = 143_771 * 2**20
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *uuids: str, fails: bool = False) -> None:
-    """pynvml answers with these GPUs; with `fails` the library is there and the driver is not."""
+    """Make pynvml answer with these GPUs. `fails`: the library is there, but no driver answers."""
 
     def init() -> None:
         if fails:

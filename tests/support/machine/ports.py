@@ -5,8 +5,8 @@ import random
 import socket
 
 PORTS = range(20_000, 32_000)
-"""Below the ports that the kernel hands out by itself: a client that retries a server being restarted must
-not meet itself there.
+"""Ports below those that the kernel hands out. A client that retries a server during its restart could
+otherwise connect to itself.
 """
 
 

@@ -37,11 +37,11 @@ class Record:
         return record
 
     def steps_of(self, number: int) -> list[float]:
-        """When the steps of a request began."""
+        """Return when the steps of a request began."""
         return self.of_row[self.rows[number]] if number in self.rows else []
 
     def idle(self, begin_s: float, end_s: float) -> list[float]:
-        """Share of each window between two times in which no step ran."""
+        """Return the share of each window between two times in which no step ran."""
         count = int((end_s - begin_s) / WINDOW_S)
         left = [WINDOW_S] * count
         for step_begin_s, step_end_s, _ in self.steps:
@@ -54,6 +54,6 @@ class Record:
         return [max(0.0, one) / WINDOW_S for one in left]
 
     def busy(self, begin_s: float, end_s: float) -> float:
-        """Mean number of rows in a step between two times; none is in one where none runs."""
+        """Return the mean number of rows in a step between two times; 0 while no step runs."""
         inside = [step for step in self.steps if begin_s <= step[0] and step[1] <= end_s]
         return sum((end - begin) * len(rows) for begin, end, rows in inside) / (end_s - begin_s)

@@ -28,7 +28,7 @@ def serve(from_port: int, to_port: int, delay_s: float) -> None:
 
 
 def pump(source: socket.socket, sink: socket.socket, delay_s: float) -> None:
-    """Passes on what comes, `delay_s` later, in threads of its own."""
+    """Pass on bytes `delay_s` later, in threads of its own."""
     queue: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
     threading.Thread(target=read, args=(source, queue, delay_s), daemon=True).start()
     threading.Thread(target=write, args=(sink, queue), daemon=True).start()

@@ -49,7 +49,7 @@ class LatePool:
         return self.pool.scheduler.limits.max_batch_size
 
     def run(self, ticks: int) -> Counter[int]:
-        """Let so many ticks pass. Return in how many of them so many places were taken."""
+        """Run some ticks. Returns in how many of them each number of places was taken."""
         before = self.tick
         for _ in range(ticks):
             self.decide()

@@ -12,7 +12,7 @@ from batcher.scheduling.request_queue import (
 from batcher.scheduling.sequence import Sequence
 
 Tenant = tuple[int, str]
-"""Rank of a class, name of a tenant."""
+"""(rank of a class, name of a tenant)"""
 
 
 def tenant_of(sequence: Sequence) -> Tenant:

@@ -1,5 +1,5 @@
 """A gateway dies in the middle of its answers, and no client notices: another gateway, or its own successor,
-goes on with each at the very byte.
+goes on with each at the next byte.
 """
 
 import asyncio
@@ -57,14 +57,14 @@ class Curl:
 
 
 async def openai_text(port: int) -> str:
-    """The text of a stream through the `openai` package."""
+    """Return the text of a stream through the `openai` package."""
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         chunks = await client.chat.completions.create(model="smollm2", **CHAT, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 
 async def hub_text(port: int) -> str:
-    """The text of a stream through TGI's client."""
+    """Return the text of a stream through TGI's client."""
     async with AsyncInferenceClient(f"http://127.0.0.1:{port}") as client:
         return "".join([text async for text in await client.text_generation("Hi", stream=True)])
 
@@ -73,8 +73,9 @@ Run = Callable[[], Coroutine[Any, Any, bytes | str]]
 
 
 async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: Redis) -> None:
-    """SIGKILL to one gateway, SIGTERM to the other, in the middle of all routes' answers, streamed and whole;
-    each answer is as without, byte for byte, and responses are stored. Half of the sockets are read slowly.
+    """One gateway gets SIGKILL, the other SIGTERM, in the middle of all routes' answers, streamed and whole.
+    Each answer is byte for byte as without the signals, and responses are stored. Half of the sockets are
+    read slowly.
     """
     async with (
         working(broker.url, TOKENIZER, lambda _: ANSWER, step_s=0.15) as worker,
@@ -153,8 +154,8 @@ def make_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Broker) -> None:
-    """The successor of the only gateway cancels its request. The other connection, on which a second request
-    waited already, has the first one's answer whole, and is closed then.
+    """The successor of the only gateway cancels its request. Another connection, on which a second request
+    already waits, gets the whole first answer, and is then closed.
     """
     body = {"inputs": "Hi"}
     async with (
@@ -182,8 +183,8 @@ async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Br
 
 
 async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Broker, redis: Redis) -> None:
-    """Only the keeper knows of them then, also where the client has left: their requests are queued again,
-    and give the same bytes.
+    """Then only the keeper knows of them. Their requests are queued again and give the same bytes, even if
+    the client has left.
     """
     async with (
         working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,

@@ -29,7 +29,7 @@ REFUSAL = re.compile(rb"HTTP/1.1 (429|503) ")
 
 
 class Clients:
-    """Clients that ask one thing after the other.
+    """Clients that send one request after another.
 
     Attributes:
         outcomes: counts of answers: whole, wrong, cut; and of requests that were not admitted.

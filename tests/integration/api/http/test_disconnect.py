@@ -13,8 +13,8 @@ from tests.support.waiting import wait_until
 
 
 async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker) -> None:
-    """In the middle of a stream, before its first token, while waiting for a whole answer, and before
-    any token was sent.
+    """They disconnect in the middle of a stream, before its first token, during a whole answer, or before any
+    token was sent.
     """
     answers = {
         "text 0": Answer(IDS, ends=False),

@@ -23,7 +23,7 @@ IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
 TEXT = " one two three four five six"
 ANSWER = Answer(IDS)
 KEEP_ALIVE_S = 4.0
-"""Less than any other connection is kept."""
+"""Less than the time that any other connection is kept."""
 ENDLESS = Answer(IDS * 1000)
 
 
@@ -34,7 +34,7 @@ def request(path: str, version: str = "1.1", **parameters: Any) -> bytes:
 
 
 class RawClient:
-    """A connection, and all that comes on it."""
+    """A connection, and all bytes that come on it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -53,7 +53,7 @@ class RawClient:
         return self
 
     async def rest(self) -> bytes:
-        """What comes until the connection ends."""
+        """Return what comes until the connection ends."""
         async with asyncio.timeout(30):
             with contextlib.suppress(ConnectionResetError):
                 return await self.reader.read()
@@ -68,7 +68,7 @@ def cut(reason: str) -> float:
 
 
 def text_of(body: bytes) -> str:
-    """The text of a stream of frames, or of a whole answer."""
+    """Return the text of a stream of frames, or of a whole answer."""
     if body.startswith(b"{"):
         text: str = json.loads(body)["generated_text"]
         return text
@@ -111,11 +111,11 @@ async def test_requests_that_were_sent_before_the_end_are_all_answered(broker: B
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 @pytest.mark.parametrize(("num_tokens", "waits"), [(0, False), (0, True), (5, True)])
-async def test_a_client_that_leaves_without_a_word_is_noticed(
+async def test_a_client_that_vanishes_is_noticed(
     broker: Broker, path: str, num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks like one that sends no more, until its kernel refuses what is written; also one that has left
-    before anybody waits for that.
+    """It looks like a client that only stopped sending, until its kernel refuses what is written. One that
+    has left before anything waits for it is noticed, too.
     """
     monkeypatch.setattr(unread_module, "CHECK_S", 0.05)
     async with answering(broker.url, ENDLESS, step_s=0.02) as (worker, gateway, http):
@@ -155,7 +155,7 @@ async def test_a_request_that_does_not_end_is_refused_in_time(
 
 
 async def trickle(client: RawClient, half: bytes) -> None:
-    """Send it byte by byte: no progress makes the time longer."""
+    """Send a text byte by byte: progress does not extend the time limit."""
     for i in range(len(half)):
         await client.send(half[i : i + 1])
         await asyncio.sleep(0.001)

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
 NUM_TOKENS = 240
 SMALL = 4096
-"""Bytes of a socket's buffers, so that little is enough to fill them."""
+"""Bytes of a socket's buffers: small, so that they fill soon."""
 STREAM = "/generate_stream"
 
 
@@ -88,7 +88,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
 async def test_a_client_that_reads_slowly_is_not_cut_off(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a little at a time, and longer than the limit for all of it."""
+    """It reads a little at a time. All of it takes longer than the limit."""
     now_s = 1000.0
     monkeypatch.setattr(unread_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     async with answering(broker.url, Answer(IDS * 200), write_timeout_s=1.5) as (worker, gateway, client):

@@ -130,7 +130,7 @@ async def test_a_job_that_is_answered_with_an_error_is_one_line_of_the_log(
 
 
 class Trap:
-    """Notes that somebody unpickled it."""
+    """An object that notes that somebody unpickled it."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("a job was unpickled",))
@@ -215,7 +215,7 @@ async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> 
 
 
 async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
-    """The first is killed, the second is stopped; the third waits for what was begun: nothing is generated
+    """The first is killed, the second is stopped. The third waits for what they began: nothing is generated
     twice.
     """
     await worker.pause()
@@ -270,7 +270,7 @@ async def test_a_worker_ends_in_order_while_an_answer_is_written(
 
 
 async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
-    """Cancel its tasks, and discard what they would send while they end."""
+    """Cancel the worker's tasks, and discard what they would send while they end."""
     running.finish_job = asyncio.sleep  # type: ignore[assignment]
     life.cancel()
     for task in running.tasks.values():
@@ -279,7 +279,7 @@ async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
 
 
 async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
-    """More than arq's ten."""
+    """There are more of them than arq's default of ten."""
     await worker.pause()
     async with job_worker(broker.url) as running:
         jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]

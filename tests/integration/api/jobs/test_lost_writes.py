@@ -43,7 +43,7 @@ async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorke
 async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """The gateway submits it again, so another one goes on with it, without a missing or repeated frame."""
+    """The gateway submits the job again; another one goes on with it, without a missing or repeated frame."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before its gateway
     async with killed_gateway(broker.url):

@@ -79,7 +79,7 @@ async def test_the_same_job_joins_and_another_with_its_id_conflicts(
 async def test_another_gateway_continues_the_jobs_of_a_dead_one(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """Each frame once, on the channel and in the stream, with the text of one generation."""
+    """Each frame comes once, on the channel and in the stream, with the text of one generation."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # no job ends before its gateway
     async with killed_gateway(broker.url):

@@ -27,7 +27,7 @@ def counts(num_prompt: int, num_new: int, num_cached: int = 0) -> dict[str, Any]
 
 
 def repeat(request: Generate) -> Answer:
-    """The prompt, and the number of the choice."""
+    """Answer with the prompt and the number of the choice."""
     choice = request.sampling.choice if request.sampling else 0
     words = f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"
     return Answer(ids(words), num_cached=16 * (1 + choice))

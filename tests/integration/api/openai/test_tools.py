@@ -30,7 +30,7 @@ HERMES: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwe
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The only choice of an answer."""
+    """Return the only choice of an answer."""
     response = await client.post(CHAT_PATH, json=CHAT | {"tools": TOOLS} | fields)
     assert response.status_code == 200, response.text
     [choice] = response.json()["choices"]
@@ -38,7 +38,7 @@ async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 def called(message: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and arguments of each call."""
+    """Return name and arguments of each call."""
     functions = [call["function"] for call in message["tool_calls"]]
     return [(one["name"], one["arguments"]) for one in functions]
 
@@ -107,7 +107,7 @@ async def test_calls_are_streamed_name_first_then_arguments_in_pieces(broker: Br
 
 
 async def test_a_stream_adds_up_to_the_whole_answer(broker: Broker) -> None:
-    """As openai's own package adds it up."""
+    """OpenAI's own package adds it up."""
     answer = Answer(ids("<think>\nHm, 7.\n</think>\n\n" + CALLS))
     async with answering(broker.url, answer, **HERMES) as (_, _, client):
         whole = (await ask(client))["message"]
@@ -155,7 +155,7 @@ async def test_reasoning_is_apart_from_content(broker: Broker) -> None:
 
 
 async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
-    """As LangChain and the older API write it; the template of this model knows no tools."""
+    """LangChain and the older API write it this way. The template of this model knows no tools."""
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     newer = [
         {"role": "user", "content": "Q"},

@@ -29,7 +29,7 @@ LABELS = {
     "user",
     "verbosity",
 }
-"""Accepted without effect."""
+"""Fields that are accepted without effect."""
 
 
 def user(content: object, **fields: object) -> dict[str, Any]:
@@ -234,7 +234,7 @@ async def test_an_unknown_route_is_answered_with_the_known_ones(client: httpx.As
 async def test_the_error_for_a_long_prompt_has_the_code_and_the_sentence_that_clients_look_for(
     client: httpx.AsyncClient,
 ) -> None:
-    """litellm and LangChain trim the chat, or fall back to another model, by them."""
+    """By these, litellm and LangChain trim the chat, or fall back to another model."""
     long = "a " * 2000
     for path, body in (
         ("/v1/chat/completions", user(long)),

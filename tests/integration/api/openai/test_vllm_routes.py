@@ -35,7 +35,7 @@ async def test_the_tokens_of_a_prompt_and_of_a_chat_in_vllm_s_shape(broker: Brok
 
 
 async def test_detokenize_gives_the_text_back(broker: Broker) -> None:
-    """Without any worker; with the special tokens."""
+    """No worker is needed; special tokens are included."""
     text = f"<|im_start|>user\n{TEXT}<|im_end|>"
     async with serving(broker.url) as (_, client):
         tokens = (await client.post("/tokenize", json={"prompt": text})).json()

@@ -1,4 +1,4 @@
-"""What an error repeats of a client's input is cut."""
+"""An error repeats only the beginning of a client's input."""
 
 import re
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before it is paid for, and long texts are tokenized a few at once."""
+"""What cannot be served is refused before it costs anything; only a few long texts are tokenized at once."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ from tests.support.fleet.scripted_worker import Answer
 from tests.support.waiting import wait_until
 
 LONG = "a " * 150_000
-"""Beyond what the scripted worker takes (1023 tokens), whatever its tokens are."""
+"""A text that is longer than the scripted worker's limit (1023 tokens), whatever its tokens are."""
 
 
 def forbidden(*_: Any) -> Any:
@@ -108,7 +108,7 @@ async def test_too_many_prompts_are_refused_before_any_is_read(
 async def test_every_route_that_tokenizes_waits_for_room(
     broker: Broker, path: str, body: dict[str, Any]
 ) -> None:
-    """Short texts meanwhile do not."""
+    """Short texts meanwhile do not wait."""
     async with answering(broker.url, Answer([11])) as (_, gateway, client):
         budget, end = gateway.pool.tokenizer.budget, threading.Event()
         occupied = asyncio.create_task(budget.run(budget.long.max_bytes, end.wait))

@@ -66,7 +66,7 @@ async def test_reasoning_text_and_calls_are_items_of_their_own(broker: Broker) -
 
 @pytest.mark.parametrize("tail", ["", '{"place": "Z'])
 async def test_a_call_that_is_cut_is_incomplete_and_never_done(broker: Broker, tail: str) -> None:
-    """Here the model ends within it, as it does at a stop string of another API."""
+    """Here the model ends within the call, as it does at a stop string of another API."""
     text = CALLS[: CALLS.rindex("{}")] + tail
     async with answering(broker.url, Answer(ids(text)), **HERMES) as (_, _, client):
         whole = await ask(client)
@@ -91,7 +91,9 @@ async def test_reasoning_is_its_own_summary_if_one_is_requested(broker: Broker) 
 
 
 async def test_calls_and_their_outputs_are_in_the_next_prompt(broker: Broker) -> None:
-    """By the id of the response, by repeating its items, and by naming them: the prompt is the same."""
+    """The prompt is the same whether they are given by the id of the response, by repeated items, or by
+    references.
+    """
     async with answering(broker.url, Answer(ids(THOUGHT + CALLS)), **HERMES) as (worker, _, client):
         first = await ask(client)
         outputs = [

@@ -24,7 +24,7 @@ async def lose_request(redis: Redis, request_id: str) -> None:
 
 
 async def lose_reader(redis: Redis, request_id: str) -> None:
-    """The request is as it was before its client came back."""
+    """Set the request back to what it was before its client came back."""
     await redis.hdel(KEYS.request(request_id), "reader", "connection")  # type: ignore[misc]
     await redis.hset(KEYS.request(request_id), "gateway", "g1-test")  # type: ignore[misc]
 

@@ -25,7 +25,7 @@ ENDLESS = Answer(ids(" one two three" * 500), ends=False)
 
 
 async def states(client: httpx.AsyncClient, request_id: str) -> list[str]:
-    """Of the request and of its choices."""
+    """Return the states of the request and of its choices."""
     found = (await client.get(f"/requests/{request_id}", headers=OWN)).json()
     return [found["state"], *(choice["state"] for choice in found["choices"])]
 

@@ -48,7 +48,7 @@ async def two_gateways(
 async def read_frames(
     client: httpx.AsyncClient, path: str, body: dict[str, Any] | None, count: int = 10**6, last_id: int = 0
 ) -> tuple[bytes, str]:
-    """The first frames of a stream, and where it goes on; the connection is closed then."""
+    """Return the first frames of a stream, and where it goes on; then close the connection."""
     method, headers = ("GET" if body is None else "POST"), {"last-event-id": str(last_id)} if last_id else {}
     async with client.stream(method, path, json=body, headers=headers) as response:
         if response.status_code != 200:

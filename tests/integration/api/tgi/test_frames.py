@@ -57,7 +57,7 @@ def logprobs(count: int) -> list[float]:
 
 
 def pieces(token_ids: list[int]) -> list[str]:
-    """Texts by hand: every character appears whole, with its last byte."""
+    """The texts, by hand: every character appears whole, with its last byte."""
     shown, found = "", []
     for i in range(1, len(token_ids) + 1):
         text = TOKENIZER.decode(token_ids[:i], skip_special_tokens=False)

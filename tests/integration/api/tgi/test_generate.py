@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 
 def described(token_id: int, logprob: float) -> dict[str, Any]:
-    """A token by itself, as TGI shows it."""
+    """Return a token as TGI shows it."""
     logprob = unpack_floats(pack_floats([logprob]))[0]
     return {
         "id": token_id,
@@ -33,7 +33,7 @@ def described(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
-    """Streamed they stand in each frame, else in the details."""
+    """In a stream they are in each frame, otherwise in the details."""
     body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
     async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
         whole = (await client.post("/generate", json=body)).json()

@@ -19,7 +19,7 @@ async def post(client: httpx.AsyncClient, path: str, body: Any) -> Any:
 
 
 async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
-    """Without any worker. Special tokens stand for themselves; a character of several tokens is in each of
+    """No worker is needed. Special tokens stand for themselves; a character of several tokens is in each of
     them.
     """
     text = "Hé 🙂🙃 wörld<|im_end|> 👩‍👩‍👧 漢字\n\n" + "long é " * 1000

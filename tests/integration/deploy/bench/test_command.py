@@ -198,7 +198,7 @@ def test_a_run_prints_a_table_and_writes_both_files(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
-async def test_a_real_gateway_is_identified_and_goes_on_behind_the_end_of_sequence(
+async def test_a_real_gateway_is_identified_and_goes_on_after_the_end_of_sequence(
     path: str, broker: Broker
 ) -> None:
     """Both sides of the contract are real; only the worker is scripted."""

@@ -1,4 +1,4 @@
-"""`tokenfleet chat` as a person sees it: through a pipe, and in a terminal of its own."""
+"""`tokenfleet chat` as a user sees it: through a pipe, and in a terminal of its own."""
 
 import asyncio
 import codecs
@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from deploy.cli.chat import ChatAnswer
-from deploy.cli.client import SseDecoder, base_url, error_message
+from deploy.cli.client import SseDecoder, error_message, parse_url
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer as Answered
@@ -43,7 +43,7 @@ def piped(server_url: str, text: bytes, *flags: str, **variables: str) -> subpro
 
 @dataclass
 class Terminal:
-    """A program in a terminal; `seen` is all that it has written."""
+    """A program in a terminal; `seen` is its output that no call has waited for yet."""
 
     process: subprocess.Popen[bytes]
     screen: int
@@ -51,7 +51,7 @@ class Terminal:
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
 
     def waits_for(self, text: str) -> None:
-        """Returns when the program has written `text`; what comes after it is looked at next time."""
+        """Wait until the program has written `text`; the next call looks only at what follows it."""
 
         def found() -> bool:
             with contextlib.suppress(BlockingIOError, OSError):
@@ -66,7 +66,9 @@ class Terminal:
 
 
 def heed_ctrl_c() -> None:
-    """A program in a terminal does; one that a script starts in the background inherits that it does not."""
+    """Restore Ctrl-C, as in a terminal: a program that a script starts in the background inherits that SIGINT
+    is ignored.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -293,7 +295,7 @@ async def test_a_real_gateway_gets_the_flags_and_its_error_is_shown(broker: Brok
     "text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"]
 )
 def test_a_servers_url_may_have_v1_and_slashes_at_its_end(text: str) -> None:
-    assert base_url(text) == "http://localhost:80"
+    assert parse_url(text) == "http://localhost:80"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Launched:
         return [(int(pid), incarnation) for _, _, pid, incarnation in words]
 
     def ready(self) -> str:
-        """The launcher's line; every process has started then."""
+        """Wait for the launcher's line; by then every process has started."""
         wait_until_sync(
             lambda: self.process.poll() is not None or all(map(self.starts, ("g0", "b0", "w0", "w1")))
         )
@@ -235,8 +235,8 @@ def test_a_process_that_ends_before_ready_ends_the_start(
 
 
 def test_a_restart_that_refuses_a_setting_leaves_the_others_running(launch: Callable[[], Launched]) -> None:
-    """Memory that others took meanwhile comes back: the process starts again, later and later, and the others
-    serve on.
+    """Memory that others took meanwhile comes back. The process starts again with growing pauses, and the
+    others serve on.
     """
     fleet = launch()
     fleet.ready()

@@ -27,14 +27,14 @@ class Supervised:
     log: Path
 
     def lines(self) -> list[dict[str, str]]:
-        """Of the log; each is JSON."""
+        """Return the lines of the log; each is JSON."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def incarnations(self) -> set[str]:
         return {line["incarnation"] for line in self.lines() if line["process"] == "b0"}
 
     def child(self) -> psutil.Process | None:
-        """The process that it keeps alive."""
+        """Return the process that it keeps alive."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for one in psutil.Process(self.process.pid).children():
                 if " ".join(one.cmdline()).startswith("tokenfleet batcher"):

@@ -93,7 +93,7 @@ def test_who_may_send_requests_is_said_without_the_key() -> None:
         ),
     ],
 )
-def test_which_pages_may_call_is_said(settings: dict[str, Any], said: str) -> None:
+def test_the_pages_that_may_call_are_named(settings: dict[str, Any], said: str) -> None:
     assert f"of web pages, {said} send them (CORS_ALLOW_ORIGIN)" in checks.describe_access(
         Settings(**settings)
     )

@@ -49,7 +49,7 @@ def another_user() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_nobody_else_on_this_machine_reaches_it() -> None:
+def test_no_other_user_of_this_machine_reaches_the_broker() -> None:
     with brokers.running() as broker:
         [server] = [one for one in psutil.Process().children() if one.cwd() == str(broker.directory)]
         assert not server.net_connections(kind="inet"), "it listens on a port"
@@ -64,7 +64,7 @@ def test_nobody_else_on_this_machine_reaches_it() -> None:
         assert brokers.answers(broker.url), "its owner does"
 
 
-def test_directories_of_others_are_neither_believed_nor_removed(
+def test_directories_of_other_users_are_neither_used_nor_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody may make one in a folder for all, or a link to one."""
@@ -93,7 +93,7 @@ def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
     assert not list(deep.iterdir())
 
 
-def test_its_file_is_written_anew_before_it_is_long_to_read() -> None:
+def test_the_append_only_file_is_rewritten_before_reading_it_takes_long() -> None:
     """Its first part is a snapshot then, and what was overwritten is gone."""
     least, most = 24 * 2**20, 16 * 2**20
     with embedded(3000) as broker:
@@ -152,7 +152,7 @@ def test_the_broker_of_the_only_fleet_is_found(folder: Path) -> None:
         assert f"{second.url} of port 3001" in str(refusal.value)
 
 
-def test_commands_of_its_owner_find_it(folder: Path) -> None:
+def test_commands_of_its_owner_find_the_broker(folder: Path) -> None:
     with brokers.running():
         environ = {name: text for name, text in os.environ.items() if name != "REDIS_URL"}
         command = [sys.executable, "-P", "-m", "deploy.cli", "drain", "w9"]
@@ -163,7 +163,7 @@ def test_commands_of_its_owner_find_it(folder: Path) -> None:
     assert "there is no worker 'w9'" in done.stderr
 
 
-def test_one_that_a_test_starts_dies_with_it_whomever_the_test_follows() -> None:
+def test_a_broker_of_a_test_dies_with_the_test() -> None:
     killed = "import os, signal\nfrom tests.support import brokers\n"
     killed += (
         "with brokers.running() as own: print(own.url, flush=True); os.kill(os.getpid(), signal.SIGKILL)"

@@ -44,7 +44,7 @@ def test_a_stop_is_found_and_lasts_until_its_process_goes_on(parent: psutil.Proc
     wait_until_sync(lambda: not stops(parent))
 
 
-def test_nobody_is_stopped_who_has_ended(parent: psutil.Process) -> None:
+def test_a_process_that_has_ended_is_not_stopped(parent: psutil.Process) -> None:
     [child] = parent.children()
     child.suspend()
     child.kill()
@@ -52,6 +52,6 @@ def test_nobody_is_stopped_who_has_ended(parent: psutil.Process) -> None:
     assert read_stop(child.pid) is None
 
 
-async def test_0_waits_for_stopped_processes() -> None:
+async def test_a_stopped_grace_of_0_waits_for_stopped_processes() -> None:
     """It ends nobody, so it need not look."""
     await end_stopped(LocalFleet(Settings(stopped_grace_s=0), [], [], [], []))

@@ -79,7 +79,7 @@ async def workshop(directory: Path, *flags: str) -> AsyncIterator[Workshop]:
         assert not set(psutil.Process().children(recursive=True)) - others
 
 
-async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: Path) -> None:
+async def test_a_preloaded_process_becomes_the_next_worker_and_is_replaced(tmp_path: Path) -> None:
     """Not before the workers are ready again: it would take processor time from the one that loads."""
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         first = await shop.ready()
@@ -94,7 +94,7 @@ async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such scores")
-async def test_it_ends_first_where_memory_runs_out_until_it_is_the_worker(tmp_path: Path) -> None:
+async def test_the_kernel_ends_a_preloaded_process_first_until_it_is_the_worker(tmp_path: Path) -> None:
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         score = Path(f"/proc/{await shop.ready()}/oom_score_adj")
         assert int(score.read_text()) == ENDS_FIRST
@@ -105,7 +105,7 @@ async def test_it_ends_first_where_memory_runs_out_until_it_is_the_worker(tmp_pa
         await running
 
 
-async def test_one_that_still_imports_is_used_too_and_another_follows(tmp_path: Path) -> None:
+async def test_a_process_that_still_imports_is_used_and_replaced(tmp_path: Path) -> None:
     """It is further than a worker that starts."""
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         shop.imports.touch()
@@ -120,7 +120,7 @@ async def test_one_that_still_imports_is_used_too_and_another_follows(tmp_path: 
         assert await shop.ready() != pid
 
 
-async def test_one_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp_path: Path) -> None:
+async def test_a_process_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp_path: Path) -> None:
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)
@@ -131,10 +131,10 @@ async def test_one_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp
         assert await shop.ready()
 
 
-async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(
+async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preloaded_process, "ANSWER_S", 0.1)
+    monkeypatch.setattr(preloaded_process, "ACCEPT_TIMEOUT_S", 0.1)
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
@@ -142,7 +142,7 @@ async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(
         assert not psutil.pid_exists(pid)
 
 
-async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_process_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloaded_process, "FIRST_RETRY_S", 0.01)
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         first = await shop.ready()
@@ -151,7 +151,7 @@ async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch:
         assert await shop.ready() != first
 
 
-async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_path: Path) -> None:
+async def test_a_worker_starts_if_the_preloaded_process_dies_while_it_is_asked(tmp_path: Path) -> None:
     """What it was sent is unread, which resets the connection."""
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         pid = await shop.ready()
@@ -164,7 +164,7 @@ async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_pa
         assert (await starting)[1] == "alone"
 
 
-async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path: Path) -> None:
+async def test_a_worker_starts_if_the_preloaded_command_is_missing(tmp_path: Path) -> None:
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         await shop.ready()
         shop.preloaded.command = ["/nowhere/python"]
@@ -172,7 +172,9 @@ async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path:
         assert (await shop.start())[1] == "alone"
 
 
-async def test_without_memory_none_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_memory_no_process_is_preloaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", preloaded_process.__name__)
     async with workshop(tmp_path) as shop:
         await wait_until(lambda: "no worker is preloaded: memory is short" in caplog.text)

@@ -18,10 +18,10 @@ WAITS = "waiting up to 90 s for {} to finish; new ones get 503. Signal again (Ct
         (None, WAITS.format("running requests")),
     ],
 )
-def test_it_says_what_it_waits_for(num_requests: int | None, text: str) -> None:
+def test_the_shutdown_says_what_it_waits_for(num_requests: int | None, text: str) -> None:
     assert waits_for(num_requests, 90.0) == text
 
 
-async def test_a_fleet_that_is_ended_before_its_first_process_waits_for_nobody() -> None:
+async def test_a_fleet_that_ends_before_its_first_process_waits_for_nothing() -> None:
     settings = Settings(redis_url="redis://127.0.0.1:1")
     assert await count_live(new_fleet(settings, None)) == 0

@@ -149,7 +149,7 @@ async def test_answers_of_a_gateway_that_ends_are_spread_over_the_others() -> No
     close_all(*clients, heirs[1].channel, *(connection for _, connection in everything))
 
 
-async def test_a_released_answer_goes_to_a_gateway_that_takes_some() -> None:
+async def test_a_released_answer_goes_to_a_gateway_that_takes_answers() -> None:
     keeper = SocketKeeper()
     leaving, other = FakeGateway(keeper), FakeGateway(keeper)
     for gateway in (leaving, other):
@@ -208,7 +208,7 @@ async def test_a_slow_heir_gets_everything_in_time() -> None:
     close_all(*clients, heir.channel, *(connection for _, connection in found.values()))
 
 
-async def test_nobody_waits_for_an_heir_that_ends_with_what_was_dropped_meanwhile() -> None:
+async def test_the_end_of_an_heir_ends_the_wait_for_dropped_answers() -> None:
     keeper = SocketKeeper()
     victim, heir = FakeGateway(keeper), FakeGateway(keeper)
     clients = await keep_more_than_a_channel_holds(victim, keeper)
@@ -239,7 +239,7 @@ async def test_sockets_beyond_the_limit_are_not_kept() -> None:
     close_all(*clients, gateway.channel)
 
 
-async def test_what_is_no_message_is_skipped() -> None:
+async def test_an_undecodable_message_is_skipped() -> None:
     keeper = SocketKeeper()
     gateway = FakeGateway(keeper)
     ours, theirs = socket.socketpair()
