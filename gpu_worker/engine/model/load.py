@@ -23,7 +23,7 @@ from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
-from gpu_worker.engine.model.families.register import page_attention, register_family
+from gpu_worker.engine.model.families import page_attention, register_family
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak, scale_layers
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.quantized_linears import (
