@@ -30,7 +30,7 @@ class Over(Exception):
 
 
 class Follower(Communicator):
-    def receive(self) -> Iterator[Grant]:
+    def receive_grants(self) -> Iterator[Grant]:
         for grant in super().receive_grants():
             if grant.until < 0:
                 raise Over
