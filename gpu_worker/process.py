@@ -1,7 +1,7 @@
 """The worker process: starts the engine, runs the agent, and seals its own logs when it ends.
 
-Preload: a worker process that has imported everything, as have its engine's processes, and perhaps loaded
-the model, and waits until the launcher says which worker it becomes.
+A preloaded worker process, and its engine's processes, have imported everything and perhaps loaded the model.
+It waits until the launcher says which worker it becomes.
 """
 
 import asyncio
@@ -39,11 +39,14 @@ from gpu_worker.agent.watchdog import EngineStuck
 from gpu_worker.protocol import LoadProgress, Ready
 from gpu_worker.rank import RankInfo, local_ranks
 
+log = logging.getLogger(__name__)
+
+SEAL_TIMEOUT_S = 2.0
+
 
 async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProcess]:
-    """Start the processes of `num_ranks` ranks with these flags, and return them when this process has its
-    place in the fleet: its variables are in the environment then. Exits when the launcher or a rank ends
-    before.
+    """Start the processes of `num_ranks` ranks with these flags; return them once this process has its place
+    in the fleet, with its variables in the environment. Exits if the launcher or a rank ends before.
     """
     launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     reader, writer = await asyncio.open_unix_connection(sock=launcher)
@@ -65,7 +68,7 @@ async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProce
 
 
 async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> bytes:
-    """Return the launcher's line, empty when the launcher or a rank ended."""
+    """Return the launcher's line; empty if the launcher or a rank has ended."""
     line = asyncio.create_task(reader.readline())
     ends = [asyncio.create_task(rank.process.wait()) for rank in ranks]
     await asyncio.wait([line, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -74,15 +77,10 @@ async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> 
     return line.result() if line.done() else b""
 
 
-log = logging.getLogger(__name__)
-
-SEAL_TIMEOUT_S = 2.0
-
-
 async def serve(
     settings: Settings, name: str, incarnation: str, preloaded: Sequence[RankProcess] = ()
 ) -> int:
-    """Serve as one incarnation, with the engine's processes that were preloaded → the exit status."""
+    """Serve as one incarnation, with the preloaded processes of the engine if there are → the exit status."""
     directory = model_files.resolve(
         settings.model_id,
         settings.revision,
@@ -120,7 +118,7 @@ async def serve(
 
 
 async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
-    """Wait until the engine is loaded; a heartbeat tells meanwhile what it is doing. Raises SettingError,
+    """Wait until the engine is loaded; heartbeats tell meanwhile what it does. Raises SettingError,
     EngineDied.
     """
     doing = "starting"
@@ -139,8 +137,8 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
 async def serve_engine(
     settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
 ) -> int:
-    """Run the agent until it is drained or fails → the exit status. Where its streams are gone, it goes
-    on as another incarnation.
+    """Run the agent until it is drained or fails → the exit status. If its streams are gone, it goes on as
+    the next incarnation.
     """
     pool = PoolClient.connect(settings)
     state = AgentState(table)
@@ -166,8 +164,8 @@ async def serve_engine(
 def capacity(
     settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path
 ) -> WorkerCapacity:
-    """Return the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or
-    that is above what fits.
+    """Return the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or that
+    is larger than context and cache allow.
     """
     budget = settings.max_batch_total_tokens
     num_blocks = ready.num_blocks if budget is None else min(ready.num_blocks, budget // ready.block_size)
@@ -199,7 +197,7 @@ def capacity(
 
 
 async def seal(pool: PoolClient, incarnation: str, why: str) -> None:
-    """Seal the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
+    """Seal the incarnation's logs, so that batcher and gateways learn at once that it has ended."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
             await pool.run(worker_scripts.seal(pool.keys, incarnation, why=why))
@@ -219,8 +217,8 @@ async def serve_preloaded(flags: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Run a worker, preloaded with `--preload`; or, where torchrun started this process as a rank above 0,
-    that rank of the engine.
+    """Run a worker, preloaded with `--preload`. If torchrun started this process as a rank above 0, run that
+    rank of the engine.
     """
     if sys.argv[1:2] == [PRELOAD_FLAG]:
         with exit_when_unservable():

@@ -1,15 +1,11 @@
 """The protocol between agent and engine: frames on one stream socket, the only contact of the two.
 
-A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`; the engine sends
-`LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
-which rows were stopped without a step), or `EngineFailure`. An engine that is preloaded waits for a `Begin`
-after its first `LoadProgress`. Ids and blocks travel as packed little-endian int32, log-probabilities as
-packed float32, sampled tokens as `SAMPLE`s.
-
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
 
-The engine's own exceptions, and which of several causes is named. Settings that cannot be served raise
-SettingError (common/settings).
+A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`s; the engine sends
+`LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
+which rows were stopped without a step), or `EngineFailure`. A preloaded engine waits for `Begin` after its
+first `LoadProgress`. Ids and blocks are packed little-endian int32, log-probabilities packed float32.
 """
 
 import struct
@@ -26,11 +22,21 @@ from common.messages.request import SamplingParams, StoppingParams
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
 MAX_FIELD_BYTES = 2**28
-"""The longest text or packed field of a frame: an incomplete one is kept in memory."""
+"""The longest text or packed field of a frame: incomplete ones are kept in memory."""
 
 
 class ProtocolError(ValueError):
     """The bytes received are not a frame."""
+
+
+class PeerClosed(Exception):
+    """The agent has closed the socket; on ranks above 0: rank 0 is gone."""
+
+
+class UnservableModel(Exception):
+    """The model needs something that the engine does not have; the message says what. Settings that cannot be
+    served raise SettingError instead.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +49,10 @@ class StartRow:
         base: index of the first token to sample; 0 for a request that starts fresh.
         blocks: packed int32; KV blocks that the row has at first, in order; never block 0, which is scratch.
         stopping: when the row ends; the engine does not know text, so it ignores stop strings.
-        sampling: None is greedy, with nothing to change.
-        top_n_tokens: so many of the likeliest tokens are reported with each token.
-        prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
-            likeliest tokens at each place; None reports nothing of them.
+        sampling: None is greedy without penalties.
+        top_n_tokens: how many of the likeliest tokens are reported with each token.
+        prompt_logprobs: reports the log-probabilities of `ids` but the first, and this many of the likeliest
+            tokens in each place; None reports nothing of the prompt.
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
         class_index: the lower, the sooner its prompt is computed.
     """
@@ -69,9 +75,9 @@ class Grant:
 
     Attributes:
         until: the last step that may be run; never smaller than in an earlier grant.
-        prefill_tokens, mixed_prefill_tokens: prompt tokens in one step, over all rows, and in one in which
-            rows decode, too (0: as many). Longer prompts are chunked.
-        max_rows: in one step, the first that have not ended (0: no bound).
+        prefill_tokens: prompt tokens in one step, over all rows; longer prompts are chunked.
+        mixed_prefill_tokens: the same in a step in which rows decode, too (0: as many).
+        max_rows: rows in one step, the first ones that have not ended (0: no bound).
         starts: rows that start; one that has its last token already is reported ended.
         blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`.
@@ -88,7 +94,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The variables with which an engine loads that was preloaded."""
+    """The variables with which a preloaded engine starts."""
 
     variables: Mapping[str, str]
 
@@ -106,7 +112,7 @@ class Ready:
 
     Attributes:
         num_blocks: blocks that may be granted, numbered 1 to num_blocks.
-        max_batch_prefill_tokens: prompt tokens of one step that warm-up found to take 150 ms on CPU.
+        max_batch_prefill_tokens: prompt tokens of one step, which take about 150 ms by the warm-up.
         context: the model's longest sequence, in tokens.
         eos_ids: packed int32; ids that end a row.
         token_ms: time of one prompt token.
@@ -128,14 +134,15 @@ class Ready:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step brought. Not frozen, which takes seven times as long to make: there may be one a token.
+    """What one step brought. Not frozen: there may be one a token, and making it would take seven times as
+    long.
 
     Attributes:
-        step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the
-            last number, and so does a keepalive, every five seconds while rows wait that no step can hold.
+        step: number of the step, counted from 1 in this engine's life. A boundary without a step repeats the
+            last number; so does a keepalive, every five seconds while rows wait and no step can run.
         samples: packed `SAMPLE`s, one for each sampled token.
         top_logprobs: (place among the samples, packed int32 ids, packed float32 log-probabilities) of the
-            `top_n_tokens` likeliest tokens, likeliest first; -inf for those that truncation left out.
+            `top_n_tokens` likeliest tokens, likeliest first; -inf for those that truncation excludes.
         prompt_logprobs: of rows that ask for them, each chunk in the step that computed it: (row, position of
             its first token, packed float32 log-probabilities of the tokens from there on, each given those
             before it, without penalties or temperature, packed int32 ids and packed float32 log-probabilities
@@ -170,7 +177,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """The engine cannot serve. `setting` is at fault; empty for a crash."""
+    """The engine cannot serve. `setting` is the cause; empty for a crash."""
 
     setting: str
     cause: str
@@ -248,14 +255,6 @@ CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NA
 """By the name of a frame; they take its fields, which are trusted: both ends come from one checkout."""
 
 
-class PeerClosed(Exception):
-    """The agent closed the socket; or, on ranks above 0, rank 0 is gone."""
-
-
-class UnservableModel(Exception):
-    """The model needs something that the engine does not have. The message says what."""
-
-
 def first_cause(*causes: tuple[object, str]) -> str:
-    """The first cause that applies, of pairs (whether it applies, what it is); empty where none does."""
+    """The first cause that applies, of pairs (whether it applies, the cause); empty if none does."""
     return next((cause for applies, cause in causes if applies), "")

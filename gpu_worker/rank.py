@@ -1,4 +1,4 @@
-"""Rank info: which of the processes that run one model together this one is, as torchrun's variables say."""
+"""Rank info: which of the processes that run one model together this process is, by torchrun's variables."""
 
 import socket
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from common.settings.settings import SettingError
 
 LOOPBACK = "127.0.0.1"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Torchrun's, in the order of the fields of RankInfo."""
+"""Torchrun's variables, in the order of the fields of RankInfo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class RankInfo:
     Attributes:
         rank, world_size: of all ranks of the worker; rank 0 is connected to the agent.
         local_rank, local_world_size: of those on this machine.
-        address, port: where rank 0 listens while the ranks find each other.
+        address, port: where rank 0 listens until all ranks are connected.
     """
 
     rank: int = 0

@@ -1,7 +1,5 @@
-"""The agent: plans in, tokens out. It knows Redis and text; the engine, in its own
-processes, knows neither.
-
-A worker's heartbeat: that it is alive, what it can hold, and what it holds.
+"""The agent: plans in, tokens out. It knows Redis and text; the engine, in its own processes, knows
+neither.
 """
 
 import asyncio
@@ -12,7 +10,7 @@ from dataclasses import replace
 
 from common.broker import worker_scripts
 from common.broker.client import FailureLog
-from common.broker.heartbeat import HeartbeatFields, process_fields
+from common.broker.heartbeat import process_fields
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S
@@ -28,50 +26,20 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 from gpu_worker.agent.watchdog import Watchdog
 
-
-async def write_heartbeat(
-    pool: PoolClient, settings: Settings, worker: WorkerCapacity, state: AgentState
-) -> bool:
-    """Write the heartbeat of an incarnation to Redis → whether the worker was asked to drain. Raises Sealed
-    or StreamsGone when the incarnation is over.
-    """
-    table = state.table
-    load: HeartbeatFields = process_fields() | {
-        "rows": len(table.live),
-        "max_rows": settings.max_batch_size,
-        "blocks": table.num_blocks(worker.block_size),
-        "tokens": state.num_tokens,
-        "known": table.num_known,
-        "cached": table.num_cached,
-    }
-    call = worker_scripts.worker_heartbeat(
-        pool.keys,
-        worker.incarnation,
-        capacity=encode(worker),
-        ttl_ms=int(settings.worker_ttl_s * 1000),
-        state="draining" if state.draining.is_set() else "ready",
-        step=state.step,
-        fields=load,
-    )
-    reply = await pool.run(call)
-    if reply == "DRAIN":
-        return True
-    raise_refusal(reply)
-    return False
-
-
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 SLOW_STEPS = 20
+"""A step may take this many times as long as the warm-up predicts."""
 LINGER_HEARTBEATS = 2
-"""For so long a worker that had rows waits for more before it leaves: it may be the last."""
+"""A drained worker waits this many heartbeats before it exits: it may be the last one."""
 
 
 class Agent:
     """One incarnation of a worker.
 
     Attributes:
+        owner: tells apart two processes that take the same incarnation.
         heartbeat_now: the next heartbeat must not wait.
     """
 
@@ -99,7 +67,7 @@ class Agent:
         self.heartbeat_now = asyncio.Event()
 
     async def run(self) -> bool:
-        """Serve until drained, or until its streams are gone → whether it is drained. Raises Sealed,
+        """Serve until the worker is drained, or the streams are gone → whether it is drained. Raises Sealed,
         EngineDied or EngineStuck when this incarnation is over before that.
         """
         await self.create_streams()
@@ -122,8 +90,8 @@ class Agent:
             self.publisher.client.close()
 
     async def next_incarnation(self) -> "Agent":
-        """Return the next one over the same engine, once that holds no row of this one any more: it
-        announces itself when it runs. Raises EngineDied, EngineStuck.
+        """Return the agent of the next incarnation, which uses the same engine, once the engine holds no row
+        of this one. Raises EngineDied, EngineStuck.
         """
         rows = self.state.table.rows
         watchdog = Watchdog(self.step_timeout_s, lambda: bool(rows), self.engine.run_delay_s)
@@ -149,19 +117,19 @@ class Agent:
         return bool(self.state.table.rows) and self.state.step < self.state.until
 
     def step_timeout_s(self) -> float:
-        """How long a step may take: STEP_TIMEOUT_S, or 20 times what warm-up says of a step of so many
-        tokens, if that is longer.
+        """How long a step may take: STEP_TIMEOUT_S, or SLOW_STEPS times as long as the warm-up predicts for a
+        step of all tokens granted, if that is longer.
         """
         tokens = self.state.granted.prefill_tokens + len(self.state.table.rows)
         return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.engine.token_ms / 1e3)
 
     async def send_heartbeats(self) -> None:
-        """Send a heartbeat every few seconds, and repeat the last event of each channel. Raises Sealed,
-        StreamsGone.
+        """Send a heartbeat every few seconds, and repeat the last event of each silent channel. Raises
+        Sealed, StreamsGone.
         """
         failures = FailureLog(log, "a heartbeat")
         while True:
-            self.flusher.poll()  # where no step comes to do so
+            self.flusher.poll()  # no step may come to do so
             self.engine.metrics.count_steps()
             with failures.caught():
                 await self.send_heartbeat()
@@ -173,12 +141,36 @@ class Agent:
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:
-        if await write_heartbeat(self.pool, self.settings, self.worker, self.state):
-            self.state.draining.set()
+        """Write to Redis that the worker is alive, what it can hold and what it holds; the answer may ask it
+        to drain. Raises Sealed or StreamsGone when the incarnation is over.
+        """
+        state, table = self.state, self.state.table
+        call = worker_scripts.worker_heartbeat(
+            self.pool.keys,
+            self.worker.incarnation,
+            capacity=encode(self.worker),
+            ttl_ms=int(self.settings.worker_ttl_s * 1000),
+            state="draining" if state.draining.is_set() else "ready",
+            step=state.step,
+            fields=process_fields()
+            | {
+                "rows": len(table.live),
+                "max_rows": self.settings.max_batch_size,
+                "blocks": table.num_blocks(self.worker.block_size),
+                "tokens": state.num_tokens,
+                "known": table.num_known,
+                "cached": table.num_cached,
+            },
+        )
+        reply = await self.pool.run(call)
+        if reply == "DRAIN":
+            state.draining.set()
+        else:
+            raise_refusal(reply)
 
     async def drain(self) -> None:
-        """Return once this worker is to leave, every row is finished or moved elsewhere and no other has
-        come; GRACEFUL_TERMINATION_TIMEOUT after a signal at the latest.
+        """Wait until the worker is asked to drain, then until it holds no row; after a signal for at most
+        GRACEFUL_TERMINATION_TIMEOUT.
         """
         await self.state.draining.wait()
         log.info("draining, with %s", plural(len(self.state.table.rows), "row"))

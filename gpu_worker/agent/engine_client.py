@@ -1,7 +1,5 @@
 """The agent's side of the protocol (gpu_worker/protocol.py): starts the engine processes, sends grants,
 receives steps.
-
-The agent's side of the protocol (gpu_worker/protocol.py) with one rank, over a socket.
 """
 
 import asyncio
@@ -32,17 +30,22 @@ from gpu_worker.protocol import (
 )
 from gpu_worker.rank import RankInfo
 
+ENGINE_MODULE = "gpu_worker.engine"
+"""What an engine process runs."""
+
+StepsHandler = Callable[[Sequence[StepResult]], None]
+
 
 class EngineLink(asyncio.Protocol):
-    """Sends frames to a rank, and takes its frames as they come.
+    """The socket to one rank: sends frames, and takes the rank's frames as they come.
 
-    A listener is called in the call that brings frames: to wake a task for them takes as long as all that an
+    The listener is called in the call that brings frames: to wake a task would take as long as all that an
     agent does with the tokens of a step.
 
     Attributes:
-        frames: those that have come and were not taken. Bytes that are no frame become an EngineFailure.
-        is_open: whether more may come.
-        listener: what is called when frames have come, or the rank has closed its socket.
+        frames: received and not taken yet. Bytes that are no frame become an EngineFailure.
+        is_open: whether the rank may send more.
+        listener: called when frames have come, or the rank has closed its socket.
     """
 
     transport: asyncio.Transport
@@ -73,7 +76,7 @@ class EngineLink(asyncio.Protocol):
         return self.frames.popleft() if self.frames else None
 
     def pop_frames(self) -> list[Frame]:
-        """Return all frames that have come."""
+        """Take all frames received."""
         frames = [*self.frames]
         self.frames.clear()
         return frames
@@ -98,12 +101,6 @@ class EngineLink(asyncio.Protocol):
             self.listener()
 
 
-ENGINE_MODULE = "gpu_worker.engine"
-"""What an engine process runs."""
-
-StepsHandler = Callable[[Sequence[StepResult]], None]
-
-
 class EngineDied(Exception):
     """A process of the engine ended."""
 
@@ -117,7 +114,7 @@ class RankProcess:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], flags: Sequence[str] = ()) -> "RankProcess":
-        """Start the process; with the flags of a preloaded one it waits for a `Begin`."""
+        """Start the process; with `flags` of preloading it waits for a `Begin`."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -146,7 +143,7 @@ def raise_on_failure(frame: Frame) -> Frame:
 
 
 def handle_frames(frames: Sequence[Frame], handle: StepsHandler) -> None:
-    """Have the steps among frames handled. Raises EngineDied for any other."""
+    """Call `handle` with the steps among the frames. Raises EngineDied for any other frame."""
     if steps := [frame for frame in frames if isinstance(frame, StepResult)]:
         handle(steps)
     for frame in frames:
@@ -155,11 +152,10 @@ def handle_frames(frames: Sequence[Frame], handle: StepsHandler) -> None:
 
 
 class EngineClient:
-    """The engine: one process for each rank, of which rank 0 takes grants and sends steps. Ranks and worker
-    end together: if one dies, all do.
+    """The engine's processes, one for each rank. Rank 0 takes grants and sends steps. If one process ends,
+    all are killed.
 
     Attributes:
-        metrics: counts grants and steps.
         token_ms: time of one prompt token, as measured in the warm-up.
         failure: why a rank above 0 ended.
     """
@@ -183,7 +179,7 @@ class EngineClient:
         return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:
-        """Kill all ranks when this one ends. A rank above 0 sends no more than why it failed."""
+        """Kill all ranks when this one ends. A rank above 0 sends nothing but why it failed."""
         frame = await self.ranks[number].link.receive()
         self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
@@ -194,14 +190,12 @@ class EngineClient:
         )
 
     async def receive(self) -> Frame:
-        """Return rank 0's next frame. Raises EngineDied when none comes any more, SettingError."""
+        """Return rank 0's next frame. Raises EngineDied if no more can come, and SettingError."""
         link = self.ranks[0].link
         return raise_on_failure(await link.receive() or self.failure or await self.wait_for_exit(0))
 
     async def ready(self, progress: Callable[[str], None]) -> Ready:
-        """Wait for the end of the warm-up → the engine's capacity. `progress` gets lines
-        to log meanwhile.
-        """
+        """Wait for the end of the warm-up → the engine's capacity. `progress` gets lines to log."""
         while True:
             match await self.receive():
                 case LoadProgress(text):
@@ -213,8 +207,8 @@ class EngineClient:
                     raise EngineDied(f"unexpected frame of the engine: {other}")
 
     async def run_steps(self, handle: StepsHandler) -> None:
-        """Call `handle` with steps as they come, with those that come together at once, in the call that
-        brings them. Never returns; raises EngineDied, and what `handle` raises.
+        """Call `handle` with the steps that come together, in the call that brings them. Never returns;
+        raises EngineDied, and what `handle` raises.
         """
         link = self.ranks[0].link
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()

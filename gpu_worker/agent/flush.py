@@ -1,8 +1,7 @@
-"""Flushes: the outbox becomes log, report and events.
+"""Flusher: decides when the outbox is published, and retries until the broker has taken it.
 
-Flush pace: where few rows decode in short steps, a flush has the tokens of two steps.
-
-A flush costs the broker, the agent and the gateway about the same whether it has one token or ten.
+A flush costs the broker, the agent and the gateway about the same whether it has one token or ten. So while
+few rows decode in short steps, a flush waits for the tokens of a second step.
 """
 
 import asyncio
@@ -18,46 +17,44 @@ from gpu_worker.agent.publish import Flush, FlushesLost, Publisher
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState, Outbox
 
-MAX_STEPS = 2
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+RETRY_S = 0.05
+MAX_STEPS_OF_FLUSH = 2
 MAX_WAIT_S = 0.005
-"""Who reads a stream does not notice that a token comes so much later."""
+"""A client does not notice that a token comes this much later."""
 SHORT_STEP_MS = 1000 * MAX_WAIT_S
 FEW_ROWS = 8
 
 
 def may_wait(outbox: Outbox, num_rows: int, step_ms: float) -> bool:
-    """Whether a flush of the outbox may wait for the tokens of another step, if steps take `step_ms`. First
-    tokens and ends do not wait, nor does what the batcher must learn of.
+    """Whether a flush of the outbox may wait for the tokens of another step, while steps take `step_ms`. What
+    needs a report, as first tokens and ends do, does not wait.
     """
     return (
-        0 < outbox.num_steps < MAX_STEPS
+        0 < outbox.num_steps < MAX_STEPS_OF_FLUSH
         and not outbox.needs_report
         and num_rows <= FEW_ROWS
         and 0 < step_ms <= SHORT_STEP_MS
     )
 
 
-log = logging.getLogger(__name__)
-
-REPORT_INTERVAL_S = 0.5
-RETRY_S = 0.05
-
-
 class Flusher:
     """Publishes the outbox, one flush after the other.
 
-    While the engine goes from step to step, a flush is written in the call that brings its tokens, and its
-    answer is taken with the next step: so a step wakes this process once. All else is the task's.
+    While the engine runs step after step, a flush is started in the call that brings the step, and its answer
+    is taken in the call that brings the next one: so this process wakes once a step. The task `run` does all
+    else.
 
     Attributes:
-        drop: stops rows that are not this worker's to go on with.
+        drop: stops rows whose requests do not belong to this worker any more.
         block_size: tokens of a KV block.
         reported_s: monotonic time of the last report.
-        rests: whether the task waits for something to do.
-        started: the flush that was written in such a call, while it has no answer.
-        failed: one whose answer was an error, and that: the task goes on with it.
+        rests: whether the task waits for `wake`.
+        started: the flush that was started with a step and has no answer yet.
+        failed: a started flush and the error that answered it; the task retries it.
         answered: set when `started` has its answer.
-        failures: what is said of flushes that the broker does not take.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class Flusher:
         )
 
     async def wait_for_step(self) -> None:
-        """Return when there is more to flush, after MAX_WAIT_S at the latest."""
+        """Wait until there is more to flush, for at most MAX_WAIT_S."""
         wake = self.state.wake
         timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, wake.set)
         await wake.wait()
@@ -113,7 +110,9 @@ class Flusher:
     # --- in the call that brings a step ---------------------------------------------------------------------
 
     def flush_step(self) -> None:
-        """Publish what a step has brought: at once if the one before is published and another will come."""
+        """Publish what a step has brought: at once if the flush before has its answer and another step will
+        come, else by the task.
+        """
         self.poll()
         if not self.can_start or self.may_wait:
             self.state.wake.set()
@@ -134,7 +133,7 @@ class Flusher:
         )
 
     def poll(self) -> None:
-        """Take the answer to the flush that a step has started; one that is late is taken as it comes."""
+        """Take the answer of the started flush if it has come; a later one is taken when it comes."""
         if self.started is not None:
             self.publisher.client.poll()
 
@@ -151,8 +150,8 @@ class Flusher:
     # --- in the task ----------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Publish the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
-        it; where it has lost flushes, sends every row again. Raises Sealed, StreamsGone.
+        """Publish the outbox; retry until the broker takes it. If the broker has lost flushes, every row is
+        sent again. Raises Sealed, StreamsGone.
         """
         self.answered.clear()
         self.poll()
@@ -175,9 +174,9 @@ class Flusher:
                 await self.prepare_again(flush, error)
 
     async def prepare_again(self, flush: Flush, error: Exception) -> None:
-        """Return when a flush can be written again that had this error. Raises the error if it never can."""
+        """Prepare to write a flush again after this error. Raises the error if a retry cannot help."""
         if isinstance(error, FlushesLost):
-            log.warning("the broker has lost what was before %s: all rows are sent again", error)
+            log.warning("the broker has lost what came before %s: all rows are sent again", error)
             self.resync(flush)
         elif isinstance(error, ERRORS):
             self.failures.failed(error)
@@ -186,7 +185,7 @@ class Flusher:
             raise error
 
     def build(self) -> Flush | None:
-        """Take the outbox → its flush; None where there is nothing to say."""
+        """Take the outbox → its flush; None if there is nothing to publish."""
         state = self.state
         report_due = self.report_due()
         if state.outbox.is_empty and not report_due:
@@ -197,7 +196,7 @@ class Flusher:
         return self.publisher.build(outbox, report, state.plan.acknowledged, state.table.live)
 
     def resync(self, flush: Flush) -> None:
-        """Have a flush bring every token of every row, and tell the batcher that reports are lost."""
+        """Add every token of every row to a flush, and tell the batcher that reports are lost."""
         state = self.state
         for row in state.table.rows.values():
             row.num_spilled = 0
@@ -205,8 +204,8 @@ class Flusher:
         self.publisher.resync(flush, replace(report, reports_lost=True), state.table.live)
 
     def report_due(self) -> bool:
-        """Whether the batcher must hear how far the rows are: the grant is half used, a row that is ahead
-        needs blocks, or time has passed.
+        """Whether the batcher must learn how far the rows are: the report clock says so, a row that is ahead
+        needs blocks, or the last report is REPORT_INTERVAL_S old.
         """
         state = self.state
         return bool(state.table.rows) and (
@@ -234,5 +233,5 @@ class Flusher:
             hashes=outbox.hashes,
             step_times=state.take_step_times(),
             lengths=lengths,
-            round_trips=state.report_clock.report(state.step),
+            round_trips=state.report_clock.on_report(state.step),
         )

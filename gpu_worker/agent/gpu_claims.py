@@ -1,5 +1,5 @@
-"""GPU claims: locks that keep two workers of one machine, or of containers that share a folder, off the same
-GPU.
+"""GPU claims: locks that keep workers on one machine, or in containers that share a folder, from taking the
+same GPU.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from common.settings.settings import SettingError, Settings
 
 
 def visible_gpus() -> list[str]:
-    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES (indexes or UUIDs) leaves; none without a driver."""
+    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES (indexes or UUIDs) allows; none without a driver."""
     known = [gpu.uuid for gpu in list_gpus()]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not known or chosen is None:
@@ -40,10 +40,10 @@ def usable_gpus(settings: Settings) -> list[str]:
 
 
 def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
-    """Claim `count` GPUs → their UUIDs with the locks, which hold as long as the files are open; nothing on
-    a machine without GPUs.
+    """Claim `count` GPUs → the lock of each by its UUID; a lock holds as long as its file is open. Empty on a
+    machine without GPUs.
 
-    Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as fit.
+    Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share the GPU, as many as fit.
 
     Raises:
         SettingError: too few GPUs are left, or the locks cannot be taken.
@@ -72,8 +72,8 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
 
 
 def lock_file(path: Path) -> IO[str] | None:
-    """Lock a file → the open file, or None where another process holds the lock. The lock goes with its
-    process, however that ends. Raises SettingError.
+    """Lock a file → the open file, or None if another process holds the lock. The system releases the lock
+    when its process ends. Raises SettingError.
     """
     try:
         make_lock(path)
@@ -89,8 +89,8 @@ def lock_file(path: Path) -> IO[str] | None:
 
 
 def make_lock(path: Path) -> None:
-    """Make a file and its folder, unless they are there, such that every user of this machine may lock it. A
-    link that somebody has put there leads nowhere. Raises OSError.
+    """Make a file that every user of this machine may lock, and its folder, unless they exist. A symbolic
+    link is not followed. Raises OSError.
     """
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

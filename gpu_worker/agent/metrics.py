@@ -1,5 +1,5 @@
 """Batch metrics of a worker: its steps, the rows that start in them, and the agent's time for each step.
-Nothing is counted token by token, and steps are counted several at once.
+Steps are counted several at once, never token by token.
 """
 
 import time
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from common.metrics import catalogue
 from gpu_worker.protocol import Grant, StepResult
 
-MAX_STEPS = 64
-"""Steps that are counted at once, at most: what counts them is not in the caches then."""
+COUNTED_AT_ONCE = 64
+"""At most so many steps are counted together: the code that counts is not in the processor's caches."""
 
 
 class BatchMetrics:
     """Counts grants and steps as they pass the engine client.
 
     Attributes:
-        prefilling: rows that started and whose prompt is not computed yet → tokens that were computed before.
+        prefilling: rows whose prompt is not computed yet → tokens whose KV they found in the cache.
         running: rows that decode.
-        steps, handled_s: those that are not counted yet, and what the agent needed for them.
+        steps, handled_s: steps that are not counted yet, and the agent's time for them.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class BatchMetrics:
         self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
 
     def on_steps(self, steps: Sequence[StepResult], handled_s: float) -> None:
-        """Note steps, for all of which the agent needed `handled_s`."""
+        """Note steps, which took the agent `handled_s` together."""
         self.steps += steps
         self.handled_s += handled_s
-        if len(self.steps) >= MAX_STEPS:
+        if len(self.steps) >= COUNTED_AT_ONCE:
             self.count_steps()
 
     def count_steps(self) -> None:
@@ -66,7 +66,7 @@ class BatchMetrics:
         catalogue.TOKENS.add(sum(step.num_samples for step in steps))
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
-        """Count steps of one method, for each of which the agent needed `text_s`."""
+        """Count steps of one method, each of which took the agent `text_s`."""
         catalogue.BATCH_COUNT.add(len(forwards_s), method)
         catalogue.BATCH_SUCCESS.add(len(forwards_s), method)
         catalogue.BATCH_FORWARD.observe_all(forwards_s, method)
@@ -82,9 +82,7 @@ class BatchMetrics:
             self.running.discard(row)
 
     def on_failure(self) -> None:
-        """Count the batch that the engine lost when it died: of its kind, as far as the agent knows, for rows
-        may stand by.
-        """
+        """Count the batch that the engine lost when it died. Its method is a guess: rows may stand by."""
         self.count_steps()
         method = "prefill" if self.prefilling else "decode"
         if self.prefilling or self.running:

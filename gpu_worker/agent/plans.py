@@ -1,10 +1,4 @@
-"""Plans, from the batcher to the engine: each becomes a grant.
-
-PlanStream: the plans of a worker, in order, each as soon as it is written.
-
-Their ids are consecutive numbers, so a read can wait at the broker for the plan behind the one that another
-read waits for. What is written while the reply to that one travels, or its next question, finds a reader.
-"""
+"""Plans on their way from the batcher to the engine: each becomes a grant."""
 
 import asyncio
 import logging
@@ -25,19 +19,25 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 from gpu_worker.protocol import StartRow
 
+log = logging.getLogger(__name__)
+
 NUM_READS = 2
 BLOCK_MS = 5000
+RETRY_S = 0.05
 
 StreamId = tuple[int, int]
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 class PlanStream:
-    """Reads the stream of a worker's plans.
+    """Reads the stream of a worker's plans, in order, each as soon as it is written.
+
+    Plans have consecutive numbers, so one read can wait at the broker for the plan after the one that another
+    read waits for: a plan that is written while a reply is on its way finds a read that waits for it.
 
     Attributes:
         last: id of the last entry returned.
-        reads: those under way, by the id behind which each of them reads.
+        reads: reads in progress, each by the id after which it reads.
     """
 
     def __init__(self, redis: Redis, name: str) -> None:
@@ -47,9 +47,9 @@ class PlanStream:
         self.reads: dict[StreamId, asyncio.Task[list[Entry]]] = {}
 
     async def next(self) -> list[Entry]:
-        """Return new entries, or none after a few seconds. Raises what the broker does."""
+        """Return new entries, or none after a few seconds. Raises what the broker raises."""
         self.read_ahead()
-        first = min(self.reads)  # whatever another read has returned, this one returns, too
+        first = min(self.reads)  # it returns all that the others return
         await asyncio.wait([self.reads[first]])
         entries = [entry for entry in self.reads.pop(first).result() if parse_stream_id(entry[0]) > self.last]
         if entries:
@@ -57,9 +57,7 @@ class PlanStream:
         return entries
 
     def read_ahead(self) -> None:
-        """Have a read wait for each of the next entries, the first one before the others. One that failed
-        ahead of its time is asked for again.
-        """
+        """Have a read wait for each of the next entries. A read that failed is started again."""
         self.reads = {
             after: read for after, read in self.reads.items() if not (read.done() and read.exception())
         }
@@ -78,13 +76,8 @@ class PlanStream:
             read.cancel()
 
 
-log = logging.getLogger(__name__)
-
-RETRY_S = 0.05
-
-
 class PlanHandler:
-    """Reads the stream of plans and sends the engine what they grant."""
+    """Sends the engine what each plan grants."""
 
     def __init__(
         self, stream: PlanStream, engine: EngineClient, state: AgentState, steps: StepHandler
@@ -115,7 +108,7 @@ class PlanHandler:
         return []
 
     def apply(self, plan: Plan) -> None:
-        """Send the engine the plan's grant."""
+        """Send the engine a plan's grant, or answer a takeover."""
         state = self.state
         state.plan = plan
         if plan.takeover:
@@ -124,16 +117,16 @@ class PlanHandler:
             return
         state.granted = plan
         state.until = max(state.until, plan.until)
-        state.report_clock.grant(plan.report_at or (state.step + state.until + 1) // 2)
+        state.report_clock.on_grant(plan.report_at or (state.step + state.until + 1) // 2)
         starts = [self.start_row(start) for start in plan.starts]
         for number, blocks in plan.blocks:
             if (row := state.table.rows.get(number)) is not None:
                 row.blocks += blocks
         if starts:
             state.idle.clear()
-        if state.report_clock.is_due(state.step):  # no other step may come to wake the flusher
+        if state.report_clock.is_due(state.step):  # no step may come to wake the flusher
             state.wake.set()
-        self.engine.send(state.grant(starts, plan.blocks, plan.stops))
+        self.engine.send(state.make_grant(starts, plan.blocks, plan.stops))
         for start in plan.starts:
             self.steps.end_at_committed_stop_string(state.table.rows[start.row])
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
@@ -157,8 +150,8 @@ class PlanHandler:
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:
-        """Report rows that are not here as preempted, so that their requests go on elsewhere: the plan that
-        started them could not be read, or they are long released.
+        """Report rows that the worker does not hold as preempted, so that their requests go on elsewhere: the
+        plan that started them could not be read, or they were released long ago.
         """
         outbox = self.state.outbox
         for row in rows:

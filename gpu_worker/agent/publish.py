@@ -1,4 +1,6 @@
-"""Publisher: writes one flush (log, report, events, terminals, spills) in one call of the script `flush`."""
+"""Publisher: writes flushes (log, report, events, terminals, spills), each by one call of the script
+`flush`.
+"""
 
 import time
 from collections import defaultdict
@@ -20,11 +22,9 @@ from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import Outbox
 
 SPILL_EVERY = 64
-"""After so many flushes every live row's tokens are copied to the request's own string, and the log is
-trimmed: this bounds the log.
-"""
+"""Once in so many flushes every live row is spilled and the log is trimmed: this bounds the log."""
 SPILLED, HOLE = 1, 0
-"""What the script `flush` answers for a spill; any other number refuses it."""
+"""Answers of the script `flush` for a spill; any other number refuses it."""
 
 
 class Sealed(Exception):
@@ -32,13 +32,13 @@ class Sealed(Exception):
 
 
 class StreamsGone(Exception):
-    """The streams of this incarnation are not there any more: the broker has lost all it had, or this
-    incarnation was declared dead and removed.
+    """The streams of this incarnation are gone: the broker has lost them, or the incarnation was declared
+    dead and removed.
     """
 
 
 def raise_refusal(answer: str) -> None:
-    """Raises StreamsGone or Sealed, for what a script answers that refuses this incarnation."""
+    """Raises StreamsGone or Sealed if a script's answer refuses this incarnation."""
     if answer == "MISSING":
         raise StreamsGone
     if answer != "OK":
@@ -46,13 +46,13 @@ def raise_refusal(answer: str) -> None:
 
 
 class FlushesLost(Exception):
-    """The broker does not have the flush before this one: it was restored without what it was told last."""
+    """The broker does not have the flush before this one: it was restored from an older state."""
 
 
 @dataclass(slots=True)
 class Spill:
-    """Tokens of a row that a flush copies to the request's own string: from byte `offset` on, up to
-    `num_tokens`.
+    """Tokens of a row that a flush writes into the request's own string at byte `offset`; `num_tokens` are in
+    the string then.
     """
 
     row: RowText
@@ -62,13 +62,13 @@ class Spill:
 
     @classmethod
     def rest(cls, row: RowText) -> "Spill":
-        """The tokens that are not known to be there."""
+        """The tokens that are not spilled yet."""
         offset = row.num_spilled * RECORD.size * row.request.width
         return cls(row, offset, row.num_tokens, bytes(row.records[offset:]))
 
     @classmethod
     def whole(cls, row: RowText) -> "Spill":
-        """All tokens, from the first on."""
+        """All tokens."""
         return cls(row, 0, row.num_tokens, bytes(row.records))
 
     @property
@@ -88,8 +88,8 @@ class Flush:
     """One call of the script `flush`; a repeated call changes nothing.
 
     Attributes:
-        messages: channel, payload of each; the log has the same.
-        mode: what becomes of the log, as the script takes it.
+        messages: (channel, payload); the log gets the same payloads.
+        mode: what the script does with the log.
         method: `prefill` where a prompt was computed, else `decode`.
     """
 
@@ -108,8 +108,8 @@ class Publisher:
     """Builds and writes the flushes of one incarnation, one after the other.
 
     Attributes:
-        spill_due: whether the next flush spills all rows, as a spill was found to be missing.
-        resynced_at: number of the last flush with which a broker that had lost others was brought up to date.
+        spill_due: the next flush spills all rows, since the broker lacks an earlier spill.
+        resynced_at: number of the last flush that `resync` changed.
     """
 
     def __init__(self, pool: PoolClient, incarnation: str) -> None:
@@ -122,8 +122,8 @@ class Publisher:
         self.resynced_at = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
-        """Build the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
-        64 flushes.
+        """Build the flush of an outbox. `report` has the flush's number; `live` rows may have to be
+        spilled.
         """
         self.sequence += 1
         trim = self.spill_due or (self.sequence - self.resynced_at) % SPILL_EVERY == 0
@@ -160,7 +160,7 @@ class Publisher:
         )
 
     def event(self, channel: str, tokens: list[Tokens], terminals: list[Terminal]) -> bytes:
-        """The next message of a channel; without a channel only the log has it."""
+        """The next message of a channel; without a channel, of the log alone."""
         number = self.channels.next_number(channel, self.sequence) if channel else 0
         return encode(Events(self.incarnation, number, tokens, terminals, self.sequence))
 
@@ -179,9 +179,11 @@ class Publisher:
         )
 
     async def write(self, flush: Flush) -> list[RowText]:
-        """Write a flush → rows that are not this worker's to go on with: the request is gone, has ended,
-        goes on elsewhere, or has other tokens. Raises Sealed; StreamsGone; FlushesLost, after which the
-        flush needs `resync`; or what the broker raises: then the same flush may be written again.
+        """Write a flush → rows whose requests do not belong to this worker any more: the request is gone, has
+        ended, goes on elsewhere, or has other tokens.
+
+        Raises Sealed; StreamsGone; FlushesLost: the flush needs `resync`; or what the broker raises: the same
+        flush may be written again.
         """
         started_s = time.perf_counter()
         reply = await self.client.run(self.call(flush))
@@ -189,15 +191,15 @@ class Publisher:
         return self.take_reply(flush, reply)
 
     def start(self, flush: Flush, on_answer: Callable[[Any], None]) -> None:
-        """Send a flush on the connection that there is; `on_answer` gets what `take_answer` needs, perhaps
-        not before `client.poll`.
+        """Send a flush on the open connection; `on_answer` gets the answer for `take_answer`, perhaps not
+        before `client.poll`.
         """
         started_s = time.perf_counter()
         self.client.start(on_answer, *self.call(flush).command)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
 
     def take_answer(self, flush: Flush, answer: Any) -> list[RowText]:
-        """Take the broker's answer to a flush that was started: returns and raises as `write` does."""
+        """Take the broker's answer to a started flush. Returns and raises as `write` does."""
         if isinstance(answer, Exception):
             raise answer
         return self.take_reply(flush, worker_scripts.read_flush_reply(answer))
@@ -218,9 +220,9 @@ class Publisher:
         return refused
 
     def resync(self, flush: Flush, report: Report, live: list[RowText]) -> None:
-        """Have a flush follow whatever the broker has, and spill all tokens of its own and of live rows."""
+        """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows."""
         rows = dict.fromkeys([*(spill.row for spill in flush.spills), *live])
         flush.report = report
         flush.spills = [Spill.whole(row) for row in rows]
         flush.mode = "whole"
-        self.resynced_at = flush.sequence  # before the next trim the batcher saves what the log has
+        self.resynced_at = flush.sequence  # so that the batcher has time to save the log before a trim

@@ -25,21 +25,21 @@ from common.messages.request import Generate
 
 @dataclass(slots=True, eq=False)
 class RowText:
-    """One row.
+    """One row of the worker, with the text of its tokens.
 
     Attributes:
         base: index of the first token of this attempt.
-        records: packed records of all tokens of the request, earlier attempts' included.
+        records: packed records of all tokens of the request, those of earlier attempts included.
         num_tokens: number of records.
-        num_spilled: number of tokens that stand in the request's own string in Redis.
-        blocks: packed numbers of the KV blocks that it has.
-        num_cached: tokens whose KV they held when it started.
-        kv_len, at_step: after step `at_step` it held `kv_len` tokens, as the batcher was told last; 0 before
-            its prefill is complete.
-        prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where
+        num_spilled: number of tokens in the request's own string in Redis.
+        blocks: packed numbers of the row's KV blocks.
+        num_cached: tokens whose KV the blocks held when the row started.
+        kv_len, at_step: the row held `kv_len` tokens after step `at_step`, by the last report; 0 before its
+            prefill is complete.
+        prompt: packed records of the prompt's tokens but the first, as far as they are computed; None if
             the request does not ask for them, or an earlier attempt has written them to Redis.
         texts: the text of each token that is not published yet.
-        ended: whether the row has ended for the client; what the engine still samples for it is dropped.
+        ended: the row has ended for the client; tokens that the engine still samples for it are dropped.
         started_s: monotonic time.
     """
 
@@ -104,9 +104,7 @@ class RowText:
             self.prompt += pack_records(ids, logprobs, top_ids, top_logprobs)
 
     def matches_stop_string(self, text: str) -> bool:
-        """Whether a stop string is complete with `text`, which the newest token adds.
-        Call it once a token.
-        """
+        """Whether `text`, which the newest token adds, completes a stop string. Called once a token."""
         return (
             self.matcher is not None
             and self.num_tokens > self.request.stopping.min_new_tokens
@@ -115,17 +113,17 @@ class RowText:
 
     @property
     def kv_now(self) -> int:
-        """Tokens that it holds once its prefill is complete: its last one is not computed yet."""
+        """Tokens in the cache once the prefill is complete: the KV of the last token is not computed yet."""
         return len(self.prompt_ids) + self.num_tokens - 1
 
     def slots_left(self, block_size: int) -> float:
-        """Slots left in its blocks; infinitely many where they suffice to its end."""
+        """Free slots in the row's blocks; infinitely many if the row never needs another block."""
         num_slots = len(self.blocks) // 4 * block_size
         return num_slots - self.kv_now if num_slots < self.request.max_kv else inf
 
     @property
     def held(self) -> HeldRow:
-        """What a new batcher must know to go on with the row."""
+        """What a new batcher must know to adopt the row."""
         return HeldRow(
             row=self.row,
             request_id=self.request.request_id,
@@ -140,7 +138,7 @@ class RowText:
         )
 
     def generated_hashes(self, kv_len: int) -> bytes:
-        """Return the hashes of what it has computed, up to its last token, behind those of its prompt
+        """Return the hashes of the first `kv_len` tokens without those of the prompt
         (common/messages/block_hashes.py).
         """
         hashes = self.request.block_hashes
@@ -157,8 +155,8 @@ class RowTable:
 
     Attributes:
         last_row: the highest number that a row ever had.
-        num_known, num_cached: tokens that rows started with, earlier attempts' included; those of them whose
-            KV was there.
+        num_known: tokens that rows started with, those of earlier attempts included.
+        num_cached: how many of these had their KV in blocks already.
     """
 
     tokenizer: Tokenizer
@@ -202,7 +200,7 @@ class RowTable:
         return [row for row in self.rows.values() if not row.ended]
 
     def num_blocks(self, block_size: int) -> int:
-        """Count the KV blocks that the tokens of all rows fill, each once."""
+        """Count the KV blocks that hold tokens of any row; rows may share blocks."""
         filled: set[int] = set()
         for row in self.rows.values():
             filled.update(unpack_ids(row.blocks)[: -(-(len(row.prompt_ids) + row.num_tokens) // block_size)])

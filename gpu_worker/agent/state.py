@@ -1,9 +1,4 @@
-"""The state that one incarnation's plans, steps and flushes share.
-
-Outbox: the tokens, ends and releases that the next flush publishes.
-
-ReportClock: when the batcher must hear how far the rows are, and how long its next grant takes.
-"""
+"""The state that the plans, steps and flushes of one incarnation share."""
 
 import asyncio
 import time
@@ -25,7 +20,7 @@ class Outbox:
         prompts: rows whose prompt's log-probabilities are published, all of them; this flush has the rows'
             first token.
         terminals: (row, why) of rows whose request ends here.
-        interrupted: rows that go on elsewhere; their tokens must be spilled.
+        interrupted: rows whose requests go on elsewhere; their tokens must be spilled.
         prefilled, ended, released, hashes, takeover: fields of the next report.
     """
 
@@ -52,13 +47,13 @@ class Outbox:
 
 @dataclass(slots=True)
 class ReportClock:
-    """Tells when a report is due, and measures how long the grant takes that answers it.
+    """Tells when a report is due, so that the next grant comes in time, and how long that grant takes.
 
     Attributes:
-        due_step: once this step is completed a report is due, so that the next grant comes in time.
+        due_step: a report is due once this step is completed.
         reported_step: the last step that a report had.
-        due_s: monotonic time at which the report was due whose grant has not come; 0 where none is.
-        round_trips: how long grants took from there, in ms, since the last report.
+        due_s: monotonic time at which the unanswered report was due; 0 while none is unanswered.
+        round_trips: ms from `due_s` to each grant that came since the last report.
     """
 
     due_step: int = 0
@@ -69,18 +64,18 @@ class ReportClock:
     def is_due(self, step: int) -> bool:
         return step >= self.due_step > self.reported_step
 
-    def complete(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         """The engine has completed a step."""
         if self.is_due(step) and not self.due_s:
             self.due_s = time.monotonic()
 
-    def report(self, step: int) -> list[float]:
-        """A report says that so many steps are completed → its round trips."""
+    def on_report(self, step: int) -> list[float]:
+        """A report says that this step is completed → the round trips for the report."""
         self.reported_step = step
         trips, self.round_trips = self.round_trips, []
         return trips
 
-    def grant(self, due_step: int) -> None:
+    def on_grant(self, due_step: int) -> None:
         """The engine has a grant; the next report is due at `due_step`."""
         if self.due_s and due_step > self.due_step:
             self.round_trips.append((time.monotonic() - self.due_s) * 1e3)
@@ -88,7 +83,7 @@ class ReportClock:
         self.due_step = due_step
 
     def stop_waiting(self) -> None:
-        """No grant is waited for: no row is held, or a new batcher asks first what is."""
+        """Stop the measurement: no row is held, or a new batcher asks first which rows are."""
         self.due_s = 0.0
 
 
@@ -102,16 +97,16 @@ class AgentState:
     Attributes:
         table: the rows that the engine holds.
         draining: the worker takes no more rows and ends once it holds none.
-        signalled: a signal told it so: it has no more than GRACEFUL_TERMINATION_TIMEOUT.
+        signalled: a signal asked the worker to end within GRACEFUL_TERMINATION_TIMEOUT.
         outbox: what the next flush publishes; `wake` says that there is something.
-        plan, granted: the newest plan, and the newest that grants steps: a takeover does not.
+        plan, granted: the newest plan, and the newest one that grants steps, which a takeover does not.
         until: the last step granted.
         step, step_ms: the last step that the engine completed, and what it took.
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
-        ahead: rows that have had several tokens in one step since the last report, by number.
-        step_times: steps, tokens of prompts and ms since the last report, by whether rows decoded in the
-            steps, and whether they computed any of a prompt.
+        ahead: rows that got several tokens in one step since the last report, by number.
+        step_times: (whether rows decode, whether prompts are computed) → number of such steps since the last
+            report, their prompt tokens, their ms.
         idle: whether no row is held and everything is published.
     """
 
@@ -131,13 +126,13 @@ class AgentState:
     ahead: dict[int, RowText] = field(default_factory=dict)
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
 
-    def grant(
+    def make_grant(
         self,
         starts: Sequence[StartRow] = (),
         blocks: Sequence[tuple[int, bytes]] = (),
         stops: Sequence[tuple[int, str]] = (),
     ) -> Grant:
-        """The newest grant, with what is to be started, extended and stopped."""
+        """A grant of all steps granted so far, with rows to start, to extend and to stop."""
         return Grant(
             until=self.until,
             prefill_tokens=self.granted.prefill_tokens,
@@ -149,7 +144,7 @@ class AgentState:
         )
 
     def add_time(self, step: StepResult) -> None:
-        """Count what a step took, for the next report."""
+        """Add the duration of a step to the next report."""
         if step.duration_ms:
             decodes = step.num_samples > len(step.prefilled)
             kind = decodes, step.prefill_tokens > 0
@@ -157,39 +152,37 @@ class AgentState:
             self.step_times[kind] = steps + 1, tokens + step.prefill_tokens, ms + step.duration_ms
 
     def take_step_times(self) -> list[tuple[int, int, int, float]]:
-        """Return the times since the last call, as a report has them; first of steps without prefill."""
+        """Return `Report.step_times` since the last call; steps without prefill come first."""
         times, self.step_times = self.step_times, {}
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
     def begin_shutdown(self) -> None:
-        """A signal tells the worker to end: begin to shut down."""
+        """A signal asks the worker to end."""
         self.signalled.set()
         self.draining.set()
 
     def runs_short(self, block_size: int) -> bool:
-        """Whether a row that is ahead has so few slots left in its blocks that they are full in half of the
-        steps granted.
-        """
+        """Whether the blocks of a row that is ahead may be full after half of the steps granted."""
         steps_left = self.until - self.step
         return any(2 * row.slots_left(block_size) <= steps_left for row in self.ahead.values())
 
     def take_lengths(self) -> list[tuple[int, int, int]]:
-        """Return how long the rows are that are ahead, as a report has them."""
+        """Return `Report.lengths`: how long the rows are that are ahead."""
         ahead, self.ahead = self.ahead, {}
         for row in ahead.values():
             row.kv_len, row.at_step = row.kv_now, self.step
         return [(row.row, row.kv_len, row.at_step) for row in ahead.values() if not row.ended]
 
     def next_incarnation(self) -> "AgentState":
-        """The state of the next incarnation over the same engine, which holds no row any more. Numbers of
-        rows and steps go on, and so does the grant.
+        """The state of the next incarnation, whose engine is the same and holds no row. Numbers of rows and
+        steps go on, and so does the grant.
         """
         table = RowTable(self.table.tokenizer, last_row=self.table.last_row)
         return AgentState(table, self.draining, self.signalled, step=self.step, until=self.until)
 
     def answer_takeover(self) -> None:
-        """Answer a new batcher with the next report; rows go on."""
+        """Answer a new batcher with the next report. Rows go on."""
         self.report_clock.stop_waiting()
         self.outbox.takeover = True
         self.wake.set()

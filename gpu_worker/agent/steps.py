@@ -1,4 +1,4 @@
-"""Steps, from the engine to the outbox: tokens become text, rows end, blocks are released."""
+"""Steps on their way from the engine to the outbox: tokens become text, rows end, blocks are released."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class StepHandler:
-    """Moves the rows on with each step that the engine completes. With `prefix_caching` the batcher learns
-    what the blocks of released rows hold.
+    """Adds what each completed step brings to the rows and to the outbox. With `prefix_caching` the batcher
+    learns what the blocks of released rows hold.
     """
 
     def __init__(self, engine: EngineClient, state: AgentState, prefix_caching: bool) -> None:
@@ -27,7 +27,7 @@ class StepHandler:
         self.prefix_caching = prefix_caching
 
     async def run(self, watchdog: Watchdog, publish: Callable[[], None]) -> None:
-        """Apply steps as they come, and have them published. Never returns; raises EngineDied."""
+        """Apply steps as they come; `publish` is called after them. Never returns; raises EngineDied."""
 
         def handle(steps: Sequence[StepResult]) -> None:
             self.handle(steps, watchdog)
@@ -43,7 +43,7 @@ class StepHandler:
         watchdog.reset()
 
     async def stop_all(self, watchdog: Watchdog) -> None:
-        """Have the engine stop every row, and return when it has released them. Raises EngineDied."""
+        """Have the engine stop every row; return when it has released them all. Raises EngineDied."""
         state, released = self.state, asyncio.Event()
 
         def handle(steps: Sequence[StepResult]) -> None:
@@ -52,7 +52,7 @@ class StepHandler:
                 released.set()
 
         stops = [(row, "preempted") for row in state.table.rows]
-        self.engine.send(state.grant(stops=stops))
+        self.engine.send(state.make_grant(stops=stops))
         if state.table.rows:
             await run_until_one_ends(self.engine.run_steps(handle), released.wait())
 
@@ -61,7 +61,7 @@ class StepHandler:
         state = self.state
         state.step = step.step
         state.step_ms = step.duration_ms
-        state.report_clock.complete(step.step)
+        state.report_clock.on_step(step.step)
         state.num_tokens += step.num_samples
         state.add_time(step)
         self.add_tokens(step)
@@ -108,16 +108,14 @@ class StepHandler:
                     outbox.prompts.append(row)
 
     def end_at_stop_string(self, row: RowText, step: StepResult) -> None:
-        """End a row whose text has a stop string, unless the same token ends it for a reason that comes
-        first.
-        """
+        """End a row whose text has a stop string, unless the engine ends it at the same token."""
         if (row.row, row.num_tokens) not in ((number, end) for number, _, end in step.ended):
             self.finish_row(row, "stop_sequence", row.num_tokens)
             self.stop(row, "stop_sequence")
 
     def end_at_committed_stop_string(self, row: RowText) -> None:
-        """End a row that started with its whole answer: the broker lost that it had ended. Where its last
-        token ends it for another reason, the engine says so.
+        """End a row that started with its whole answer: the broker had lost the end. If the last token ends
+        it for another reason, the engine reports that.
         """
         has_stop_string = row.matcher is not None and row.matcher.matched
         if has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
@@ -126,7 +124,7 @@ class StepHandler:
             self.state.wake.set()
 
     def drop(self, rows: Iterable[RowText]) -> None:
-        """End rows whose requests are not this worker's to go on with; the batcher finds out what becomes of
+        """End rows whose requests do not belong to this worker any more; the batcher decides what becomes of
         them.
         """
         for row in (row for row in rows if not row.ended):
@@ -137,11 +135,11 @@ class StepHandler:
             self.state.wake.set()
 
     def stop(self, row: RowText, why: str) -> None:
-        """Have the engine stop a row that has ended for the client."""
-        self.engine.send(self.state.grant(stops=[(row.row, why)]))
+        """Have the engine stop a row, since it has ended for the client."""
+        self.engine.send(self.state.make_grant(stops=[(row.row, why)]))
 
     def finish_row(self, row: RowText, why: str, end: int) -> None:
-        """Finish a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
+        """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
         row.ended = True
         outbox = self.state.outbox
         outbox.ended.append((row.row, why, end))

@@ -8,28 +8,28 @@ from common.process.event_loop import until_beat
 
 CHECK_INTERVAL_S = 1.0
 MAX_COUNTED_S = 2.0
-"""What one check counts at most: if it comes later, this process was stopped or kept off its core, and has
-not read yet what the engine sent.
+"""The longest time that one check counts. After a longer one, this process was stopped or waited for a core,
+and has not read yet what the engine sent.
 """
 MIN_SHARE = 0.1
-"""Least share of the time that counts, however starved the engine is: one that hangs in a busy loop is found
-in the end.
+"""At least this share of the time counts, however starved the engine is: so a busy loop is found in the
+end.
 """
 
 
 class EngineStuck(Exception):
-    """The engine holds rows, may run, and completed no step for too long."""
+    """The engine holds rows and may run, but has completed no step for too long."""
 
 
 class Watchdog:
-    """Raises EngineStuck once `is_busy`, and no `reset` came for `timeout_s()` seconds that count. Time in
-    which the engine's threads waited for a core does not: a loaded machine makes a step a hundred times as
-    long, and a restart makes it longer still.
+    """Raises EngineStuck after `timeout_s()` busy seconds without a `reset`. Time in which the engine's
+    threads waited for a core does not count: on a loaded machine a step may take a hundred times as long, and
+    a restart would make it longer still.
 
     Attributes:
         run_delay_s: how long the engine's threads have waited for a core since they started.
-        stuck_s: seconds that counted since the last reset; `checked_s` and `delay_s` are those of the last
-            check.
+        stuck_s: seconds counted since the last reset.
+        checked_s, delay_s: monotonic time of the last check, and `run_delay_s()` then.
     """
 
     def __init__(

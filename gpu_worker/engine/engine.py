@@ -42,13 +42,14 @@ NAN = float("nan")
 
 
 class Engine:
-    """Runs steps of the rows that grants start; loads the model, unless it is `loaded`.
+    """Runs steps of the rows that grants start. Loads the model if `loaded` is None.
 
-    Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero
-    again once granted.
+    Raises SettingError if the settings cannot be served. With `debug_kv` freed blocks are filled with NaN,
+    and with zeros once they are granted.
 
     Attributes:
-        runs_ahead: the next step is launched before the last is read, unless that `is_unsure`; not on CPU.
+        runs_ahead: the next step is launched before the last one is read, unless that one `is_unsure`; not
+            on CPU.
         in_flight: the step that is launched and not read.
         collected_step: the last step read.
     """
@@ -88,8 +89,8 @@ class Engine:
         self.ready = self.warm_up(settings)
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
-        """Compile layers, and capture steps in which all rows decode, where attention allows it; nothing
-        of it with ENFORCE_EAGER.
+        """Compile layers, and capture steps in which all rows decode, where attention allows it; do nothing
+        with ENFORCE_EAGER.
         """
         if settings.enforce_eager:
             return
@@ -104,8 +105,8 @@ class Engine:
         stop_compiling()
 
     def try_to_capture(self, settings: Settings) -> None:
-        """Capture graphs, unless the model's code waits for the device within a step: then each operation of
-        a step is launched by itself.
+        """Capture graphs. If the model's code waits for the device within a step, the operations of a step
+        are launched one by one.
         """
         try:
             self.capture(make_capture(self.loaded.device), settings.max_batch_size, settings.deterministic)
@@ -116,7 +117,7 @@ class Engine:
             log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
-        """Capture steps that decode rows and proposals; with `deterministic` one of fixed shape for all."""
+        """Capture steps that decode rows and proposals; with `deterministic` one of a fixed shape."""
         loaded = self.loaded
         size = FIXED_TOKENS if deterministic else warmup.max_decoded_tokens(max_rows)
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
@@ -126,6 +127,7 @@ class Engine:
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:
+        """Measure the speed → the engine's capacity."""
         loaded = self.loaded
         shape = loaded.context, loaded.vocab_size, self.block_size
         token_ms = warmup.token_ms(self.forward, *shape, loaded.device)
@@ -150,15 +152,18 @@ class Engine:
         self.fill(self.rows.apply(grant), 0.0)
 
     def slack_s(self) -> float:
-        """How long the next launch may wait for grants; of several ranks all launch at once."""
+        """How long the next launch may wait for grants; several ranks do not wait, since they launch
+        together.
+        """
         waits = self.in_flight and self.communicator.world_size == 1
         return self.pace.slack_s(time.monotonic()) if waits else 0.0
 
     def step(self) -> StepResult | None:
-        """Run and read one step → its result; None where no step could run and no row ended.
+        """Run and read one step → its result; None if no step could run and no row ended.
 
-        On a GPU the forward of the next step is launched before this one is read. Its sampling is launched
-        after that, while the forward runs: by then the rows' sampling states know the tokens just read.
+        On a GPU the forward of the next step is launched before this step is read. The next step's sampling
+        is launched after that, while its forward runs: then the rows' sampling states know the tokens just
+        read.
         """
         in_flight = self.in_flight or self.sample(self.launch())
         leads = in_flight and self.runs_ahead and not in_flight.is_unsure
@@ -173,20 +178,20 @@ class Engine:
         return result.build(self.collected_step, duration_ms)
 
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
-        """Launch the forward of the next step, if there is one; `before` is in flight."""
+        """Launch the forward of the next step, if one can run; `before` is in flight."""
         started_s = time.monotonic()
         slices = self.rows.launch()
         if not slices:
             return None
         if before:
-            self.pace.launch(before.is_done)
+            self.pace.on_launch(before.is_done)
         elif not self.communicator.rank:
             self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        """Launch the sampling of a step; other ranks take the tokens that rank 0 samples."""
+        """Launch the sampling of a step. Rank 0 samples, and the other ranks take its tokens."""
         if launched is None:
             return None
         logits, slices = launched.logits, launched.slices
@@ -208,12 +213,12 @@ class Engine:
             in_flight.slices, samples.ids, samples.logprobs, samples.top_logprobs, samples.prompt_logprobs
         )
         self.collected_step = in_flight.number
-        return self.pace.read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
+        return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
 
     def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """`forward` without the rows for which it raises: these fail, and leave `slices`. `previous` int64
-        [rows]. Of several ranks one that raised may have left the others within a sum: there it ends the
-        worker.
+        """`forward` without the rows for which it raises: they fail, and are removed from `slices`.
+        `previous` int64 [rows]. With several ranks the worker ends, since the others may wait for this rank
+        within a sum.
         """
         try:
             return self.forward(slices, previous)
@@ -229,10 +234,7 @@ class Engine:
 
     def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged slices → logits float [num_logits, vocabulary]. `previous` int64 [rows]: ids that the step
-        in flight samples.
-
-        Where memory does not suffice, the step is run in halves; what the first try wrote into the cache is
-        written again.
+        in flight samples. If memory does not suffice, the step is run in halves.
         """
         try:
             return self.compute(slices, previous)

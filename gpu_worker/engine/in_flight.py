@@ -1,11 +1,4 @@
-"""A step in flight: launched on the device, not yet read by the host.
-
-LaunchPace: when a step is launched behind the one that runs, and how long steps take.
-
-A step is launched before the one before it is read, so that the device does not wait for the host. What is
-granted behind the launch waits for a step more. So the launch waits for grants until the step that runs is
-nearly over.
-"""
+"""A step in flight: launched on the device, not yet read by the host; and the pace of launches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +10,15 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 
-LATE = 1 / 8
-IN_TIME = 1 / 512
-"""By so much of a step the next launches come sooner behind one that was late, so that the device had nothing
-to do, and later behind one in time: one in 64 is late, by little.
+RAISE_IF_LATE = 1 / 8
+LOWER_IF_IN_TIME = 1 / 512
+"""After a late launch, which left the device idle, the lead grows by this share of a step; after a launch in
+time it shrinks by that one. So one launch in 64 is late, by little.
 """
 LEAST_LEAD = 1 / 16
-LONGER = 1.02
-"""A step is taken to last so many times as long as the one before at most: what the host reads late says
-nothing of the next.
+MAX_GROWTH = 1.02
+"""The expected duration of a step grows by at most this factor: a step that the host reads late says nothing
+of the next one.
 """
 
 
@@ -33,10 +26,14 @@ nothing of the next.
 class LaunchPace:
     """Tells when the next step is launched.
 
+    A step is launched before the step before it is read, so that the device does not wait for the host. A
+    grant that comes after the launch waits for one more step. So a launch waits for grants until the step
+    that runs is nearly over.
+
     Attributes:
-        step_s: what a step without prefill takes; 0 while that is not known.
-        lead: share of it that is left when the next step is launched.
-        read_s: monotonic time at which a step was read last: the one behind it has begun by then.
+        step_s: the expected duration of a step without prefill; 0 while unknown.
+        lead: the share of it that is left when the next step is launched.
+        read_s: monotonic time at which the last step was read: the next one has begun by then.
     """
 
     step_s: float = 0.0
@@ -44,21 +41,23 @@ class LaunchPace:
     read_s: float = 0.0
 
     def slack_s(self, now_s: float) -> float:
-        """How long the launch behind the step that runs may wait."""
+        """How long the next launch may wait."""
         return self.read_s + (1 - self.lead) * self.step_s - now_s
 
-    def launch(self, is_late: bool) -> None:
-        """A step is launched behind one that runs, or has run by then: that is late."""
-        self.lead = min(1.0, self.lead + LATE) if is_late else max(LEAST_LEAD, self.lead - IN_TIME)
+    def on_launch(self, is_late: bool) -> None:
+        """A step is launched while the step before it runs, or late: after that one has run."""
+        self.lead = (
+            min(1.0, self.lead + RAISE_IF_LATE) if is_late else max(LEAST_LEAD, self.lead - LOWER_IF_IN_TIME)
+        )
 
-    def read(self, started_s: float, now_s: float, prefill_tokens: int) -> float:
-        """A step that was launched at `started_s` is read → its duration in s; where it overlaps with the one
-        before, the time that it adds.
+    def on_read(self, started_s: float, now_s: float, prefill_tokens: int) -> float:
+        """A step that was launched at `started_s` is read → its duration in s, without the time in which the
+        step before it ran.
         """
         duration_s = now_s - max(started_s, self.read_s)
         self.read_s = now_s
         if not prefill_tokens:
-            self.step_s = min(duration_s, LONGER * self.step_s) if self.step_s else duration_s
+            self.step_s = min(duration_s, MAX_GROWTH * self.step_s) if self.step_s else duration_s
         return duration_s
 
 
@@ -79,8 +78,8 @@ class LaunchedStep:
 
 
 def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
-    """The requests of the rows that sample, valid once the host has read the step before; None for samples
-    that nobody takes.
+    """The requests of the rows that sample, once the host has read the step before; None for greedy samples
+    and for those that are dropped.
     """
     requests: list[SampleRequest | None] = []
     for row_slice in slices:
@@ -97,7 +96,7 @@ class StepSamples:
     """What a step sampled, on the host.
 
     Attributes:
-        top_logprobs: by the place of the sample.
+        top_logprobs: by the place of the sample in `ids`.
         prompt_logprobs: of the slices that ask for them, in order.
     """
 
@@ -108,7 +107,7 @@ class StepSamples:
 
 
 class InFlightStep:
-    """A step whose sampling was launched, too; its tokens are on their way to the host.
+    """A step whose sampling was launched, too. Its tokens are being copied to the host.
 
     Attributes:
         ids: int64 [rows], on the device.
@@ -139,11 +138,11 @@ class InFlightStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has computed it; not known on CPU."""
+        """Whether the device has computed it; always False on CPU."""
         return bool(self.copied and self.copied.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepSamples:
-        """Wait for the step → what it sampled. Nowhere else in a step does the host wait for the device."""
+        """Wait for the step → what it sampled. Here alone the host waits for the device within a step."""
         if self.copied:
             self.copied.synchronize()
         return unpack_samples(self.output, self.requests, [pack_logprobs(prompt) for prompt in self.prompts])

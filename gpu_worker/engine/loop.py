@@ -1,7 +1,4 @@
-"""The engine's loops: rank 0 takes grants from the agent, the other ranks follow rank 0.
-
-The engine's side of the protocol (gpu_worker/protocol.py), over a blocking socket.
-"""
+"""The engine's loops: rank 0 takes grants from the agent, the other ranks take them from rank 0."""
 
 import contextlib
 import select
@@ -14,13 +11,15 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Begin, Frame, FrameDecoder, Grant, PeerClosed, StepResult, encode
 
 RECEIVE_BYTES = 2**18
+KEEPALIVE_S = 5.0
 
 
 class AgentLink:
-    """Sends and receives frames: an engine that is too far ahead of its agent waits in `send`.
+    """The engine's side of the protocol (gpu_worker/protocol.py), over a blocking socket: an engine that is
+    too far ahead of its agent waits in `send`.
 
     Attributes:
-        woken, waker: two ends of a pipe. It holds a byte from `wake` until the wait that this ends.
+        woken, waker: the two ends of a pipe; a byte in it ends the wait for grants.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -40,30 +39,32 @@ class AgentLink:
             raise PeerClosed from error
 
     def wake(self) -> None:
-        """End the wait for grants, or the next one where none has begun; from any thread."""
-        with contextlib.suppress(BlockingIOError):  # full of bytes: it is woken
+        """End the wait for grants, or the next wait if none has begun. Any thread may call it."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe ends the wait, too
             self.waker.send(b"\0")
 
     def grants(self, wait_s: float) -> Iterator[Grant]:
-        """Yield all grants that have arrived, in order; wait up to `wait_s` for the first, or until `wake`.
-        Raises PeerClosed.
+        """Yield all grants that have arrived, in order. Wait for the first up to `wait_s`, or until `wake` is
+        called. Raises PeerClosed.
         """
-        while self.receive(wait_s):
+        while self.read(wait_s):
             for frame in self.frames:
                 wait_s = 0.0
                 assert isinstance(frame, Grant)
                 yield frame
 
     def receive_variables(self) -> Begin:
-        """Wait for the variables of an engine that was preloaded. Raises PeerClosed."""
+        """Wait for the variables of a preloaded engine. Raises PeerClosed."""
         while True:
-            self.receive(None)
+            self.read(None)
             for frame in self.frames:
                 assert isinstance(frame, Begin)
                 return frame
 
-    def receive(self, wait_s: float | None) -> bool:
-        """Read what has arrived → whether something has; None waits for it. Raises PeerClosed."""
+    def read(self, wait_s: float | None) -> bool:
+        """Read bytes that have arrived → whether there were any. `wait_s` None waits without an end. Raises
+        PeerClosed.
+        """
         readable = select.select([self.channel, self.woken], [], [], wait_s)[0]
         if self.woken in readable:
             self.woken.recv(RECEIVE_BYTES)
@@ -79,19 +80,17 @@ class AgentLink:
         return True
 
 
-KEEPALIVE_S = 5.0
-
-
 def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
-    """Run steps until the agent closes the socket (raises PeerClosed). The launch of a step waits for grants
-    while the one before it runs. Without a step the loop waits for what may make one possible: a grant, or
-    the end of a compilation. Either ends a wait that begins after it, too: rows are looked at before.
+    """Run steps until the agent closes the socket (raises PeerClosed).
+
+    The launch of a step waits for grants while the step before it runs. If no step can run, the loop waits
+    for a grant or for a compiled grammar. One that comes before the wait begins ends the wait, too.
     """
     engine.matchers.on_compiled = link.wake
     idle_at_s = time.monotonic() + KEEPALIVE_S
     wait_s = 0.0
     while True:
-        for grant in communicator.broadcast(link.grants(wait_s)):
+        for grant in communicator.broadcast_grants(link.grants(wait_s)):
             engine.apply(grant)
         if (slack_s := engine.slack_s()) > 0:
             wait_s = slack_s
@@ -108,8 +107,8 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
 
 
 def idle(engine: Engine, link: AgentLink) -> None:
-    """Tell the agent that the engine lives, while rows wait for blocks, steps or grammars; prepare for
-    grammars while there are none.
+    """Tell the agent that the engine lives if rows wait for blocks, steps or grammars; prepare for grammars
+    if there are no rows.
     """
     if engine.rows.rows:
         link.send(StepResult(engine.collected_step))
@@ -118,8 +117,8 @@ def idle(engine: Engine, link: AgentLink) -> None:
 
 
 def run_follower(engine: Engine, communicator: Communicator) -> None:
-    """Run the same steps as rank 0 until that ends (raises PeerClosed)."""
+    """Run the same steps as rank 0 until rank 0 ends (raises PeerClosed)."""
     while True:
-        for grant in communicator.receive():
+        for grant in communicator.receive_grants():
             engine.apply(grant)
         engine.step()

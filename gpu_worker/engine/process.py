@@ -1,9 +1,9 @@
 """The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N [--preload]`.
 
-Settings and its rank (torchrun's variables) are in the environment. File N is a socket to the agent, through
-which ranks above 0 send no more than why they failed. A rank that torchrun starts on another machine
-has no agent beside it, and no socket. With --preload it imports everything first, with --load beside it also
-loads the model, and waits for the variables of the worker that it becomes a part of.
+Settings and the rank (torchrun's variables) are in the environment. File N is a socket to the agent; ranks
+above 0 send nothing through it but why they failed. A rank that torchrun starts on another machine has no
+agent and no socket. With --preload the process imports everything, with --load it loads the model, too; then
+it waits for the variables of the worker that it becomes a part of.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from gpu_worker.rank import RankInfo
 log = logging.getLogger(__name__)
 
 SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
-"""OpenMP threads that wait for each other sleep soon: on cores shared with other processes, a spinning thread
-keeps off the one it waits for. Read when torch is imported.
+"""OpenMP threads that wait for each other sleep soon. On cores shared with other processes, a spinning thread
+would keep the thread that it waits for from running. OpenMP reads it when torch is imported.
 """
 CUDA_ERROR_NOT_INITIALIZED = 3
 
@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def preload(link: AgentLink, loads_model: bool) -> Any:
-    """Import all that an engine needs; GPUs are not touched, since those that it may use are not known yet.
-    Return the model if it is to be loaded, else None, when the variables have come. Raises PeerClosed,
+    """Import all that an engine needs, and wait for its variables → the model if it is to be loaded, else
+    None. GPUs are not touched, since it is not known yet which of them may be used. Raises PeerClosed,
     SettingError.
     """
     setproctitle.setproctitle("tokenfleet engine preloaded")
@@ -86,8 +86,8 @@ def prepare_import() -> None:
 
 
 def check_cuda_is_unused() -> None:
-    """Raises RuntimeError where an import has initialised CUDA: the driver reads CUDA_VISIBLE_DEVICES then,
-    and never again.
+    """Raises RuntimeError if an import has initialised CUDA: the driver reads CUDA_VISIBLE_DEVICES only
+    then.
     """
     with contextlib.suppress(OSError):  # no driver
         count = ctypes.c_int()
@@ -96,7 +96,7 @@ def check_cuda_is_unused() -> None:
 
 
 def serve(link: AgentLink | None, loaded: Any) -> None:
-    """Serve with the model that is `loaded`, or load it."""
+    """Serve with the model `loaded`; load one if it is None."""
     settings, info = Settings.read([], os.environ), RankInfo.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {info.rank}' if info.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output, os.environ.get("WORKER_INCARNATION", ""))
@@ -132,6 +132,6 @@ def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process at once: to free memory in order would take long and help nobody."""
+    """End the process at once: freeing memory in order would take long."""
     sys.stderr.flush()
     os._exit(status)

@@ -38,7 +38,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.node.callspec.params["device"] == "cpu":
         monkeypatch.setattr("gpu_worker.engine.engine.compile_layers", lambda *arguments: 0)
         monkeypatch.setattr(quantized_linears, "multiplies_blocks", lambda device, dtype: True)
-        monkeypatch.setattr(quantized_linears, "converts_floats", lambda device: True)
+        monkeypatch.setattr(quantized_linears, "has_fp8", lambda device: True)
         monkeypatch.setattr(quantized_linears, "multiplies_fp8", lambda device, dtype: True)
 
 

@@ -20,7 +20,6 @@ BEHAVIOURS = {
     "gpu_worker/engine/batch/test_max_rows.py",
     "gpu_worker/engine/batch/test_proposals.py",
     "gpu_worker/engine/cuda/test_kernels.py",
-    "gpu_worker/engine/model/test_families.py",
     "gpu_worker/engine/parallel/test_speculation.py",
     "gpu_worker/engine/parallel/test_tensor_parallel.py",
     "gpu_worker/engine/quantization/test_ranks.py",

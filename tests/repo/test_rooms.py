@@ -43,7 +43,6 @@ FLOORS = {
     "gpu_worker": [
         "engine",
         "engine.model",
-        "engine.model.families",
         "__main__ engine.attention engine.sampling",
         "engine.cpu engine.cuda process",
         "agent engine.batch engine.parallel engine.quantization",

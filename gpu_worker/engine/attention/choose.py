@@ -1,9 +1,9 @@
-"""The choice of the attention backend for a model and a device.
+"""The choice of the attention backend for a model and a device; and the probe, one short forward that shows
+what a model's attention needs, before the model is served.
 
-Probe: one short forward that shows what a model's attention needs, before the model is served.
-
-Each attention module of the model is replaced by a recorder, and each mask by a description of it. The first
-token is NaN: what sees it becomes NaN, too, so tokens that see each other by other ways than attention show.
+For the probe each attention module is replaced by a recorder, and each mask by a description of it. The first
+token is NaN, and what sees it becomes NaN, too: this shows whether tokens see each other by other ways than
+attention.
 """
 
 import inspect
@@ -27,9 +27,11 @@ from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native
 from gpu_worker.protocol import UnservableModel
 
+log = logging.getLogger(__name__)
+
 PROBE_TOKENS = 8
 DEFAULT_WINDOW = 4096
-"""A mask whose model names no window is compared with a causal one up to twice this many tokens."""
+"""A mask without a window is compared with a causal one up to twice this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class ProbedMask:
 def describe_mask(
     mask_function: Callable[..., Any], local_size: int | None = None, **rest: Any
 ) -> ProbedMask:
-    """Compare a mask of transformers with a causal one and with a sliding window. It does not raise: models
-    make some masks that they do not use.
+    """Compare a mask of transformers with a causal one and with a sliding window. It does not raise, since
+    models make masks that they do not use.
     """
     size = local_size or DEFAULT_WINDOW
     queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1])[:, None]
@@ -116,8 +118,8 @@ def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any
     return the model's attention modules in the order of their calls, and what each keeps of a token.
 
     Raises:
-        UnservableModel: the model attends as the paged cache does not allow, or its tokens see each
-            other by other ways, too.
+        UnservableModel: the paged cache does not allow the model's attention, or its tokens see each other by
+            other ways, too.
     """
     recorder = AttentionRecorder()
     AttentionInterface.register(NAME, over_latents(recorder.attend))
@@ -164,9 +166,7 @@ def cached_windows(config: Any) -> list[int | None]:
 
 
 def poison_first_token(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:
-    """output [1, tokens, hidden] of any dtype → a copy whose first token is NaN, and so is everything that
-    sees it, however little.
-    """
+    """output [1, tokens, hidden] of any dtype → a copy whose first token is NaN, and so all that sees it"""
     output = output.clone()
     output[:, 0] = torch.nan
     return output
@@ -183,13 +183,12 @@ def attend_to_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return output.masked_fill_(poisoned[..., None, None], torch.nan)
 
 
-log = logging.getLogger(__name__)
-
-
 def choose_backend(
     geometry: Geometry, device: torch.device, max_rows: int, max_blocks: int
 ) -> AttentionBackend:
-    """The fastest backend that has kernels for the model, for steps of so many rows of so many blocks."""
+    """The fastest backend that has kernels for the model. Steps have at most `max_rows` rows of
+    `max_blocks`.
+    """
     if device.type == "cuda":
         return choose_cuda_backend(geometry, device, max_rows, max_blocks)
     library = native.library() if cpu_paged.supports(geometry) else None

@@ -1,5 +1,5 @@
-"""Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the
-device, prompts, and layers that XQA does not serve, by kernels that the host plans.
+"""Attention on CUDA, by FlashInfer. Rows that decode use its XQA kernel, which takes all it needs from the
+device. Prompts, and layers that XQA does not serve, use kernels that the host plans.
 
 Shapes of `attend`: query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], sinks [heads],
 all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
@@ -45,8 +45,8 @@ ALIGNMENT = 1024
 class FlashInferBackend:
     """Attention by FlashInfer. Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
 
-    Smaller heads than FlashInfer has kernels for are padded with zeros: these add nothing to scores, and the
-    same numbers of each output are cut off.
+    Heads smaller than those of FlashInfer's kernels are padded with zeros, which add nothing to scores;
+    outputs are cut to the size again.
 
     Tensors, all float16 or bfloat16 but for the scores: query and output [tokens, heads, dim]; the cache,
     which may hold 8-bit floats, is a pair of K and V, each [blocks, kv_heads, block_size, dim]; sinks float32

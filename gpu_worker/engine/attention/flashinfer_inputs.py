@@ -1,9 +1,7 @@
-"""Inputs of FlashInfer's kernels, from the spans of a step.
+"""Inputs of FlashInfer's kernels, from the spans of a step; and whether its rows are split into parts.
 
-Row splits: into how many parts XQA splits the keys of each row of a step that decodes.
-
-XQA splits the rows of a step only as far as processors are idle: a long row beside many short ones is one
-program for each K head, for which all others wait.
+By itself XQA splits the rows of a step only as far as processors are idle: a long row beside many short ones
+is one program for each K head, and all other rows wait for it.
 """
 
 from collections.abc import Sequence
@@ -18,25 +16,25 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.batch.inputs import Span, offsets_of, pinned, to_device
 from gpu_worker.engine.batch.step_result import Int32
 
-PARTS = 8
-TILE = 256
-"""Keys that a program reads at once."""
+SPLIT_PARTS = 8
+TILE_KEYS = 256
+"""Keys that a program of XQA reads at once."""
 EMPTY_PART = 0.5
-"""What a part costs by itself, in tiles: most are empty, and their results are merged."""
-WORTH = 0.75
-"""Rows are split where that is expected to take this share of the time at most."""
+"""The cost of each part, in tiles, even if it is empty: results of parts are merged."""
+MAX_SPLIT_SHARE = 0.75
+"""Rows are split if a step is expected to take at most this share of its time without."""
 
 
 def splits_rows(lengths: npt.NDArray[np.integer], kv_heads: int, processors: int) -> bool:
-    """Whether a step takes less time with rows split into PARTS than as XQA splits them: lengths int [rows]
-    in the cache, of each rank's K heads.
+    """Whether a step takes less time with rows split into SPLIT_PARTS than as XQA splits them: lengths int
+    [rows] in the cache, of each rank's K heads.
     """
     parts = own_parts(len(lengths), kv_heads, processors)
-    if parts >= PARTS:
+    if parts >= SPLIT_PARTS:
         return False
-    tiles = -(-lengths // TILE)
-    own, split = (expected_tiles(tiles, number, kv_heads, processors) for number in (parts, PARTS))
-    return split <= WORTH * own
+    tiles = -(-lengths // TILE_KEYS)
+    own, split = (expected_tiles(tiles, number, kv_heads, processors) for number in (parts, SPLIT_PARTS))
+    return split <= MAX_SPLIT_SHARE * own
 
 
 def own_parts(rows: int, kv_heads: int, processors: int) -> int:
@@ -45,7 +43,7 @@ def own_parts(rows: int, kv_heads: int, processors: int) -> int:
 
 
 def expected_tiles(tiles: npt.NDArray[np.integer], parts: int, kv_heads: int, processors: int) -> float:
-    """How many tiles' time a step takes: that of its longest program, or of all on all processors. tiles int
+    """The time of a step in tiles: of its longest program, or of all programs on all processors. tiles int
     [rows]
     """
     costs = 0.0 if parts == 1 else EMPTY_PART * parts * len(tiles)
@@ -54,15 +52,15 @@ def expected_tiles(tiles: npt.NDArray[np.integer], parts: int, kv_heads: int, pr
 
 
 def told_processors(rows: int, kv_heads: int, processors: int, is_split: bool) -> int:
-    """How many processors XQA is told of, by which it splits rows."""
-    return max(processors, PARTS * rows * kv_heads) if is_split else processors
+    """The number of processors that XQA is told: it splits rows by it."""
+    return max(processors, SPLIT_PARTS * rows * kv_heads) if is_split else processors
 
 
 def scratch_bytes(rows: int, kv_heads: int, group: int, dim: int, processors: int) -> int:
     """What programs that share a row hand to each other: of each query 16-bit outputs, and of up to 32
     queries the largest score and the sum of the softmax in float32.
     """
-    programs = max(processors, PARTS * rows * kv_heads)
+    programs = max(processors, SPLIT_PARTS * rows * kv_heads)
     return programs * (group * dim * 2 + 2 * 32 * 4 * -(-group // 32))
 
 
@@ -72,9 +70,9 @@ class FlashInferStep:
 
     Attributes:
         slots: int [tokens]
-        table: int32 [rows, blocks]; of the rows at the front of the line that decode without a plan.
+        table: int32 [rows, blocks]; of the first rows of the step, which decode without a plan.
         lengths: int32 [rows]
-        is_split: rows are split as of attention/row_splits.py.
+        is_split: rows are split into SPLIT_PARTS.
     """
 
     slots: torch.Tensor
@@ -84,8 +82,8 @@ class FlashInferStep:
 
 
 class PlanInputs(NamedTuple):
-    """What a plan needs of its rows: int32 tensors, pinned on the host, where FlashInfer would copy others,
-    and wait for them; `blocks` on the device.
+    """What a plan needs of its rows: int32 tensors, `blocks` on the device, the others pinned on the host,
+    since FlashInfer would copy other tensors and wait for that.
 
     Attributes:
         query_ends: where each row's tokens begin, and the last one's end.
@@ -137,7 +135,7 @@ def inputs_of(
 
 
 def empty_inputs(rows: int, num_blocks: int, device: torch.device) -> PlanInputs:
-    """Room on the device for the inputs of so many rows that decode, which have so many blocks together."""
+    """Room on the device for the inputs of `rows` rows that decode and have `num_blocks` blocks together."""
     query_ends, block_ends, last_lengths, lengths, blocks = (
         torch.zeros(size, dtype=torch.int32, device=device)
         for size in (rows + 1, rows + 1, rows, rows, num_blocks)
@@ -156,7 +154,7 @@ def first_rows(inputs: PlanInputs, rows: int) -> PlanInputs:
 
 
 def plan_options(geometry: Geometry, spec: AttentionSpec) -> dict[str, Any]:
-    """What each plan for a view says, by FlashInfer's names."""
+    """The options of each plan for a view, by FlashInfer's names."""
     return {
         "num_qo_heads": spec.kv_heads * spec.group,
         "num_kv_heads": spec.kv_heads,

@@ -1,6 +1,5 @@
-"""Plans: what FlashInfer's kernels must know of a step from the host, before it is launched.
-
-FlashInfer's wrappers: kernels that the host plans, each planned and run in the same way.
+"""Plans of FlashInfer: what its kernels must know of a step from the host, before the step is launched; and
+the wrappers of the kernels that need plans.
 """
 
 from collections.abc import Sequence
@@ -27,10 +26,13 @@ from gpu_worker.engine.batch.step_result import Int32
 
 LOG2_E = 1.4426950408889634
 MAX_TILES = 16_384
-"""What FlashInfer lays out of a step over latents: 128 queries of a row each, some for parts of long rows. It
-refuses more without the name of a setting.
+"""Tiles of a step over latents that FlashInfer has room for, of 128 queries each, some for parts of long
+rows. Its own refusal would name no setting.
 """
 SPLIT_TILES = 512
+"""Tiles that FlashInfer may need for parts of long rows."""
+SCHEDULE_BYTES = 2**20
+"""Of a captured step: about 20 bytes for each row, and for each program of the kernel."""
 
 
 class StepWrapper:
@@ -76,7 +78,7 @@ class DecodeWrapper:
             paged_kv_indices_buffer=buffers.blocks,
             paged_kv_last_page_len_buffer=buffers.last_lengths,
         )
-        # Without this each has 8 MiB of its own, on the device and pinned on the host.
+        # else each wrapper would have 8 MiB of its own, on the device and pinned on the host
         self.wrapper.reset_workspace_buffer(workspace, schedule)
 
     def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
@@ -171,12 +173,8 @@ def run_over_pages(wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, o
         output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
-SCHEDULE_BYTES = 2**20
-"""Of a captured step: some 20 bytes for each row, and for each program of the kernel."""
-
-
 def make_workspace(geometry: Geometry, device: torch.device, max_rows: int) -> torch.Tensor:
-    """→ uint8 [bytes]: where programs that share a row put what they hand to each other."""
+    """→ uint8 [bytes]: where programs that share a row exchange results."""
     size = workspace_bytes(geometry, processors_of(device), max_rows)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -188,7 +186,9 @@ def processors_of(device: torch.device) -> int:
 
 
 class Uploads:
-    """What is on its way from a plan's pinned memory to the device; the next plan there must wait for it."""
+    """Copies on their way from a plan's pinned memory to the device: the next plan there must wait for
+    them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -232,7 +232,7 @@ class StepPlans:
         return self.turns[self.current]
 
     def plan(self, spans: Sequence[Span], first: int) -> None:
-        """Plan the rows of span `first` and those behind it; in views that are `planned` all rows."""
+        """Plan the rows from span `first` on; in views that are `planned` all rows."""
         self.current = 1 - self.current
         with self.uploads[self.current]:
             for is_planned, part in ((True, spans), (False, spans[first:])):

@@ -14,7 +14,7 @@ from gpu_worker.protocol import first_cause
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128, 256)
 PADDED_DIMS = (64, 128)
-"""What smaller heads are padded to. Larger ones are not padded to 256, which would make caches up to twice as
+"""Sizes to which smaller heads are padded. Larger heads are not padded to 256: caches could be twice as
 large.
 """
 LATENT_DIMS = (64, 512)
@@ -25,9 +25,7 @@ PLAN_FREE_BLOCKS = (16, 32, 64, 128)
 PLAN_FREE_GENERATIONS = (9, 10, 12)
 """Major compute capabilities that XQA is compiled for."""
 PLAN_FREE_GROUP = 32
-"""Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they
-have 256 numbers.
-"""
+"""Most query heads that share one K head: more, of 256 numbers each, do not fit into one program's memory."""
 WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer asks for at least."""
 SMALL_TILE, MEDIUM_TILE, LARGE_TILE = 16, 64, 128
@@ -124,9 +122,9 @@ def planned_heads(heads: int, longest: int) -> int:
 
 
 def workspace_bytes(geometry: Geometry, processors: int, max_rows: int) -> int:
-    """What programs that share a row hand to each other: of each query its outputs and the sum of its
-    softmax, in float32, from each of them. FlashInfer lays out two programs for each multiprocessor, or those
-    of all rows; over latents only the former, for which the least is enough.
+    """Room for what programs that share a row exchange: of each query its outputs and the sum of its softmax,
+    in float32. FlashInfer plans two programs for each multiprocessor, or those of all rows; over latents only
+    the former, for which WORKSPACE_BYTES are enough.
     """
     sizes = [WORKSPACE_BYTES]
     for layer in (layer for layer in geometry.layers if not layer.spec.latent):
@@ -147,8 +145,8 @@ def tile_of(queries: int, dim: int) -> int:
 
 
 def add_ninja_to_path() -> None:
-    """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose
-    folder is in PATH only where the virtual environment was activated.
+    """Make ninja, by which FlashInfer compiles, available by its name: its folder, that of this interpreter,
+    is in PATH only if the virtual environment was activated.
     """
     if shutil.which("ninja") is None:
         os.environ["PATH"] = os.pathsep.join(

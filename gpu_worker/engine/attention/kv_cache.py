@@ -1,13 +1,7 @@
-"""The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`.
-Block 0 is scratch.
+"""The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`, in
+the model's dtype or in 8-bit floats. Block 0 is scratch.
 
-KV numbers: K and V as the cache holds them, in the model's dtype or in 8-bit floats.
-
-8-bit floats hold a number divided by its layer's scale, and no further from zero than the largest of their
-dtype.
-
-Writes into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number into
-whole blocks.
+8-bit floats hold a number divided by its layer's scale, at most the largest number of their dtype from zero.
 """
 
 import math
@@ -57,8 +51,8 @@ def write_kv(
     """
     if key.is_cuda:
         from gpu_worker.engine.cuda.kernels.kv_write import (
-            write_keys_and_values,
-        )  # Triton comes with torch's builds for CUDA only
+            write_keys_and_values,  # Triton: in CUDA builds only
+        )
 
         write_keys_and_values(keys, values, key, value, slots, scales)
     else:
@@ -90,8 +84,8 @@ class AttentionSpec:
         scaling: what scores are multiplied with.
         softcap: bounds scores as in Gemma 2 (arXiv:2408.00118).
         alibi_slopes: how much scores fall for each token between key and query, by head (arXiv:2108.12409).
-        latent: the cache has latents for V, and the rotary part of K for K: a K head is both, one behind the
-            other.
+        latent: the cache has latents in place of V, and the rotary part of K in place of K: a K head is the
+            latent, then the rotary part.
     """
 
     kv_heads: int
@@ -106,7 +100,7 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What the attention of one layer keeps of each token. Without scales it is a view: what its kernels must
-    know, and layers may share.
+    know, which layers may share.
 
     Attributes:
         key_scale, value_scale: what 8-bit floats are multiplied with to give K and V.
@@ -179,8 +173,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class KVCache:
-    """The K and V of all layers. What is of one shape, in most models all of it, lies in one tensor: to fill
-    a block of all layers is one call.
+    """The K and V of all layers. Those of one shape, in most models all, lie in one tensor: so one call fills
+    a block of all layers.
 
     Attributes:
         keys: by layer, [blocks, kv_heads, block_size, key_dim] of the cache's dtype.

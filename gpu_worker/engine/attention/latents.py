@@ -94,7 +94,7 @@ def latent_class(own: type[Any]) -> type[Any]:
 
 
 def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim] of the model's dtype → what stands for
-    K and for V.
+    """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim] of the model's dtype → what stands for K
+    and for V.
     """
     return rotary, latent

@@ -10,13 +10,14 @@ import torch
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, from_kv, raw, to_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span, to_device
 
-TILE = 128  # queries of a prompt that are attended at once: their scores stay within the processor's caches
+TILE_QUERIES = 128
+"""Queries of a prompt that attend at once: their scores stay within the processor's caches."""
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Queries `begin` to `end` on the line, the gathered keys `first` to `last`, and the bias that hides all
+    """Queries `begin` to `end` of the step, the gathered keys `first` to `last`, and the bias that hides all
     but what each query sees: [rows * kv_heads or 1, queries, keys], the same for all heads of a group; with
     ALiBi one after the other.
 
@@ -110,8 +111,8 @@ class SdpaBackend:
 
     def prompt_tiles(self, spec: AttentionSpec, span: Span) -> list[QueryTile]:
         start, tiles = int(span.lengths[0]) - span.count, []
-        for begin in range(0, span.count, TILE):
-            end = min(begin + TILE, span.count)
+        for begin in range(0, span.count, TILE_QUERIES):
+            end = min(begin + TILE_QUERIES, span.count)
             queries = np.arange(start + begin, start + end)[:, None]
             seen_from = queries - (spec.window or queries[-1, 0] + 1)
             first = max(0, int(seen_from[0, 0]) + 1) // self.block_size * self.block_size
@@ -199,7 +200,7 @@ class SdpaBackend:
 
 def of_heads(bias: torch.Tensor, num_queries: int) -> torch.Tensor:
     """bias [any, queries, keys] of any dtype → the same for all heads of a group, whose queries stand one
-    behind the other: [any, num_queries, keys], or any one that is added alike. Made for one layer at a time:
+    after the other: [any, num_queries, keys], or any one that is added alike. Made for one layer at a time:
     of a long prompt, and many heads for one of K, all biases of a step would take gigabytes.
     """
     return bias if bias.shape[1] in (1, num_queries) else bias.repeat(1, num_queries // bias.shape[1], 1)

@@ -1,7 +1,5 @@
 """Inputs of a step as tensors: the tokens of all slices in one flat sequence, rows that decode first, then
 chunks of prompts.
-
-Copies from the host to the device that do not wait for the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,15 +13,19 @@ import torch
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
+MAX_PADDING = 512
+"""Rows that decode are padded to the longest of their span: at most to twice their own length, or by so many
+tokens.
+"""
+
 
 def pinned(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copy an array [...] of int64, float32 or another dtype to a host tensor [...] of `dtype`,
-    pinned for CUDA.
+    """Copy an array [...] of any dtype to a host tensor [...] of `dtype`, pinned for CUDA.
 
-    Copies from pinned memory are only queued, and torch keeps the memory until they are done. Copies of other
-    memory may wait until the stream is empty.
+    A copy from pinned memory is only queued, and torch keeps the memory until it is done. A copy of other
+    memory may wait until the device's stream is empty.
     """
     tensor = torch.as_tensor(
         np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array, dtype=dtype
@@ -34,14 +36,8 @@ def pinned(
 def to_device(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copy an array [...] of int64, float32 or another dtype to the device → tensor [...] of `dtype`."""
+    """Copy an array [...] of any dtype to the device, without waiting for it → tensor [...] of `dtype`."""
     return pinned(array, device, dtype).to(device, non_blocking=True)
-
-
-MAX_PADDING = 512
-"""Rows that decode are padded to the longest of their span: to twice their own length, or by so many tokens,
-at most.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +45,12 @@ class Span:
     """Neighbouring rows with the same number of tokens.
 
     Attributes:
-        begin, count: place of the first token, tokens of each row.
-        lengths: int64 [rows]; tokens that a row has in the cache after this step. A proposal is a row of its
-            own here: it sees what is before it.
+        begin: place of the first token in the step.
+        count: tokens of each row.
+        lengths: int64 [rows]; tokens that a row has in the cache after this step. A proposal counts as a row
+            here, which sees the tokens before it.
         blocks: int64 [rows, blocks]; padded with scratch block 0.
-        shares: int64 [slices]; how many neighbouring rows are one slice: one, and its proposals.
+        shares: int64 [slices]; how many neighbouring rows a slice is: one, and its proposals.
     """
 
     begin: int
@@ -70,10 +67,10 @@ class Inputs:
     Attributes:
         ids, positions: int64 [1, tokens].
         slots: int64 [tokens]; where a token's K and V are written: block * block_size + offset.
-        sampled: int64 [num_logits]; places of the tokens whose logits are needed, to sample from them or for
-            prompt log-probabilities.
-        lengths: int64 [tokens]; length of a token's sequence when its K is first computed: the prompt's, or
-            up to the token if it is generated.
+        sampled: int64 [num_logits]; places of the tokens whose logits are needed, for samples or prompt
+            log-probabilities.
+        lengths: int64 [tokens]; the length of a token's sequence when the token's K is first computed: of the
+            prompt, or up to the token if it is generated.
     """
 
     ids: torch.Tensor
@@ -87,9 +84,7 @@ class Inputs:
 def build_inputs(
     slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
-    """Build the inputs of arranged slices. `previous` int64 [rows]: ids sampled by the step before, if that
-    is not read yet.
-    """
+    """Build the inputs of arranged slices. `previous` int64 [rows]: ids that the step in flight samples."""
     ids, positions, counts = (
         token_ids(slices).astype(np.int64),
         positions_of(slices),
@@ -110,7 +105,7 @@ def build_inputs(
 
 
 def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
-    """Return the places int64 [num_logits] of the tokens whose logits are needed: the last ones of each
+    """Return the places int64 [num_logits] of the tokens whose logits are needed, the last ones of each
     slice.
     """
     ends = np.cumsum([row_slice.count for row_slice in slices])
@@ -142,8 +137,8 @@ def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
 
 
 def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
-    """Return the input ids of rows that decode: of each its last one, then its proposals. An id that the
-    host does not know yet is -1 minus its place among the samples of the step before.
+    """Return the input ids of rows that decode: the last id of each, then its proposals. An id that the host
+    does not know yet is -1 minus its place among the samples of the step in flight.
     """
     ids: list[int] = []
     for row_slice in slices:
@@ -154,9 +149,7 @@ def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
-    """Replace ids int64 [tokens] that the host does not know by those of `previous` int64 [rows] → int64
-    [tokens].
-    """
+    """Replace the ids int64 [tokens] below 0 by those of `previous` int64 [rows] → int64 [tokens]."""
     return (
         ids
         if previous is None or not len(previous)

@@ -1,5 +1,5 @@
-"""Proposals for a row's next tokens: prompt look-up, from the row's own ids (speculation), and what a grammar
-forces (jump-forward).
+"""Proposals for a row's next tokens: prompt look-up in the row's own ids (speculation), and tokens that a
+grammar forces (jump-forward).
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,15 @@ from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
 
 MIN_MATCH, MAX_MATCH = 2, 8
-"""The row's last ids are looked up, at least and at most so many."""
-LEAST_SHARE = 0.35
-"""Of the proposals that must be right: a wrong one costs part of a token's time."""
-TRIAL = 12
+"""At least and at most so many of the row's last ids are looked up."""
+LEAST_RIGHT_SHARE = 0.35
+"""Proposals pay if at least this share is right: a wrong one costs part of a token's time."""
+TRIAL_PROPOSALS = 12
 """Proposals before a row is judged."""
-MEMORY = 0.9
-"""What is left of the former counts after one more check."""
+COUNT_DECAY = 0.9
+"""Earlier counts are multiplied by it at each check."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256
-"""Tokens without proposals once they do not pay; then they are tried again, and the next pause is twice as
-long.
-"""
-
-
+"""Tokens without proposals once they do not pay. Each pause is twice as long as the one before."""
 MAX_FORCED = 15
 """Proposals of a grammar at a time."""
 
@@ -32,30 +28,32 @@ class Proposer(Protocol):
     """Proposes what a row samples next; the model checks all proposals in one step.
 
     Attributes:
-        is_sure: but for rare cases all proposals are sampled, so a next step may be launched behind them
-            before they are checked.
+        is_sure: all proposals are sampled but for rare cases, so the next step may be launched before they
+            are checked.
     """
 
     is_sure: bool
 
     def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
-        """Return at most `most` ids, in order, behind the next `skipped` ones, which are sampled by a step
-        that is not read yet; none where that would not pay.
+        """Return at most `most` ids that follow the next `skipped` ones, which the step in flight samples;
+        none if proposals do not pay.
         """
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        """Take what a step sampled, of whose proposals all but the last of these tokens were right."""
+        """Take the tokens that a step with `num_proposed` proposals sampled: all but the last were
+        proposed.
+        """
 
 
 class NgramProposer:
-    """The row's last ids are searched in what stands before them, and what followed there is proposed. A
-    longer match comes before a shorter, a newer one before an older.
+    """Searches the row's last ids in the ids before them, and proposes what followed there. It prefers a
+    longer match to a shorter one, then a newer to an older one.
 
     Attributes:
         num_speculated: most ids proposed at a time (SPECULATE).
-        known: the ids of prompt and generation, the first `length` of this array.
-        proposed, right: proposals checked and confirmed, of which earlier ones count ever less.
-        pause, next_pause: tokens until the next proposal; how long the next pause is.
+        known: array whose first `length` ids are those of prompt and generation.
+        proposed, right: how many proposals were checked and confirmed; earlier ones count less and less.
+        pause, next_pause: tokens until the next proposal, and the length of the next pause.
     """
 
     is_sure = False
@@ -70,7 +68,7 @@ class NgramProposer:
         self.next_pause = FIRST_PAUSE
 
     def propose(self, most: int, skipped: int = 0) -> list[int]:
-        """Return what followed the match; a match that reaches into its own continuation repeats it."""
+        """Return what followed the match; past the end of the known ids the proposal repeats itself."""
         place = self.find() if self.pause == 0 else None
         if place is None:
             return []
@@ -81,7 +79,7 @@ class NgramProposer:
         return following[skipped:]
 
     def find(self) -> int | None:
-        """The place behind the longest earlier occurrence of the last ids."""
+        """The place after the longest earlier occurrence of the last ids."""
         known = self.known[: self.length]
         ends = np.flatnonzero(known[:-1] == known[-1])
         num_matched = 1 if ends.size else 0
@@ -99,11 +97,11 @@ class NgramProposer:
         self.pause = max(0, self.pause - len(tokens))
         if not num_proposed:
             return
-        self.proposed = MEMORY * self.proposed + num_proposed
-        self.right = MEMORY * self.right + len(tokens) - 1
-        if self.proposed < TRIAL:
+        self.proposed = COUNT_DECAY * self.proposed + num_proposed
+        self.right = COUNT_DECAY * self.right + len(tokens) - 1
+        if self.proposed < TRIAL_PROPOSALS:
             return
-        if self.right >= LEAST_SHARE * self.proposed:
+        if self.right >= LEAST_RIGHT_SHARE * self.proposed:
             self.next_pause = FIRST_PAUSE
         else:
             self.proposed = self.right = 0.0
@@ -118,7 +116,7 @@ class NgramProposer:
 
 
 class ForcedProposer:
-    """Proposes what follows by the row's grammar alone: these tokens cost one step together."""
+    """Proposes the tokens that the row's grammar forces: they cost one step together."""
 
     is_sure = True
 
@@ -129,12 +127,12 @@ class ForcedProposer:
         return self.grammar.forced(skipped + min(most, MAX_FORCED))[skipped:]
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        """The grammar has taken them."""
+        """Nothing to learn: the grammar has taken the tokens."""
 
 
 def make_proposer(num_speculated: int, ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
-    """The proposer of a row with these ids so far, which speculates if `num_speculated` is not 0; None for a
-    row without anything to propose.
+    """The proposer of a row with these ids so far: of its grammar, or of prompt look-up if `num_speculated`
+    is not 0; else None.
     """
     if grammar is not None:
         return ForcedProposer(grammar)

@@ -1,6 +1,5 @@
-"""A row: one line of the batch, from its start to its end. No tensors.
-
-Slices of rows: what one step computes of each. No tensors.
+"""A row: one line of the batch, from its start to its end; and its slices, what one step computes. No
+tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,8 @@ from gpu_worker.protocol import StartRow
 
 GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 """(grammar, tokens of the row so far) → its mask."""
+ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
+"""(ids of a row so far, its grammar) → its proposer."""
 
 
 def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
@@ -23,34 +24,30 @@ def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
     raise ValueError("rows with a grammar need a model's vocabulary")
 
 
-ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
-"""Ids of a row so far, and its grammar → what proposes its next ones."""
-
-
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row. `kv_len` and `index` are as of the last launched step, `collected_index` as of the last one
+    """A row. `kv_len` and `index` are as of the last step launched, `collected_index` as of the last step
     read.
 
     Attributes:
-        ids: the prompt and the tokens generated before this row started; what prefill computes.
+        ids: the prompt and the tokens generated before this row started: prefill computes them.
         blocks: KV blocks in order; position p lies in blocks[p // block_size].
         kv_len: tokens whose KV is written.
         index: index of the next token to sample.
-        ends: ids that end the row, and the reason of each.
-        generated_as_prompt: tokens generated before are computed as if they belonged to the prompt.
+        ends: ids that end the row → the reason.
+        generated_as_prompt: the generated tokens among `ids` are computed as if they belonged to the prompt.
         prompt_logprobs: number of the likeliest tokens reported beside each token of `ids`; None reports no
-            log-probabilities of these.
+            log-probabilities of the prompt.
         sampling_state: None is greedy without penalties.
         last_id: the last token generated, once the step that sampled it is read: input of the next decode
             step.
-        sample_place: place of its last token among those sampled by the last launched step that held it.
-        in_flight: steps launched with this row and not read yet.
-        num_unread: tokens that these steps sample, behind which the row goes on.
-        num_returns: how often it went back from proposals; a slice launched before that is void.
-        proposer: proposes tokens that are checked in the step of the one before them; None proposes none.
+        sample_place: the place of its last token among the samples of the last launched step with this row.
+        in_flight: number of steps launched with this row and not read yet.
+        num_unread: tokens that these steps sample.
+        num_returns: how often the row went back from wrong proposals; slices launched before that are void.
+        proposer: proposes the tokens after the next one; None proposes none.
         class_index: the lower, the sooner its prompt is computed.
-        num_passed: steps that began with another's prompt since one began with its own.
+        num_passed: steps since its prompt was the first to be computed.
     """
 
     number: int
@@ -84,8 +81,8 @@ class Row:
         generated_as_prompt: bool = False,
         make_proposer: ProposerFactory | None = None,
     ) -> "Row":
-        """Make a row that starts; `eos_ids` end it, too, unless it ignores them. A grammar's end is such an
-        id: nothing may follow it.
+        """Make a row. `eos_ids` end it, too, unless it ignores them. A row with a grammar cannot ignore them:
+        the grammar ends with one of them.
         """
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         source = start.sampling.grammar if start.sampling else ""
@@ -117,30 +114,30 @@ class Row:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ends with the last token that was read; None where it goes on."""
+        """Why the row ends with the last token read; None if it goes on."""
         if not self.collected_index:
             return None
         return "length" if self.collected_index >= self.max_new_tokens else self.ends.get(self.last_id)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may compute it. A row waits for its grammar as a whole: its first token would."""
+        """Whether a step may compute it. The prefill of a row waits for its grammar, too."""
         return self.sampling_state is None or self.sampling_state.is_ready
 
     def propose(self, room: int) -> Sequence[int]:
-        """Propose the tokens behind the next one: KV of at most `room` fits into its blocks."""
+        """Propose tokens after the next one, at most `room`."""
         most = min(room, self.max_new_tokens - self.index - 1)
         return self.proposer.propose(most, self.num_unread) if self.proposer and most > 0 else ()
 
     def go_on(self, kv_len: int, num_samples: int) -> None:
-        """Go on behind a step that is launched."""
+        """Advance after the launch of a step."""
         self.kv_len = kv_len
         self.index += num_samples
         self.num_unread += num_samples
         self.in_flight += 1
 
     def go_back(self, kv_len: int) -> None:
-        """Go back from what was launched to the `kv_len` tokens whose ids are certain."""
+        """Go back to the `kv_len` tokens whose ids are certain."""
         self.kv_len = kv_len
         self.index = kv_len - (len(self.ids) - self.base) + 1
         self.num_unread = 0
@@ -148,22 +145,21 @@ class Row:
 
     @property
     def first_length(self) -> int:
-        """Length of the sequence when the K of its first tokens are computed."""
+        """The length of the sequence when the K of its first tokens is computed."""
         return len(self.ids) - (0 if self.generated_as_prompt else self.base)
 
 
-@dataclass(slots=True)  # not frozen: to make one would take twice as long
+@dataclass(slots=True)  # not frozen: making one would take twice as long
 class RowSlice:
-    """What one step computes of a row: positions `begin` to `begin + count - 1`, then a sample where
-    `samples`, and one more behind each of its proposals.
+    """What one step computes of a row: `count` positions from `begin` on, then a sample if `samples`, and one
+    more sample after each proposal.
 
     Attributes:
-        source_place: where its input is sampled by a step that is not read yet: the place among that step's
-            samples.
+        source_place: if the step in flight samples the input: the place among its samples.
         num_scored: tokens of the prompt whose log-probabilities are reported, from position `begin + 1` on.
-        proposed: of a row that decodes: its last `proposed` positions hold these ids, which count as far as
-            the samples before them are the same.
-        num_returns: of its row, as of its launch.
+        proposed: ids at the last positions of a row that decodes; one counts if all samples before it confirm
+            the proposals.
+        num_returns: the row's `num_returns` at the launch.
     """
 
     row: Row
@@ -190,37 +186,37 @@ class RowSlice:
 
     @property
     def num_logits(self) -> int:
-        """Number of tokens, up to its last, whose logits are needed: the scored ones, then those to sample
-        behind.
+        """Number of last tokens whose logits are needed: the scored ones, then those that are sampled
+        from.
         """
         return self.num_scored + self.num_samples
 
     @property
     def is_void(self) -> bool:
-        """Whether its row goes on before it: proposals were wrong that it took for right. What it wrote into
+        """Whether its row went back to a position before it, since proposals were wrong. What it wrote into
         the cache is written again.
         """
         return self.num_returns != self.row.num_returns
 
     @property
     def is_unsure(self) -> bool:
-        """Whether nobody can tell, until it is read, behind how many of its proposals the row goes on."""
+        """Whether it is unknown, until the step is read, how many of its proposals are right."""
         proposer = self.row.proposer
         return bool(self.proposed) and proposer is not None and not proposer.is_sure
 
     @property
     def first_index(self) -> int:
-        """Index of the token of its first sample."""
+        """Index of the first token that it samples."""
         return self.kv_len - len(self.proposed) - (len(self.row.ids) - self.row.base)
 
     @property
     def sample_request(self) -> SampleRequest | None:
-        """How the first sample is drawn. None is greedy without penalties."""
+        """How the first sample is drawn; None is greedy without penalties."""
         return request_at(self.row.sampling_state, self.first_index)
 
     @property
     def sample_requests(self) -> list[SampleRequest | None]:
-        """How all samples are drawn: each as if all proposals before it were right."""
+        """How each sample is drawn, as if all proposals before it were right."""
         state, requests = self.row.sampling_state, [self.sample_request]
         for index, token in enumerate(self.proposed, self.first_index + 1):
             state = state and state.after(token)
@@ -234,23 +230,21 @@ def request_at(state: SamplingState | None, index: int) -> SampleRequest | None:
 
 
 def confirmed(sampled: Sequence[int], proposed: Sequence[int]) -> list[int]:
-    """Return the sampled ids that count: the first, and each behind a proposal that was sampled, too."""
+    """Return the sampled ids that count: the first one, and those after a run of right proposals."""
     wrong = (place for place, (token, one) in enumerate(zip(sampled, proposed, strict=False)) if token != one)
     return list(sampled[: 1 + next(wrong, len(proposed))])
 
 
 def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
-    """Put slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts as
-    they come.
-    """
+    """Put slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts."""
     decoding = [row_slice for row_slice in slices if row_slice.decodes]
     prompts = [row_slice for row_slice in slices if not row_slice.decodes]
     return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts
 
 
 def decode_slice(row: Row, room: int, recompute_length: int | None) -> RowSlice:
-    """A token of a row that decodes, and proposals as far as there is room for them, and its rotary
-    frequencies stay as they are.
+    """The next token of a row that decodes, and proposals: as many as there is room for, none beyond
+    `recompute_length`.
     """
     begin = row.kv_len
     if recompute_length and begin < recompute_length:
@@ -263,7 +257,7 @@ def decode_slice(row: Row, room: int, recompute_length: int | None) -> RowSlice:
 
 
 def place_samples(slices: Sequence[RowSlice]) -> None:
-    """Tell each row the place of its last token among those that a step samples."""
+    """Set each row's `sample_place` for a launched step."""
     end = 0
     for row_slice in slices:
         end += row_slice.num_samples

@@ -1,10 +1,7 @@
 """The rows of an engine: which take part in the next step, and what becomes of them. No tensors.
 
-A step has two ends. `launch` decides who takes part and advances lengths, `collect` takes the sampled ids.
-One more step may be launched between the two: `launch` only needs arithmetic, and what depends on sampled ids
-waits for `collect`.
-
-Prefill: the chunks of prompts that a step computes, and in which order.
+A step has two ends: `launch` chooses the rows and advances lengths, `collect` takes the sampled ids. One more
+step may be launched between the two, since `launch` does not need the ids.
 """
 
 import sys
@@ -37,15 +34,16 @@ from gpu_worker.engine.batch.step_result import (
 from gpu_worker.protocol import Grant
 
 PATIENCE = 16
-"""One of so many steps begins with the prompt that has waited longest, if all since the last such one began
-with others.
-"""
+"""One of so many steps begins with the prompt that has waited longest, unless it was the first since then."""
+NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+NO_GRANT = Grant(0, 0)
+MAX_SCORED_TOKENS = 256
 
 
 def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
-    """Return prompts in the order in which a step computes them: the more urgent first, of one class the one
-    of which less is left, of these the one that started first. So many short ones do not starve a long one,
-    and those that have waited take one step of PATIENCE, however many they are.
+    """Return prompts in the order in which a step computes them: by class, then the one with the fewest
+    tokens left, then the one that started first. In one of PATIENCE steps the one that has waited longest
+    comes first, so that short prompts do not starve a long one.
     """
     line = sorted(prompts, key=lambda row: (row.class_index, len(row.ids) - row.kv_len))
     last = max(line, key=lambda row: row.num_passed, default=None)
@@ -58,7 +56,7 @@ def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
 
 
 def chunks(line: Sequence[Row], block_size: int, tokens_left: int, scores_left: int) -> Iterator[RowSlice]:
-    """Yield chunks of at most `tokens_left` tokens, of at most `scores_left` that are scored."""
+    """Yield chunks of at most `tokens_left` tokens together, at most `scores_left` of them scored."""
     for row in line:
         begin, scored = row.kv_len, row.prompt_logprobs is not None
         room, prefill = len(row.blocks) * block_size - begin, len(row.ids) - begin
@@ -72,11 +70,6 @@ def chunks(line: Sequence[Row], block_size: int, tokens_left: int, scores_left: 
             scores_left -= count if scored else 0
 
 
-NO_BLOCKS: Int32 = np.zeros(0, np.int32)
-NO_GRANT = Grant(0, 0)
-MAX_SCORED_TOKENS = 256
-
-
 @dataclass(slots=True, eq=False)
 class Rows:
     """The rows that the engine holds, in the order of their starts.
@@ -88,11 +81,9 @@ class Rows:
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
-        make_proposer: ids of a row, and its grammar → what proposes its tokens; None: nothing does.
-        max_decoded: tokens of one step that decode at most: those of rows, and proposals as far as there is
-            room beside these.
+        max_decoded: most tokens of one step that are of rows that decode, or proposals.
         step: the last step launched.
-        grant: the newest, for its bounds.
+        grant: the newest grant.
         result: what happened since the last `take_result`.
     """
 
@@ -110,7 +101,7 @@ class Rows:
     result: StepResultBuilder = field(default_factory=StepResultBuilder)
 
     def apply(self, grant: Grant) -> list[Int32]:
-        """Apply a grant → the blocks that rows own newly."""
+        """Apply a grant → the blocks newly granted, without those that hold cached tokens."""
         self.grant = grant
         for number, why in grant.stops:
             if number in self.rows:
@@ -121,12 +112,12 @@ class Rows:
                 start, self.eos_ids, self.make_grammar, self.recompute_length is not None, self.make_proposer
             )
             granted.append(row.blocks[start.num_cached // self.block_size :])
-            if end := row.finish_reason:  # the broker lost that it had ended
+            if end := row.finish_reason:  # the broker had lost the end
                 self.finish(row, end)
         return granted
 
     def extend(self, number: int, blocks: Int32) -> Int32:
-        """Append blocks to a row → the blocks; none if the row has ended."""
+        """Append blocks to a row → these blocks; none if the row is gone."""
         row = self.rows.get(number)
         if row is None:
             return NO_BLOCKS
@@ -134,8 +125,8 @@ class Rows:
         return blocks
 
     def launch(self) -> list[RowSlice]:
-        """Launch the next step → its slices, arranged; empty where no step may or can run. It must not be
-        called while a step is unread that `is_unsure`.
+        """Launch the next step → its slices, arranged; empty if no step may or can run. It must not be called
+        while an unread step `is_unsure`.
         """
         if self.step >= self.grant.until:
             return []
@@ -147,8 +138,8 @@ class Rows:
         return slices
 
     def fail(self, slices: Sequence[RowSlice], computed: Sequence[RowSlice]) -> None:
-        """End the rows of a launched step that could not be computed; `computed` has the others. Where there
-        are none, no step was made.
+        """End the rows of a launched step that are not among `computed`. If none are, the step does not
+        count.
         """
         self.step -= not computed
         able = {row_slice.row.number for row_slice in computed}
@@ -161,8 +152,8 @@ class Rows:
         place_samples(computed)
 
     def schedule_slices(self) -> list[RowSlice]:
-        """Choose what the next step computes: a token of each row that decodes and its proposals, then
-        chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
+        """Choose what the next step computes: a token of each row that decodes and its proposals, then chunks
+        of prompts up to the budgets. Rows after the first `max_rows` stand by.
         """
         slices, prompts, places = [], [], self.grant.max_rows or sys.maxsize
         spare = max(0, self.max_decoded - min(len(self.rows), places))
@@ -193,9 +184,8 @@ class Rows:
         top_logprobs: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
         prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
     ) -> None:
-        """Take what a launched step sampled: `ids` has one entry for each sample of each slice, in order;
-        `top_logprobs` is by the place in `ids`; `prompt_logprobs` has one entry for each slice with
-        `num_scored`, in order.
+        """Take what a launched step sampled: `ids` and `logprobs` of all samples of all slices, in order;
+        `top_logprobs` by the place in `ids`; `prompt_logprobs` of the slices with `num_scored`, in order.
         """
         sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
         for row_slice in slices:
@@ -221,7 +211,7 @@ class Rows:
         samples: Sequence[tuple[int, tuple[int, float]]],
         top_logprobs: Mapping[int, TopLogprobs],
     ) -> None:
-        """Add (place, (id, log-probability)) of each sample as far as proposals before it were right."""
+        """Add (place, (id, log-probability)) of the samples that count."""
         row, proposed = row_slice.row, row_slice.proposed
         row.num_unread -= row_slice.num_samples
         tokens = confirmed([token for _, (token, _) in samples], proposed)
@@ -238,7 +228,7 @@ class Rows:
     def add_token(
         self, row_slice: RowSlice, kv_len: int, token: int, logprob: float, top: TopLogprobs | None
     ) -> None:
-        """Add a token that was sampled behind `kv_len` others."""
+        """Add a token that was sampled after `kv_len` others."""
         row, result = row_slice.row, self.result
         if row.ended:
             return
@@ -265,7 +255,7 @@ class Rows:
             self.release(row)
 
     def release(self, row: Row) -> None:
-        """Release the blocks of an ended row, once no launched step holds it."""
+        """Release the blocks of an ended row, unless a launched step still holds it."""
         if row.in_flight == 0 and self.rows.pop(row.number, None) is not None:
             self.result.released.append((row.number, row.kv_len))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0

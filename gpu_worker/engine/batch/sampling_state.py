@@ -1,13 +1,5 @@
-"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next. No tensors.
-
-Grammar masks: what a grammar allows as a row's next token.
-
-Philox: the random numbers of a row's tokens, a pure function of seed, choice and index.
-
-Token counts of a row: its distinct ids, and how often each occurs. Penalties need them.
-
-Top-p decay: factual-nucleus sampling (arXiv:2206.04624), where top-p shrinks with each token until it is
-reset.
+"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next (random
+numbers, counts of tokens, a decaying top-p, a grammar). No tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,81 +14,56 @@ from common.messages.request import SamplingParams
 from gpu_worker.protocol import StartRow
 
 Bits = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
 
-
-class GrammarMask(Protocol):
-    """Implemented by grammars. A mask is read after the forward is launched and may be computed while it
-    runs: only the sampler waits.
-    """
-
-    def is_ready(self) -> bool:
-        """Tell whether the next token can be sampled: a grammar takes time to compile."""
-
-    def must_end(self) -> bool:
-        """Tell whether only an end-of-sequence token may come next."""
-
-    def accept(self, token: int) -> str:
-        """Take the row's newest token. Returns why the row fails: `grammar`, which does not allow it, or
-        `grammar_limit`; "" if it goes on.
-        """
-
-    def after(self, token: int) -> "GrammarMask":
-        """A copy that has taken one more token."""
-
-    def forced(self, most: int) -> Sequence[int]:
-        """The next tokens, at most so many, as far as no others may come."""
-
-    def mask(self) -> Bits | None:
-        """Return the tokens that may come next, at least one: bit t % 32 of word t //
-        32. None allows all.
-        """
-
-
-BUFFERED = 64  # a whole number of Philox blocks
-PER_BLOCK = 4  # numbers that Philox gives for one value of its counter
-MASK = 2**64 - 1
+NUMBERS_PER_BLOCK = 4
+"""Numbers that Philox gives for one value of its counter."""
+BUFFERED_NUMBERS = 64
+"""Numbers computed at a time: a whole number of Philox blocks."""
+UINT64_MASK = 2**64 - 1
+SPARE_COLUMNS = 64
+"""Room for new ids in a table of counts."""
 
 
 def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
+    """Return `count` numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
 
-    Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice,
-    modulo 2**64, as its key and the index as its counter: a pure function of the three.
+    They are a pure function of seed, choice and index: Philox-4x64 (Salmon et al. 2011, "Parallel random
+    numbers: as easy as 1, 2, 3") with seed and choice modulo 2**64 as its key and the index as its counter.
     """
     source = np.random.Philox(
-        key=np.array([seed & MASK, choice & MASK], np.uint64), counter=begin // PER_BLOCK
+        key=np.array([seed & UINT64_MASK, choice & UINT64_MASK], np.uint64),
+        counter=begin // NUMBERS_PER_BLOCK,
     )
     return np.asarray((source.random_raw(count) >> np.uint64(11)) * 2.0**-53, np.float64)
 
 
 @dataclass(slots=True, eq=False)
 class PhiloxStream:
-    """The random numbers of one row, computed 64 tokens at a time."""
+    """The random numbers of one row."""
 
     seed: int
     choice: int
-    begin: int = -BUFFERED
+    begin: int = -BUFFERED_NUMBERS
     values: list[float] = field(default_factory=list)
 
     def at(self, index: int) -> float:
         """Return the number of the token of this index."""
-        if not 0 <= index - self.begin < BUFFERED or not self.values:
-            self.begin = index // BUFFERED * BUFFERED
-            self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED).tolist()
+        if not 0 <= index - self.begin < BUFFERED_NUMBERS or not self.values:
+            self.begin = index // BUFFERED_NUMBERS * BUFFERED_NUMBERS
+            self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED_NUMBERS).tolist()
         return self.values[index - self.begin]
 
 
-SPARE_COLUMNS = 64
-
-
 class TokenCounts:
-    """Distinct ids of one row with their counts, in an array that grows by one token at a time.
+    """The distinct ids of one row and how often each occurs, for penalties.
 
     Attributes:
         num_tokens: tokens of prompt and generation.
         num_distinct: distinct ids among them.
-        table: int64 [3, columns]: ids, their counts, their counts in the generation; a column for each id.
-        column_of: the column of an id.
+        table: int64 [3, columns]: ids, their counts, their counts in the generation.
+        column_of: id → its column.
     """
 
     def __init__(self, prompt: npt.NDArray[np.int32], generated: Iterable[int]) -> None:
@@ -132,7 +99,7 @@ class TokenCounts:
         self.num_tokens += 1
 
     def copy(self) -> "TokenCounts":
-        """Counts that go on by themselves."""
+        """An independent copy."""
         other = copy(self)
         other.table, other.column_of = self.table.copy(), self.column_of.copy()
         return other
@@ -145,8 +112,9 @@ class TokenCounts:
 
 
 class TopPDecay:
-    """`top_p` of a row's next token: multiplied by `top_p_decay` after each token, not below `top_p_min`; the
-    request's own again after one of `top_p_reset_ids`. A resumed row recomputes it from its ids.
+    """`top_p` of a row's next token, by factual-nucleus sampling (arXiv:2206.04624): multiplied by
+    `top_p_decay` after each token, but not below `top_p_min`; the request's own again after one of
+    `top_p_reset_ids`. A resumed row recomputes it from its ids.
     """
 
     def __init__(self, sampling: SamplingParams, generated: Iterable[int]) -> None:
@@ -163,8 +131,30 @@ class TopPDecay:
         self.top_p = self.sampling.top_p if token in self.reset_ids else smaller
 
 
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
+class GrammarMask(Protocol):
+    """What a grammar allows as a row's next token. The mask is read after the forward is launched and may be
+    computed while it runs: only the sampler waits.
+    """
+
+    def is_ready(self) -> bool:
+        """Tell whether the next token can be sampled: a grammar takes time to compile."""
+
+    def must_end(self) -> bool:
+        """Tell whether only an end-of-sequence token may come next."""
+
+    def accept(self, token: int) -> str:
+        """Take the row's newest token → why the row fails: `grammar` if the token is not allowed, or
+        `grammar_limit`; "" if the row goes on.
+        """
+
+    def after(self, token: int) -> "GrammarMask":
+        """A copy that has taken one more token."""
+
+    def forced(self, most: int) -> Sequence[int]:
+        """At most `most` next tokens, as far as the grammar allows no others."""
+
+    def mask(self) -> Bits | None:
+        """Return the tokens that may come next, at least one: bit t % 32 of word t // 32. None allows all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,15 +162,16 @@ class SamplingState:
     """How one row samples.
 
     Attributes:
-        always_applies: whether the row needs more than `min_new_tokens`.
+        always_applies: the state applies to every token, not only to those before `min_new_tokens`.
         end_ids: ids that are not sampled before the index `min_new_tokens`.
         bias_ids, bias: ids, and what is added to their logits.
         banned_ids: bad words of one id.
         bad_words: (ids before the last, last id) of longer bad words.
         tail: the row's last ids, as many as the longest bad word and the watermark need.
-        allowed, allowed_mask: the only ids that are sampled, None for all; their mask, once it is needed.
-        token_counts: None where nothing is penalised.
-        top_p_decay: None where top_p is constant.
+        allowed: the only ids that may be sampled; None for all.
+        allowed_mask: their mask, once it is needed.
+        token_counts: None if nothing is penalised.
+        top_p_decay: None if top_p is constant.
     """
 
     sampling: SamplingParams
@@ -205,8 +196,8 @@ class SamplingState:
     def of(
         cls, start: StartRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
-        """Make the state of a row that starts; None where it is greedy without penalties. `end_ids` end the
-        row. `grammar` has taken the tokens before `start.base`.
+        """Make the state of a row that starts; None if it is greedy without penalties. `end_ids` end the row.
+        `grammar` has taken the tokens before `start.base`.
         """
         sampling = start.sampling or SamplingParams()
         always_applies = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or grammar is not None
@@ -258,8 +249,8 @@ class SamplingState:
         return self.banned_ids + words + (self.end_ids if is_early else [])
 
     def accept(self, token: int) -> str:
-        """Take a sampled token. Returns why the row fails, as `GrammarMask.accept` does; ids that are not
-        allowed are such a reason, too.
+        """Take a sampled token → why the row fails, as `GrammarMask.accept`; it fails for an id that is not
+        `allowed`, too.
         """
         self.note(token)
         if self.allowed is not None and token not in self.allowed:
@@ -267,7 +258,7 @@ class SamplingState:
         return self.grammar.accept(token) if self.grammar else ""
 
     def note(self, token: int) -> None:
-        """Take a sampled token into account, its grammar apart."""
+        """Take a sampled token into account, but not in the grammar."""
         if self.token_counts is not None:
             self.token_counts.accept(token)
         if self.tail_length:
@@ -284,9 +275,7 @@ class SamplingState:
         return state
 
     def penalty(self) -> Float32:
-        """Return what the frequency and presence penalties subtract from the scores of
-        `token_counts.ids`.
-        """
+        """Return what the frequency and presence penalties subtract from the scores of `token_counts.ids`."""
         assert self.token_counts is not None
         sampling, counts = self.sampling, self.token_counts
         penalty = sampling.frequency_penalty * counts.generated + sampling.presence_penalty * (
@@ -302,8 +291,8 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Tell whether the likeliest token of the model's own logits is always sampled; truncation keeps it in
-    any case.
+    """Tell whether the likeliest token of the model's own logits is always sampled; truncation always keeps
+    it.
     """
     return sampling.temperature == 0 and not (
         sampling.logit_bias

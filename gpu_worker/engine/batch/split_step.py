@@ -1,6 +1,6 @@
-"""Splits a step that does not fit into memory.
+"""Splits a step whose forward raises: into halves that fit into memory, or to find the rows that fail.
 
-Failing rows: finds the rows for which a forward raises, so that the others of a step go on.
+A forward that is run again writes again what the first try wrote into the cache.
 """
 
 import logging
@@ -28,10 +28,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: RuntimeError) -> torch.Tensor:
-    """Compute a step for which memory did not suffice in halves → its logits float [num_logits, vocabulary].
-
-    What the first try wrote into the cache is written again. Raises `error` where it is another one, or where
-    the step has one token.
+    """Compute a step in halves → its logits float [num_logits, vocabulary]. Raises `error` if memory was not
+    its cause, or if the step cannot be split.
     """
     smaller = split_step(slices)
     if not smaller or not is_out_of_memory(error):
@@ -42,18 +40,20 @@ def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: Runtim
     )
     release_tensors(error)
     torch.cuda.empty_cache()
-    # cloned, for graphs write all logits into one buffer
+    # cloned: graphs write all logits into one buffer
     return torch.cat([forward(half).clone() for half in smaller])
 
 
 def release_tensors(error: Exception) -> None:
-    """Forget what the functions had that an error ended: else it is in memory until the error is."""
+    """Release the local variables of the functions that an error ended: the error would keep them in
+    memory.
+    """
     traceback.clear_frames(error.__traceback__)
 
 
 def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
-    """Return the slices of two steps that together do what one would; nothing for a single token, or for one
-    row that decodes.
+    """Return the slices of two steps that do together what one would; none for a single token, or for one row
+    that decodes.
     """
     if len(slices) > 1:
         middle = len(slices) // 2
@@ -80,11 +80,11 @@ def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
 def forward_without_failing(
     forward: Forward, slices: Sequence[RowSlice], trial: Sequence[RowSlice], error: Exception
 ) -> tuple[list[RowSlice], torch.Tensor]:
-    """Compute a step for which `forward` raised `error`, without the rows that it raises for → the slices
-    that were computed, and their logits float [num_logits, vocabulary].
+    """Compute a step for which `forward` raised `error`, without the rows for which it raises → the slices
+    computed, and their logits float [num_logits, vocabulary].
 
-    What the first try wrote into the cache is written again. Raises `error` where rows may not be to blame:
-    `trial`, a step without a request, fails, too; or memory does not suffice.
+    Raises `error` if the rows may not be its cause: memory does not suffice, or `trial`, a step that belongs
+    to no request, fails, too.
     """
     parts = list(forward_in_halves(forward, slices, error))
     computed = [row_slice for half, _ in parts for row_slice in half]
@@ -97,8 +97,8 @@ def forward_without_failing(
 def forward_in_halves(
     forward: Forward, slices: Sequence[RowSlice], error: Exception
 ) -> Iterator[tuple[Sequence[RowSlice], torch.Tensor]]:
-    """Yield what can be computed of a step that failed, in its order: slices, and their logits float
-    [num_logits, vocabulary].
+    """Yield what can be computed of a failed step, in order: slices, and their logits float [num_logits,
+    vocabulary].
     """
     if is_out_of_memory(error):
         raise error
@@ -114,7 +114,7 @@ def forward_in_halves(
 
 
 def run_trial(forward: Forward, trial: Sequence[RowSlice], error: Exception) -> None:
-    """Raises `error` where model or device are broken for every row."""
+    """Raises `error` if model or device are broken for every row."""
     try:
         if forward(trial).is_cuda:
             torch.cuda.synchronize()

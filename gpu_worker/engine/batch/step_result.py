@@ -1,4 +1,4 @@
-"""Step results: collects what steps brought until the next frame to the agent."""
+"""Step results: what steps brought, collected for the next frame to the agent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ Int32 = npt.NDArray[np.int32]
 
 
 class TopLogprobs(NamedTuple):
-    """The likeliest tokens in place of a sampled one, likeliest first; -inf for those that truncation left
-    out.
+    """The likeliest tokens in place of a sampled one, likeliest first; -inf for those that truncation
+    excludes.
     """
 
     ids: list[int]
@@ -43,8 +43,8 @@ class StepResultBuilder:
     """Collects the next `StepResult`.
 
     Attributes:
-        samples: row, index, id, log-probability.
-        freed: blocks of released rows whose KV nobody needs.
+        samples: (row, index, id, log-probability).
+        freed: blocks of released rows whose KV is not kept.
     """
 
     samples: list[tuple[int, int, int, float]] = field(default_factory=list)

@@ -1,12 +1,9 @@
 """Fused layers: whole decoder layers in one native call, where a layer has the shape that Llama made common.
 
-Hidden states are [1, tokens, hidden] of the weights' dtype, logits [tokens, vocabulary].
-A layer is replaced when it consists of exactly the known parts, and the native layer computes the same as its
-own code on inputs of several sizes. Every other layer stays as it is. Layers that follow each other become
-one call, where the model then computes the same bits.
-
-Layer trial: runs a model on a few tokens and records what its layers are called with, to compare them with
-native ones.
+A layer is replaced if it consists of exactly the known parts, and the native layer computes the same as its
+own code in a trial: inputs of several sizes on a few tokens. Every other layer stays as it is. Layers that
+follow each other become one call, if the model then computes the same bits. Hidden states are [1, tokens,
+hidden] of the weights' dtype, logits [tokens, vocabulary].
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +23,15 @@ from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
 TRIAL_TOKENS = 8
-TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}
-"""By dtype: of what a layer adds to its input, and of its output."""
+TRIAL_TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}
+"""By dtype: the tolerated error, as a share of what a layer adds to its input, and of its output."""
+NEAR_POSITIONS = torch.arange(TRIAL_TOKENS)[None]
+TRIAL_SCALES = (0.1, 1.0, 30.0)
+"""Of the random states on which layers are compared."""
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class LayerCall(NamedTuple):
@@ -90,18 +94,9 @@ def is_usual_call(call: LayerCall) -> bool:
 
 def is_close(output: torch.Tensor, expected: torch.Tensor, states: torch.Tensor) -> bool:
     """Whether two layers computed the same from `states`; all [1, tokens, hidden] of one dtype."""
-    of_added, of_output = TOLERANCES[expected.dtype]
+    of_added, of_output = TRIAL_TOLERANCES[expected.dtype]
     bound = of_added * (expected.float() - states.float()).norm() + of_output * expected.float().norm()
     return bool((output.float() - expected.float()).norm() <= bound)
-
-
-NEAR_POSITIONS = torch.arange(TRIAL_TOKENS)[None]
-SCALES = (0.1, 1.0, 30.0)
-"""Of the random states on which layers are compared."""
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class FusedLayers:
@@ -227,9 +222,9 @@ def find_equal(layer: Any, arguments: KernelArguments, call: LayerCall) -> Fused
         name: NEAR_POSITIONS if name == "position_ids" else value for name, value in call.options.items()
     }
     if not torch.equal(layer(states, **nearer), call.output):
-        return None  # it looks at positions itself, which rounding may hide on so few tokens
+        return None  # its own code uses positions; rounding may hide the difference on so few tokens
     random = torch.Generator().manual_seed(0)
-    noise = (torch.randn(states.shape, generator=random) * scale for scale in SCALES)
+    noise = (torch.randn(states.shape, generator=random) * scale for scale in TRIAL_SCALES)
     inputs = [states, *(tensor.to(states.dtype) for tensor in noise)]
     expected = [layer(tensor, **call.options) for tensor in inputs]
     rotary = call.options["position_embeddings"][0].shape[2]

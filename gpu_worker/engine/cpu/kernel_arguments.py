@@ -11,7 +11,7 @@ import torch
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.cpu import native
 
-TILE = 16
+TILE_TOKENS = 16
 """Tokens of a prompt whose queries go over a chunk of keys together."""
 
 
@@ -99,7 +99,7 @@ def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
         last = np.cumsum(span.shares) - 1
         first = last - span.shares + 1
         return np.stack((span.begin + first, span.shares, span.lengths[first] - 1, start + last * width), 1)
-    offsets = np.arange(0, span.count, TILE)
-    counts = np.minimum(TILE, span.count - offsets)
+    offsets = np.arange(0, span.count, TILE_TOKENS)
+    counts = np.minimum(TILE_TOKENS, span.count - offsets)
     positions = span.lengths[0] - span.count + offsets
     return np.stack((span.begin + offsets, counts, positions, np.full_like(offsets, start)), 1)

@@ -147,7 +147,7 @@ SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """None where there is no compiler, or it fails: then torch computes."""
+    """The compiled kernels; None if there is no compiler, or it fails: then torch computes."""
     try:
         loaded = ctypes.CDLL(str(build_library()))
     except (OSError, subprocess.SubprocessError) as error:

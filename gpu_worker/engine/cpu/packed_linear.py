@@ -1,12 +1,5 @@
-"""Linear layers whose weights lie as the processor's matrix product wants them, packed once at load.
-
-Memory that every step reads through, in pages as large as the system has them.
-
-The processor looks up fewer of them, and reads ahead within one. Measured on two cores with 270 MB and with
-1.1 GB of bfloat16 weights: the products of a step take a sixth to a quarter less time at one row, a sixth at
-8 rows, a twentieth at 32.
-
-Blocks of integers in the layout of the native kernels (kernels/blocks.h).
+"""Linear layers on CPU whose weights, plain or in blocks of integers, are packed once at load in the layout
+of the kernels that multiply them.
 """
 
 import contextlib
@@ -27,12 +20,26 @@ from common.process import machine
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.quantization.blocks import Blocks
 
+log = logging.getLogger(__name__)
+
 REGION_BYTES = 2**26
 ALIGNED_BYTES = 64
+LAYOUT_ROWS = 32
+"""The number of rows for which oneDNN's layout is chosen; any number of rows works."""
+ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
+TRIAL_SIZE = 64
+TRIAL_ERROR = 1e-3
+"""Tolerated error of a sum of TRIAL_SIZE products of normal numbers; a wrong sum is off by about 8."""
 
 
 class LargePages:
-    """Allocates tensors next to each other. They keep the memory alive."""
+    """Allocates tensors, which keep the memory alive, next to each other in pages as large as the system has
+    them.
+
+    The processor looks up fewer pages, and reads ahead within a page. Measured on two cores with 270 MB and
+    with 1.1 GB of bfloat16 weights: the products of a step take a sixth to a quarter less time at one row, a
+    sixth at 8 rows, a twentieth at 32.
+    """
 
     def __init__(self) -> None:
         self.free = torch.empty(0, dtype=torch.uint8)
@@ -99,14 +106,6 @@ def move(tensor: torch.Tensor, pages: LargePages) -> torch.Tensor:
     return to
 
 
-log = logging.getLogger(__name__)
-
-ROWS = 32  # the number of rows that oneDNN's layout is chosen for; any number works
-TYPES = (torch.float32, torch.bfloat16)
-TRIAL_SIZE = 64
-TRIAL_ERROR = 1e-3  # of sums of as many products of normal numbers; a wrong one is off by 8
-
-
 class PackedLinear(nn.Module):
     """Stands for a linear layer: rows [..., in_features] of the weights' dtype → [..., out_features].
     `product` is its forward, with or without the bias.
@@ -126,8 +125,8 @@ class PackedLinear(nn.Module):
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """[out_features, in_features], computed back by a product with ones: some models look at the
-        weights of their routers.
+        """[out_features, in_features], computed back by a product with ones: some models look at the weights
+        of their routers.
         """
         return (
             self.product(torch.eye(self.in_features, dtype=self.weight_dtype), False)
@@ -144,7 +143,7 @@ class OneDnnLinear(PackedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
 
     def product(self, rows: torch.Tensor, biased: bool) -> Any:
         return torch.ops.mkldnn._linear_pointwise(
@@ -242,7 +241,7 @@ def pack_linear(
         if blocks and not (dtype == torch.bfloat16 and expands_correctly(library)):
             blocks = None
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
-    if torch.backends.mkldnn.is_available() and dtype in TYPES:  # type: ignore[no-untyped-call]
+    if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]
         return OneDnnLinear(linear)
     return linear
 

@@ -1,4 +1,6 @@
-"""Decoder layers compiled by torch, each for itself: one compilation serves all layers that are alike."""
+"""Compilation of decoder layers by torch, each by itself: one compilation serves all layers that are
+alike.
+"""
 
 import logging
 import os
@@ -13,27 +15,26 @@ from torch import nn
 from common.model_files import make_cache_folder
 
 log = logging.getLogger(__name__)
+
 UNCOMPILABLE = (
     torch._dynamo.exc.TorchDynamoException,
     torch._dynamo.exc.FailOnRecompileLimitHit,
     torch._inductor.exc.InductorError,
     OSError,
 )
-
-COMPILATIONS = 64
-"""Of one piece of code. A model that needs more runs uncompiled as a whole, with a warning: torch itself
-would leave only the layers beyond its limit uncompiled, in silence.
+"""Errors of torch's compiler where it cannot compile a model, or the machine lacks what it needs."""
+MAX_COMPILATIONS = 64
+"""Of one piece of code. A model that needs more runs uncompiled as a whole, with a warning: by itself torch
+would silently leave the layers beyond its limit uncompiled.
 """
 
 
 def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: Callable[[], object]) -> int:
-    """→ layers compiled. `try_out` runs steps of all kinds of shapes.
-
-    Where torch cannot compile the model, or the machine lacks what that takes, all layers run as they are,
-    which is slower.
+    """Compile the layers → how many. `try_out` runs steps of all kinds of shapes. If it cannot be done, all
+    layers run as they are, which is slower.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder()))
-    torch._dynamo.config.recompile_limit = COMPILATIONS
+    torch._dynamo.config.recompile_limit = MAX_COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     layers = layers_of(model, attentions)
     for layer in layers:
@@ -52,8 +53,8 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
 
 
 def compiled_folder() -> Path:
-    """Folder where torch keeps what it compiles. By itself it takes one in /tmp whose name anybody can guess,
-    and runs what it finds there.
+    """The folder where torch keeps what it compiles. By itself torch would run what it finds in a folder in
+    /tmp whose name anybody can guess.
     """
     try:
         return make_cache_folder("inductor")
@@ -62,13 +63,15 @@ def compiled_folder() -> Path:
 
 
 def stop_compiling() -> None:
-    """Have what is not compiled yet run as it is from now on: rows do not wait for a compiler."""
+    """From now on run uncompiled what is not compiled yet: rows do not wait for a compiler."""
     log.info("compiled code: %d pieces", torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch.compiler.set_stance("eager_on_recompile")
 
 
 def layers_of(model: nn.Module, attentions: Iterable[nn.Module]) -> list[Any]:
-    """The numbered modules that hold these: `model.layers.3` of `model.layers.3.self_attn`."""
+    """The numbered modules that contain the attention modules: `model.layers.3` for
+    `model.layers.3.self_attn`.
+    """
     names = {module: name for name, module in model.named_modules()}
     found: dict[str, None] = {}
     for attention in attentions:

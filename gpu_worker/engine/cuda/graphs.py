@@ -1,12 +1,7 @@
-"""CUDA graphs of steps in which all rows decode: the host launches one thing instead of hundreds.
+"""CUDA graphs of steps in which all rows decode: the host launches a step at once, not operation by
+operation.
 
-DETERMINISTIC on CUDA: each token is computed as a row that decodes, and always beside as many others, in
-one captured step.
-
-What a product, a norm or attention makes of a row depends on the shapes it is called with, which decide how
-sums are split; not on what stands in other rows. So with one shape for everything, a token's bits are the
-same in any batch, chunk or resume. XQA splits a row by the number of rows, of heads, and the width of the
-table, which are the graph's.
+With DETERMINISTIC one graph of a fixed shape computes all steps (FixedShapeGraph).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +22,19 @@ from gpu_worker.engine.batch.inputs import (
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
+FIXED_TOKENS = 256
+"""Tokens of the graph with DETERMINISTIC. As far as reading weights from memory takes the time, a step of so
+many takes about twice as long as one of a single token.
+"""
+
 
 class DecodeSteps(Protocol):
-    """Steps in which all rows decode, as LoadedModel has them: what is captured, and what the host decides
-    before it is replayed. positions int32 [rows], table int32 [rows, blocks].
+    """Steps in which all rows decode, as LoadedModel computes them: positions int32 [rows], table int32
+    [rows, blocks].
     """
 
-    def plan_decode(self, positions: Int32, table: Int32) -> None: ...
+    def plan_decode(self, positions: Int32, table: Int32) -> None:
+        """Prepare what the host decides before a captured step is replayed."""
 
     def splits_rows(self, lengths: Int32) -> bool: ...
 
@@ -44,7 +45,7 @@ class DecodeSteps(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function → one that replays what it launched."""
+"""Captures what a function launches → a function that replays it."""
 
 
 class CaptureError(Exception):
@@ -52,8 +53,8 @@ class CaptureError(Exception):
 
 
 def graph_sizes(max_rows: int, max_tokens: int) -> list[int]:
-    """Numbers of tokens that are captured; a step runs in the smallest that has room for its rows and their
-    proposals. Beyond `max_rows` steps have proposals, so few sizes are enough.
+    """Numbers of tokens for which a graph is captured. A step runs in the smallest graph with room for its
+    rows and their proposals. Steps beyond `max_rows` have proposals, and are rarer: few sizes are enough.
     """
     sizes = {min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))}
     while max(sizes) < max_tokens:
@@ -62,13 +63,14 @@ def graph_sizes(max_rows: int, max_tokens: int) -> list[int]:
 
 
 class CudaGraphs:
-    """One graph for each number of rows. They read and write tensors that stay where they are: what a step
-    needs is copied there. A proposal is a row of its own here, as in batch/inputs.py.
+    """One graph for each number of rows. Graphs read and write tensors at fixed places: a step's inputs are
+    copied there. A proposal counts as a row here, as in batch/inputs.py.
 
     Attributes:
-        ids: int32 [max_rows]; below 0 the token that the step in flight samples, as in batch/inputs.py.
+        ids: int32 [max_rows]; ids below 0 are sampled by the step in flight, as in batch/inputs.py.
         positions: int32 [max_rows]
         table: int32 [max_rows, max_blocks]; the rows' blocks.
+        graphs: by number of rows; replays a step.
         split_graphs: as `graphs`, for steps whose rows are split for the sake of a long one.
         previous: int64 [max_rows]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
@@ -95,8 +97,8 @@ class CudaGraphs:
         self.split_graphs: dict[int, Callable[[], None]] = {}
 
     def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
-        """The largest first: the others find room in its memory. Where rows of up to `longest` tokens make
-        steps of split rows, these are captured, too, in few sizes.
+        """Capture the largest size first: the others share its memory. If rows of up to `longest` tokens are
+        split, steps of split rows are captured, too, in few sizes.
         """
         for size in sorted(sizes, reverse=True):
             self.steps.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
@@ -113,16 +115,16 @@ class CudaGraphs:
         self.logits[:size].copy_(self.steps.decode(*inputs, is_split))
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
-        """Whether all rows decode, and are no more than the largest graph has. Slices are in the order of the
-        batch: rows that decode come first.
+        """Whether all rows decode, and the largest graph has room for them. Slices are arranged: rows that
+        decode come first.
         """
         num_tokens = sum(row_slice.count for row_slice in slices)
         rows = max(num_tokens, 0 if previous is None else len(previous))
         return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launch a step of rows that decode → logits, which the next step overwrites. `previous`: what the
-        step in flight samples.
+        """Launch a step of rows that decode → logits, which the next step overwrites. `previous`: ids that
+        the step in flight samples.
         """
         positions = positions_of(slices).astype(np.int32)
         rows = len(positions)
@@ -135,16 +137,16 @@ class CudaGraphs:
         return self.logits[:rows]
 
     def graphs_for(self, positions: Int32) -> dict[int, Callable[[], None]]:
-        """The graphs that split rows, where that takes less time and one has room; else the others. positions
-        int32 [rows]
+        """The split graphs if splitting takes less time and one has room, else the others. positions int32
+        [rows]
         """
         if len(positions) > max(self.split_graphs, default=0):
             return self.graphs
         return self.split_graphs if self.steps.splits_rows(positions + 1) else self.graphs
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
-        """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks,
-        size] as of `inputs_of`. Rows that only fill the graph write to scratch block 0.
+        """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks, size]
+        as of `inputs_of`. Rows that only fill the graph write to scratch block 0.
         """
         self.steps.plan_decode(inputs[1], inputs[2:].T)
         staged = to_device(inputs, self.device)
@@ -159,7 +161,7 @@ def is_split_size(size: int, sizes: Sequence[int]) -> bool:
 
 
 def skewed_lengths(rows: int, longest: int) -> Int32:
-    """int32 [rows]: one row of so many tokens beside short ones."""
+    """int32 [rows]: the lengths of one row of `longest` tokens and short ones."""
     lengths = np.ones(rows, np.int32)
     lengths[0] = longest
     return lengths
@@ -182,10 +184,11 @@ def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:
 
 
 def make_capture(device: torch.device) -> Capture:
-    """Return a function that captures, all in one pool of memory. What is captured runs first without
-    capturing, so that all kernels are loaded; on one side stream for all captures, as libraries keep memory
-    for each stream that they have seen. CaptureError is raised before capturing begins: a capture that fails
-    leaves torch's allocator unusable.
+    """Return a function that captures, with one pool of memory for all captures.
+
+    It first runs what is to be captured, so that all kernels are loaded. All captures use one side stream,
+    since libraries keep memory for each stream. CaptureError is raised before a capture begins: a failed
+    capture leaves torch's allocator unusable.
     """
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -204,7 +207,7 @@ def make_capture(device: torch.device) -> Capture:
 
 
 def run_without_sync(run: Callable[[], None]) -> None:
-    """Run it. Raises CaptureError where the host waits for the device in it, as far as torch knows."""
+    """Call `run`. Raises CaptureError if the host waits for the device meanwhile, as far as torch knows."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -216,15 +219,14 @@ def run_without_sync(run: Callable[[], None]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-FIXED_TOKENS = 256
-"""Of the captured step. Where weights are read from memory, a step of so many takes some twice as long as one
-of a single token.
-"""
-
-
 class FixedShapeGraph:
-    """One graph of a fixed shape for steps of all kinds; it is used as CudaGraphs are: previous int64 [rows]
-    → logits [positions, vocabulary] of the model's dtype.
+    """One graph of a fixed shape that computes all steps, used in place of CudaGraphs (DETERMINISTIC):
+    previous int64 [rows] → logits [positions, vocabulary] of the model's dtype.
+
+    Each token is computed as a row that decodes, always beside equally many others. What a product, a norm or
+    attention makes of a row depends on shapes, which decide how sums are split, not on the other rows. So
+    with one shape a token's bits are the same in any batch, chunk or resume. XQA splits rows by their number,
+    the heads and the width of the table, all fixed by the graph.
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:
@@ -236,9 +238,8 @@ class FixedShapeGraph:
         return True
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launch a step in chunks of the graph's size → logits [positions, vocabulary]. A chunk sees the K
-        and V of those before it, and a token those before it in its own chunk: they are written before
-        attention reads them.
+        """Launch a step in chunks of the graph's size → logits [positions, vocabulary]. K and V of a chunk
+        are written before attention reads them: a token sees those before it in its own chunk, too.
         """
         graphs, places, logits = self.graphs, logit_positions(slices), [self.graphs.logits[:0]]
         for begin, inputs in chunks_of(slices, self.size):
@@ -251,8 +252,8 @@ class FixedShapeGraph:
 
 
 def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
-    """The tokens of a step, `size` at a time → the position of the first one in the batch, and the inputs for
-    `CudaGraphs.copy_inputs`: int32 [2 + blocks, size].
+    """Yield the tokens of a step, `size` at a time: the place of the first one in the step, and the inputs
+    for `CudaGraphs.copy_inputs`, int32 [2 + blocks, size].
     """
     ids, positions = token_ids(slices), positions_of(slices)
     rows = np.repeat(np.arange(len(slices)), [row_slice.count for row_slice in slices])

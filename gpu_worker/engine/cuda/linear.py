@@ -1,11 +1,7 @@
-"""Linear layers whose weights stay in blocks, on CUDA: a half or a quarter of the bytes of bfloat16.
+"""Linear layers on CUDA: with weights in blocks, with weights of 8-bit floats, and fused ones.
 
-Linear layers of 8-bit floats (e4m3), on CUDA: half of the bytes of bfloat16.
-
-Weights are [outputs, inputs], rows [..., inputs] of bfloat16.
-
-Products of the same input in one, on CUDA: a bigger product is nearer to the card's bandwidth than its
-parts.
+Quantised weights take a half or a quarter of the bytes of bfloat16. Layers with the same input are fused,
+since a bigger product is nearer to the card's bandwidth.
 """
 
 from collections.abc import Sequence
@@ -18,21 +14,33 @@ from torch.nn import functional
 
 from gpu_worker.engine.quantization.blocks import Blocks
 
-BLOCK_UNIT = 32
-"""Inputs that the kernel multiplies at once; with 4 bits, twice as many lie in the same bytes."""
-BLOCK_CAPABILITY = (8, 0)
-"""Of the first cards whose matrix units multiply bfloat16."""
-COMPUTE_CAPABILITY_OF_FLOATS = (8, 9)
-"""Of the first cards that convert 8-bit floats."""
+INPUTS_AT_ONCE = 32
+"""Inputs that the kernel of blocks multiplies at once; with 4 bits, twice as many lie in the same bytes."""
+BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability of the first cards whose matrix units multiply bfloat16."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first cards that convert and multiply 8-bit floats."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+FP8_MULTIPLE = 16
+"""Matrices of 8-bit floats have multiples of so many rows and columns."""
+LEAST_MAXIMUM = 1e-12
+"""A row of smaller numbers is rounded as if this were its largest."""
+FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that model code calls one after the other with the same input."""
+JOINED = ("weight", "bias", "scales", "offsets")
+"""Tensors with an entry for each output, which the layers of a group join; not all layers have each."""
+SHARED = ("codes", "order")
+"""Tensors that must be the same in all layers of a group."""
 
 
 class BlockLinear(nn.Module):
-    """Stands for a linear layer: rows [..., inputs] of bfloat16 or float16 → [..., outputs]. All tensors are
+    """Replaces a linear layer: rows [..., inputs] of bfloat16 or float16 → [..., outputs]. All tensors are
     parameters, so that they move with the model.
 
     Attributes:
         weight: packed quants, [outputs, inputs / 2] or [outputs, inputs].
-        scales, offsets, codes, order: as in Blocks; None where it has none.
+        scales, offsets, codes, order: as in Blocks; None if it has none.
     """
 
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
@@ -48,26 +56,26 @@ class BlockLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         tensors = (self.weight, self.scales, self.offsets, self.codes, self.bias)
-        return multiply_in_blocks(rows, self.order, *tensors)
+        return block_linear(rows, self.order, *tensors)
 
 
 def constant(tensor: torch.Tensor) -> nn.Parameter:
-    """[...] of any dtype"""
+    """tensor [...] of any dtype → a parameter without gradients"""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def pack(quants: torch.Tensor) -> torch.Tensor:
-    """uint8 from 0 to 15 [outputs, inputs] → bytes [outputs, inputs / 2]: of each two units of inputs, the
-    first lies in the lower halves.
+    """uint8 from 0 to 15 [outputs, inputs] → bytes [outputs, inputs / 2]. Of each 2 * INPUTS_AT_ONCE inputs,
+    the first half lies in the lower halves of the bytes.
     """
-    pairs = quants.view(len(quants), -1, 2, BLOCK_UNIT)
+    pairs = quants.view(len(quants), -1, 2, INPUTS_AT_ONCE)
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
 
 
-def multiply_in_blocks(
+def block_linear(
     rows: torch.Tensor, order: torch.Tensor | None, weight: torch.Tensor, *factors: torch.Tensor | None
 ) -> torch.Tensor:
-    """rows [..., inputs], tensors as of BlockLinear → [..., outputs] of the rows' dtype"""
+    """rows [..., inputs], tensors as in BlockLinear → [..., outputs] of the rows' dtype"""
     in_order = rows if order is None else rows[..., order]
     product: torch.Tensor = multiply_blocks(
         in_order.reshape(-1, rows.shape[-1]).contiguous(), weight, *factors
@@ -84,52 +92,45 @@ def multiply_blocks(
     codes: Optional[torch.Tensor],  # noqa: UP045
     bias: Optional[torch.Tensor],  # noqa: UP045
 ) -> torch.Tensor:
-    """rows [n, inputs] of bfloat16 or float16, tensors as of BlockLinear → [n, outputs]"""
-    from gpu_worker.engine.cuda.kernels.products import (
-        multiply_tiles,
-    )  # Triton comes with torch's builds for CUDA only
+    """rows [n, inputs] of bfloat16 or float16, tensors as in BlockLinear → [n, outputs]"""
+    from gpu_worker.engine.cuda.kernels.products import multiply_tiles  # Triton: in CUDA builds only
 
-    return multiply_tiles(rows, weight, scales, offsets, codes, bias, BLOCK_UNIT)
+    return multiply_tiles(rows, weight, scales, offsets, codes, bias, INPUTS_AT_ONCE)
 
 
 @multiply_blocks.register_fake
 def shape_of(rows: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
-    """The result of `multiply_blocks` without numbers: [n, outputs] of the rows' dtype"""
+    """The result of `multiply_blocks` without its numbers: [n, outputs] of the rows' dtype"""
     return rows.new_empty(len(rows), len(weight))
 
 
-def blocks_fit(blocks: Blocks) -> bool:
-    """Whether the kernel multiplies them."""
-    return blocks.quants.shape[1] % (BLOCK_UNIT * 8 // blocks.bits) == 0
+def fits_block_kernel(blocks: Blocks) -> bool:
+    """Whether the kernel multiplies blocks of this shape."""
+    return blocks.quants.shape[1] % (INPUTS_AT_ONCE * 8 // blocks.bits) == 0
 
 
 def multiplies_blocks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this card multiplies rows of this dtype with integers in blocks."""
+    """Whether the device multiplies rows of this dtype with weights in blocks."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= BLOCK_CAPABILITY
+        and torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
     )
 
 
-def converts_floats(device: torch.device) -> bool:
-    """Whether this card converts 8-bit floats."""
-    return torch.cuda.get_device_capability(device) >= COMPUTE_CAPABILITY_OF_FLOATS
+def has_fp8(device: torch.device) -> bool:
+    """Whether the card converts and multiplies 8-bit floats."""
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-DTYPE = torch.float8_e4m3fn
-LARGEST = torch.finfo(DTYPE).max
-SMALLEST_ROW = 1e-12
-"""A row of smaller numbers is rounded as if this were its largest."""
-FP8_UNIT = 16
-"""Sizes of matrices are multiples of it."""
-FP8_CAPABILITY = (8, 9)
-"""Of the first cards that multiply 8-bit floats."""
+def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies rows of this dtype as 8-bit floats."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and has_fp8(device)
 
 
 class Fp8Linear(nn.Module):
-    """Stands for a linear layer: rows [..., inputs] bfloat16 → [..., outputs]. weight e4m3 [outputs, inputs],
+    """Replaces a linear layer: rows [..., inputs] bfloat16 → [..., outputs]. weight e4m3 [outputs, inputs],
     scales float32 [outputs, 1]
     """
 
@@ -137,19 +138,19 @@ class Fp8Linear(nn.Module):
         super().__init__()
         self.out_features = weight.shape[0]
         self.in_features = weight.shape[1]
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.weight = constant(weight)
+        self.scales = constant(scales)
+        self.bias = None if bias is None else constant(bias.detach())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return multiply_fp8_rows(rows, self.weight, self.scales, self.bias)
+        return fp8_linear(rows, self.weight, self.scales, self.bias)
 
 
-def multiply_fp8_rows(
+def fp8_linear(
     rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """rows [..., inputs], weight e4m3 [outputs, inputs], scales float32 [outputs, 1], bias [outputs] →
-    [..., outputs] of the rows' dtype. Each row is rounded to 8-bit floats with a scale of its own.
+    """rows [..., inputs], weight e4m3 [outputs, inputs], scales float32 [outputs, 1], bias [outputs] → [...,
+    outputs] of the rows' dtype. Each row is rounded to 8-bit floats with a scale of its own.
     """
     values, factors = round_rows(rows.reshape(-1, rows.shape[-1]))
     product = torch._scaled_mm(
@@ -159,30 +160,22 @@ def multiply_fp8_rows(
 
 
 def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, numbers] of any float dtype → e4m3 [rows, numbers], and float32 [rows, 1] to multiply these
-    with
-    """
-    scales = rows.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_ROW) / LARGEST
-    return (rows.float() / scales).clamp(-LARGEST, LARGEST).to(DTYPE), scales
+    """[rows, numbers] of any float dtype → e4m3 [rows, numbers], and their scales float32 [rows, 1]"""
+    scales = rows.abs().amax(-1, keepdim=True).float().clamp(min=LEAST_MAXIMUM) / FP8_MAX
+    return (rows.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
-def fp8_fits(weight: torch.Tensor) -> bool:
-    """Whether weights [outputs, inputs] of any dtype can be multiplied so."""
-    return weight.dim() == 2 and all(size % FP8_UNIT == 0 for size in weight.shape)
-
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linear layers that model code calls one after the other with the same input."""
-JOINED = ("weight", "bias", "scales", "offsets")
-"""Tensors of linear layers that have an entry for each output; not all layers have each."""
-SHARED = ("codes", "order")
-"""Tensors that must be the same in all of a group."""
+def fits_fp8_kernel(weight: torch.Tensor) -> bool:
+    """Whether weights [outputs, inputs] of any dtype have a shape that can be multiplied as 8-bit floats."""
+    return weight.dim() == 2 and all(size % FP8_MULTIPLE == 0 for size in weight.shape)
 
 
 class FusedLinear:
-    """The weights of a group, with scales and more where they are quantised, and its last product while
-    slices of it are still to be read. Rows are [..., inputs] of the model's dtype, a slice of the product
-    [..., outputs of one layer].
+    """The joined layers of a group. Rows are [..., inputs] of the model's dtype, a part of a product [...,
+    outputs of one layer].
+
+    Attributes:
+        multiplied, parts: the rows of the last product, and its parts, until the last layer has read its own.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -209,14 +202,14 @@ class FusedLinear:
         )
         assert weight is not None
         if self.kind is BlockLinear:
-            return multiply_in_blocks(rows, self.order, weight, scales, offsets, self.codes, bias)
+            return block_linear(rows, self.order, weight, scales, offsets, self.codes, bias)
         if scales is not None:
-            return multiply_fp8_rows(rows, weight, scales, bias)
+            return fp8_linear(rows, weight, scales, bias)
         return functional.linear(rows, weight, bias)
 
     def output_of(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return one layer's slice of the last product; computed by itself where that had another input, as
-        model code may call the layers in another order.
+        """Return one layer's part of the last product. If that had another input, since model code may call
+        the layers in another order, the part is computed by itself.
         """
         if self.multiplied is not rows:
             begin = sum(self.sizes[:number])
@@ -228,7 +221,7 @@ class FusedLinear:
 
 
 class FusedLinearSlice(nn.Module):
-    """Stands for one linear layer of a group; rows [..., inputs] of the weights' dtype → [..., outputs]. The
+    """Replaces one linear layer of a group: rows [..., inputs] of the weights' dtype → [..., outputs]. The
     first one owns the weights.
     """
 
@@ -247,9 +240,9 @@ class FusedLinearSlice(nn.Module):
 
 
 def fuse_linears(model: nn.Module) -> None:
-    """Replace the groups of linear layers of a model."""
+    """Fuse the groups of linear layers of a model."""
     for module in list(model.modules()):
-        for names in GROUPS:
+        for names in FUSED_GROUPS:
             linears = [getattr(module, name, None) for name in names]
             if (
                 all(is_unchanged_linear(linear) for linear in linears)
@@ -261,12 +254,12 @@ def fuse_linears(model: nn.Module) -> None:
 
 
 def is_unchanged_linear(linear: Any) -> bool:
-    """Whether a layer is linear and nobody has changed what it computes."""
+    """Whether a layer is linear and its forward is not replaced."""
     return type(linear) in (nn.Linear, Fp8Linear, BlockLinear) and "forward" not in vars(linear)
 
 
 def signature_of(linear: Any) -> tuple[object, ...]:
-    """What layers have in common that can be a group."""
+    """What the layers of a group must have in common."""
     tensors = [getattr(linear, name, None) for name in JOINED]
     kinds = [None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in tensors]
     shared = [getattr(linear, name, None) for name in SHARED]
@@ -275,6 +268,6 @@ def signature_of(linear: Any) -> tuple[object, ...]:
 
 
 def joined(linears: Sequence[Any], name: str) -> nn.Parameter | None:
-    """The tensors [outputs, ...] of several layers, of any dtype, in one; None where they have none."""
+    """The tensors [outputs, ...] of several layers, of any dtype, in one; None if they have none."""
     tensors = [tensor for linear in linears if (tensor := getattr(linear, name, None)) is not None]
-    return nn.Parameter(torch.cat(tensors), requires_grad=False) if tensors else None
+    return constant(torch.cat(tensors)) if tensors else None

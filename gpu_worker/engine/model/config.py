@@ -1,5 +1,5 @@
-"""The config of a model: read, with longer rotary positions where the settings say so, and refused where the
-model cannot be served.
+"""The config of a model: reads it, stretches its rotary positions if the settings say so, and refuses models
+that cannot be served.
 """
 
 from pathlib import Path
@@ -10,15 +10,16 @@ from transformers import AutoConfig
 from common.settings.settings import SettingError, Settings
 from gpu_worker.protocol import first_cause
 
-ON_THE_FLY = "fp8"
+MADE_AT_LOAD = "fp8"
+"""The value of QUANTIZE for which plain weights are quantised at load."""
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Model types of text parts → those of the models for text that they equal without images."""
+"""Model types of text parts → those of the models for text that are equal without images."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read_config(path: Path, settings: Settings) -> Any:
-    """Return the model's text config; of a model for images and text with the values that stand outside its
-    text part. Raises SettingError.
+    """Return the model's text config. Values outside the text part of a model for images and text are added.
+    Raises SettingError.
     """
     model_id = settings.model_id
     try:
@@ -39,8 +40,8 @@ def read_config(path: Path, settings: Settings) -> Any:
 
 
 def plain_text_config(text: Any) -> Any:
-    """A text part that only differs from a model for text by positions with a part for each axis of an image:
-    as that model's, since these are all the same in text.
+    """The config of the model for text if the text part differs from it only by positions for each axis of an
+    image: in text these are all the same.
     """
     if text.model_type not in TEXT_ONLY:
         return text
@@ -52,22 +53,22 @@ def plain_text_config(text: Any) -> Any:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """How a checkpoint is quantised; None where it is not."""
+    """How a checkpoint is quantised; None if it is not."""
     values = getattr(config, "quantization_config", None)
     return values if isinstance(values, dict) or values is None else dict(values.to_dict())
 
 
 def quantizes(config: Any, settings: Settings) -> bool:
     """Whether plain weights become 8-bit floats at load."""
-    return quantization_of(config) is None and settings.quantize == ON_THE_FLY
+    return quantization_of(config) is None and settings.quantize == MADE_AT_LOAD
 
 
 def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> None:
-    """Raises SettingError where QUANTIZE names another method than the checkpoint; plain weights can become
-    FP8 only.
+    """Raises SettingError if QUANTIZE names another method than the checkpoint; plain weights can only become
+    FP8.
     """
     own = str(quantization.get("quant_method") if quantization else "not quantised").replace("_", "-")
-    if quantization is None and settings.quantize == ON_THE_FLY:
+    if quantization is None and settings.quantize == MADE_AT_LOAD:
         return  # see `quantizes`
     if settings.quantize not in (None, own):
         raise SettingError(
@@ -105,8 +106,8 @@ def has_attention(config: Any) -> bool:
 
 
 def stretch_rope(config: Any, kind: str, factor: float) -> None:
-    """Rotary positions for sequences `factor` times as long: `linear` (arXiv:2306.15595) or `dynamic` NTK.
-    Raises SettingError.
+    """Stretch the rotary positions of a config to sequences `factor` times as long: `linear`
+    (arXiv:2306.15595) or `dynamic` NTK. Raises SettingError.
     """
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":

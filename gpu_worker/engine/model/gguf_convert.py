@@ -17,38 +17,38 @@ from common.process.parent_death import die_with_parent
 from gpu_worker.engine.quantization.gguf_blocks import write_blocks
 
 SPARE_WEIGHTS = 1.05
-"""A model has no more weights than its file, but for some that are computed."""
-SHOWN = 200
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""A model may have this many times as many weights as its file: some are computed."""
+MAX_CAUSE = 200
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def cache_gguf_parsing() -> None:
-    """transformers parses the whole file for the tokenizer, for the config and for the weights, and makes the
-    table of the names of all tensors anew for each module: that is half of the time.
+    """Make transformers parse the file once. By itself it parses it for the tokenizer, the config and the
+    weights, and builds the table of tensor names for each module: half of the time.
     """
     for function in (gguf.GGUFReader, gguf.get_tensor_name_map):
         setattr(gguf, function.__name__, cache(function))
 
 
 def dtype_of(source: Path, served_as: str = "auto") -> torch.dtype:
-    """The dtype of the written weights: that of the file's matrices; where these are quantised, float32 for a
-    model that is served as float32, which is exact, else bfloat16, which is half as large.
+    """The dtype of the written weights: that of the file's matrices. If these are quantised: float32, which
+    is exact, for a model that is served as float32, else bfloat16, which is half as large.
     """
     types = {
         tensor.tensor_type.name for tensor in gguf.GGUFReader(str(source)).tensors if len(tensor.shape) > 1
     }
-    if types <= {*PLAIN}:
-        return reduce(torch.promote_types, (PLAIN[name] for name in types))
+    if types <= {*PLAIN_DTYPES}:
+        return reduce(torch.promote_types, (PLAIN_DTYPES[name] for name in types))
     return torch.float32 if served_as == "float32" else torch.bfloat16
 
 
 class NotConvertible(Exception):
-    """A file whose header is possible, and which is none of a whole model all the same."""
+    """The file has a valid header, but not the weights of a whole model."""
 
 
 def check_size(source: Path) -> None:
-    """Raises NotConvertible where the keys describe a larger model than the file has weights for: it would
-    take memory without an end.
+    """Raises NotConvertible if the keys describe a larger model than the file has weights for: it could take
+    any amount of memory.
     """
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def check_size(source: Path) -> None:
 
 
 def check_loaded(found: Mapping[str, Collection[Any]]) -> None:
-    """Raises NotConvertible where a weight is not in the file as it should be: transformers makes it up."""
+    """Raises NotConvertible if a weight is missing or misshapen: transformers makes up random ones."""
     for name in sorted(found["missing_keys"]):
         raise NotConvertible(f"it has no weights for {name}")
     for name, there, wanted in sorted(found["mismatched_keys"]):
@@ -68,7 +68,7 @@ def check_loaded(found: Mapping[str, Collection[Any]]) -> None:
 
 
 def convert(source: Path, folder: Path, served_as: str = "auto") -> None:
-    """Write the model. `served_as` as DTYPE."""
+    """Write the model in `source` to `folder`. `served_as`: as the setting DTYPE."""
     check_size(source)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -77,7 +77,7 @@ def convert(source: Path, folder: Path, served_as: str = "auto") -> None:
         dtype=dtype_of(source, served_as),
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are told, and refused below
+        ignore_mismatched_sizes=True,  # `check_loaded` refuses them
     )
     model, found = loaded
     check_loaded(found)
@@ -96,8 +96,8 @@ def main() -> None:
         convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
     except NotConvertible as error:
         sys.exit(str(error))
-    except Exception as error:  # of what transformers does not expect, it says anything
-        cause = " ".join(str(error).split())[:SHOWN]
+    except Exception as error:  # transformers may raise anything for a file that it does not expect
+        cause = " ".join(str(error).split())[:MAX_CAUSE]
         sys.exit(f"transformers does not read it ({type(error).__name__}: {cause})")
 
 

@@ -1,6 +1,5 @@
-"""How many KV blocks a rank has room for.
-
-KV scales: what a checkpoint says that K and V of each layer are divided by, in a cache of 8-bit floats.
+"""How many KV blocks a rank has room for; and KV scales, which a checkpoint has for a cache of 8-bit
+floats.
 """
 
 import math
@@ -29,12 +28,14 @@ KEY_SCALES = (
     "kv_scale",
 )
 VALUE_SCALES = tuple(name.replace("k_", "v_") for name in KEY_SCALES)
-"""Names behind that of an attention module: of compressed-tensors, ModelOpt, vLLM, and of older versions."""
+"""Names after that of an attention module: of compressed-tensors, ModelOpt, vLLM, and of older versions."""
+FREE_SHARE = 0.02
+"""Share of a GPU that stays free for allocations of libraries, and for holes between allocations."""
 
 
 def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dict[Any, LayerSpec]:
-    """What each attention module keeps of a token, with the checkpoint's scales; 1 where it has none. Latents
-    and their rotary parts have one together. Raises UnservableModel.
+    """`layers` with the checkpoint's scales, 1 where it has none. A latent and its rotary part have one
+    scale. Raises UnservableModel.
     """
     names = {module: name for name, module in model.named_modules()}
     scales = {text_name(name): tensor for name, tensor in file_slices(path) if name.endswith("_scale")}
@@ -53,14 +54,16 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
 
 
 def text_name(name: str) -> str:
-    """The name that the model for text has for a tensor of the checkpoint."""
+    """The name in the model for text of a tensor of the checkpoint."""
     for pattern, replacement in TEXT_KEY_MAPPING.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -> float:
-    """Raises UnservableModel for several scales in one layer, and for one that is no positive number."""
+    """The scale of an attention module, under one of `names`. Raises UnservableModel unless it is one
+    positive number.
+    """
     name = next((name for last in names if (name := f"{module}.{last}") in scales), None)
     if name is None:
         return 1.0
@@ -72,10 +75,6 @@ def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -
     return float(scale.item())
 
 
-MARGIN = 0.02
-"""Share of a GPU that is left alone: what libraries allocate by themselves, and holes between allocations."""
-
-
 def count_blocks(
     settings: Settings,
     geometry: Geometry,
@@ -83,15 +82,16 @@ def count_blocks(
     communicator: Communicator,
     peak_bytes: Callable[[], int],
 ) -> int:
-    """How many blocks the cache has, the same on all ranks; the scratch block comes on top. Raises
-    SettingError.
+    """How many blocks the cache has without the scratch block, the same on all ranks. Raises SettingError.
 
-    KV_CACHE_BYTES are for all ranks together. Without it, on CUDA, the cache gets what CUDA_MEMORY_FRACTION
-    leaves of the GPU beside the weights and `peak_bytes()`: what the largest step allocates.
+    KV_CACHE_BYTES is for all ranks together. Without it, on CUDA, the cache gets CUDA_MEMORY_FRACTION of the
+    GPU without the weights and `peak_bytes()`, which the largest step allocates.
     """
     if device.type == "cuda":
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)
-        available_bytes = max(0, left_bytes - peak_bytes() - int(MARGIN * torch.cuda.mem_get_info(device)[1]))
+        available_bytes = max(
+            0, left_bytes - peak_bytes() - int(FREE_SHARE * torch.cuda.mem_get_info(device)[1])
+        )
     else:
         available_bytes = machine.available_bytes()
     if device.type == "cuda" and settings.kv_cache_bytes is None:
@@ -103,7 +103,7 @@ def count_blocks(
 
 
 def cuda_bytes(device: torch.device, fraction: float) -> int:
-    """What this process may still take of a GPU: no more than its fraction of the whole, which torch enforces
+    """What this process may still allocate on a GPU: at most its fraction of the whole, which torch enforces
     from now on.
     """
     torch.cuda.set_per_process_memory_fraction(fraction)
@@ -113,7 +113,7 @@ def cuda_bytes(device: torch.device, fraction: float) -> int:
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes that `run` takes at most, beyond what is allocated before."""
+    """The most bytes that `run` allocates at a time."""
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
     run()

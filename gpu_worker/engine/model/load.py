@@ -23,7 +23,7 @@ from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
-from gpu_worker.engine.model.families.register import page_attention, register_family
+from gpu_worker.engine.model.families import page_attention, register_family
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak, scale_layers
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.quantized_linears import (
@@ -51,8 +51,8 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 @torch.inference_mode()
 def load(settings: Settings, progress: model_files.Progress, communicator: Communicator) -> LoadedModel:
-    """Raises SettingError where these settings cannot be served; what can be known before weights are read is
-    checked before.
+    """Load the model. Raises SettingError if the settings cannot be served, before weights are read if
+    possible.
     """
     device = choose_device(settings.device, communicator.info)
     dtype = choose_dtype(settings.dtype, device)
@@ -133,13 +133,15 @@ def assemble(
 def read_blocks(
     path: Path, config: Any, model: Any, device: torch.device, settings: Settings
 ) -> Mapping[str, Blocks]:
-    """What can be multiplied as it is in the checkpoint."""
+    """The blocks of the checkpoint that the device can multiply."""
     changed = settings.makes_weights or quantizes(config, settings)
     return {} if changed else find_blocks(path, config, model, device)
 
 
 def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:
-    """`blocks`: weights of linear layers in blocks, by their names."""
+    """Replace linear layers by faster ones, and move the model to the device. `blocks`: by names of
+    layers.
+    """
     if device.type == "cpu":
         pack_linears(model, blocks)
     else:
@@ -149,7 +151,7 @@ def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Bloc
 
 
 def try_to_fuse(loaded: LoadedModel) -> int:
-    """→ layers fused"""
+    """Fuse layers on CPU → how many."""
     if not isinstance(loaded.backend, CpuPagedBackend):
         return 0
     loaded.attach(num_trial_blocks(loaded.geometry.block_size), loaded.geometry.unrounded)
@@ -159,7 +161,7 @@ def try_to_fuse(loaded: LoadedModel) -> int:
 def nondeterministic_because(
     settings: Settings, loaded: LoadedModel, num_fused: int, communicator: Communicator
 ) -> str:
-    """Why a token's bits may depend on what else runs; empty where they do not."""
+    """Why a token's bits may depend on what else runs; empty if they do not."""
     if loaded.device.type != "cuda":
         layers = len(loaded.geometry.layers)
         fused = f"{num_fused} of its {layers} layers run in kernels that compute each token by itself"
@@ -170,7 +172,7 @@ def nondeterministic_because(
         (settings.enforce_eager, "ENFORCE_EAGER keeps its steps from being captured"),
         (not loaded.capturable, "its steps cannot be captured"),
         (not loaded.backend.plan_free, "attention is split by the lengths of all rows in a step"),
-        # tokens of prompts go through as rows that decode, and would take their frequencies
+        # tokens of prompts are computed as rows that decode, and would get their frequencies
         (loaded.ropes, "its rotary frequencies depend on the length of the prompt"),
         (experts, "its experts' products have shapes that depend on the batch"),
     )
@@ -191,7 +193,7 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
 
 
 def report_progress(progress: model_files.Progress) -> None:
-    """Report what transformers draws as progress bars."""
+    """Report the progress bars of transformers as lines."""
     bar_of = model_files.progress_lines(progress)
     transformers_logging.set_tqdm_hook(lambda _, args, options: bar_of(*args, **options))
 
@@ -211,7 +213,7 @@ def threads_of(settings: Settings, communicator: Communicator) -> int:
 
 
 def choose_device(name: str, info: RankInfo) -> torch.device:
-    """Raises SettingError where torch does not see it."""
+    """The device of this rank. Raises SettingError if torch does not see it."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingError("device", "cuda, but torch sees no CUDA device")

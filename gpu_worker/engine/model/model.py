@@ -22,7 +22,7 @@ class LoadedModel:
         directory: where its files are.
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
-        recompute_length: of a sequence beyond this length every K is computed anew.
+        recompute_length: a sequence beyond this length needs every K computed anew.
         cache: set by `attach`.
     """
 
@@ -48,13 +48,13 @@ class LoadedModel:
 
     @property
     def can_share_blocks(self) -> bool:
-        """Whether blocks can be named by what they hold: K and V of a token depend on no token behind it, and
-        hashes fill whole blocks.
+        """Whether rows can share blocks: K and V of a token do not depend on later tokens, and hashes cover
+        whole blocks.
         """
         return not self.ropes and self.geometry.block_size % HASHED_TOKENS == 0
 
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
-        """Make a cache of so many blocks, and of the scratch block; of another geometry for a trial."""
+        """Make a cache of `num_blocks` and the scratch block; of another geometry for a trial."""
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
         self.cache.fill([0], 0.0)  # the scratch block: on CUDA, so that no row waits until this is compiled
         attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
@@ -69,8 +69,8 @@ class LoadedModel:
 
     @torch.inference_mode()
     def plan_decode(self, positions: Int32, table: Int32) -> None:
-        """Prepare what the host decides of a `decode`, which a captured one does not call again: positions
-        int32 [rows], table of blocks int32 [rows, blocks].
+        """Prepare what the host decides before a `decode`, captured or not: positions int32 [rows], table of
+        blocks int32 [rows, blocks].
         """
         self.backend.plan_decode(positions, table)  # type: ignore[attr-defined]
 
@@ -82,8 +82,8 @@ class LoadedModel:
     def decode(
         self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False
     ) -> torch.Tensor:
-        """As `forward`, of rows that all decode, with nothing from the host behind `plan_decode`; only where
-        `capturable`.
+        """As `forward`, for rows that all decode; only if `capturable`. After `plan_decode` it needs nothing
+        from the host.
 
         ids int64 [1, rows], positions int32 [rows], table of blocks int32 [rows, blocks] → logits [rows,
         vocabulary]. `is_split`: each row's keys are split.

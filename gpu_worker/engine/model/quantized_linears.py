@@ -1,10 +1,8 @@
-"""Quantised weights of linear layers by the names of these in a model, each read when it is asked for; on
-CUDA, layers that multiply them as they are.
+"""Quantised linear layers of a model: weights in blocks, and weights of 8-bit floats.
 
-FP8: linear layers of 8-bit floats, from a checkpoint, or made of plain weights at load (QUANTIZE=fp8).
-
-On CUDA they are multiplied so; on CPU they are the same numbers in the model's dtype. The head and what
-chooses experts stay plain, and so do experts that are one parameter.
+Blocks come from a checkpoint; 8-bit floats come from a checkpoint or are made of plain weights
+(QUANTIZE=fp8). On CUDA both are multiplied as they are. On CPU 8-bit floats are the same numbers in the
+model's dtype.
 """
 
 import math
@@ -17,14 +15,15 @@ from torch import nn
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.linear import (
-    DTYPE,
+    FP8,
     FP8_CAPABILITY,
     BlockLinear,
     Fp8Linear,
-    blocks_fit,
-    converts_floats,
-    fp8_fits,
+    fits_block_kernel,
+    fits_fp8_kernel,
+    has_fp8,
     multiplies_blocks,
+    multiplies_fp8,
     round_rows,
 )
 from gpu_worker.engine.model.config import quantization_of, quantizes
@@ -35,17 +34,20 @@ from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, met
 from gpu_worker.engine.quantization.gguf_blocks import converted_blocks
 from gpu_worker.engine.quantization.weight import ScaledFloats, Weight
 
+ROUTERS = {"gate", "router"}
+"""Names of modules that choose experts."""
+
 
 def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Mapping[str, Blocks]:
-    """What the device multiplies as it is in the checkpoint of a directory, quantised or converted from a
-    GGUF file: on CPU in bfloat16 integers in turn, on CUDA all that the card can.
+    """The blocks of a checkpoint, quantised or converted from a GGUF file, that the device can multiply: on
+    CPU integers in turn, for a bfloat16 model; on CUDA all that the card can.
     """
     on_cuda = multiplies_blocks(device, model.dtype)
     if not on_cuda and (device.type, model.dtype) != ("cpu", torch.bfloat16):
         return {}
     if quantization_of(config) is None:
         return converted_blocks(path)
-    weights, floats = find_weights(path, config, model), on_cuda and converts_floats(device)
+    weights, floats = find_weights(path, config, model), on_cuda and has_fp8(device)
 
     def read(layer: str) -> Blocks | None:
         blocks = blocks_of(weights[layer].read(), floats)
@@ -55,7 +57,9 @@ def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Ma
 
 
 def blocks_of(weight: Weight, floats: bool) -> Blocks | None:
-    """A layer's weight as blocks, with `floats` also 8-bit ones whose scales are of parts of its inputs."""
+    """A layer's weight as blocks; with `floats` also 8-bit floats that have scales for parts of the
+    inputs.
+    """
     if isinstance(weight, Blocks):
         return weight
     if not floats or not isinstance(weight, ScaledFloats) or weight.values.dtype != torch.float8_e4m3fn:
@@ -68,9 +72,9 @@ def blocks_of(weight: Weight, floats: bool) -> Blocks | None:
 
 
 def replace_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
-    """Make linear layers multiply their blocks on CUDA. The model need not be there yet."""
+    """Make linear layers multiply their blocks on CUDA. The model may still be on the host."""
     for name, linear in list(model.named_modules()):
-        if type(linear) is nn.Linear and (own := blocks.get(name)) and blocks_fit(own):
+        if type(linear) is nn.Linear and (own := blocks.get(name)) and fits_block_kernel(own):
             model.set_submodule(name, BlockLinear(own, linear.bias))
 
 
@@ -103,7 +107,7 @@ def shard_floats(weight: ScaledFloats, shards: TensorShards | None, rank: int) -
 def shard_blocks(
     whole: Mapping[str, Blocks], shards: Mapping[str, TensorShards], rank: int
 ) -> Mapping[str, Blocks]:
-    """A rank's part of each layer's [outputs, inputs] of any dtype; none where blocks would be too small."""
+    """A rank's part of each layer's blocks [outputs, inputs]; none where the blocks would be too small."""
 
     def read(layer: str) -> Blocks | None:
         blocks, own = whole.get(layer), shards.get(f"{layer}.weight")
@@ -117,12 +121,9 @@ def shard_blocks(
     return ReadBlocks(list(whole), read)
 
 
-ROUTERS = {"gate", "router"}
-
-
 def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises SettingError where plain weights would become 8-bit floats, and the card or the dtype has no
-    products of these.
+    """Raises SettingError if plain weights are to become 8-bit floats, and the card or the dtype cannot
+    multiply them.
     """
     if not quantizes(config, settings) or device.type == "cpu":
         return
@@ -142,7 +143,9 @@ def use_fp8(
     shards: Mapping[str, TensorShards],
     rank: int,
 ) -> None:
-    """`shards`: how weights [...] of any dtype are split, where there are several ranks."""
+    """Make linear layers multiply 8-bit floats; `shards`: how weights [...] are split between ranks. The head
+    and routers stay plain, and so do experts that are one parameter.
+    """
     multiplied = multiplies_fp8(device, model.dtype)
     if quantizes(config, settings):
         quantize_linears(model, multiplied)
@@ -150,17 +153,9 @@ def use_fp8(
         multiply_fp8(model, path, config, shards, rank)
 
 
-def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    return (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-    )
-
-
 def quantize_linears(model: Any, multiplied: bool) -> None:
-    """Round the plain linear layers of a model, with a scale for each output; `multiplied`: as 8-bit floats.
-    On several ranks, each takes the scales from its own part. Raises SettingError where there are none.
+    """Round the plain linear layers of a model, with a scale for each output; if `multiplied`, they multiply
+    8-bit floats. Each rank takes the scales of its own part. Raises SettingError if no layer can be rounded.
     """
     head = model.get_output_embeddings()
     rounded = [
@@ -179,22 +174,22 @@ def quantize_linears(model: Any, multiplied: bool) -> None:
 
 
 def rounds(name: str, linear: nn.Linear) -> bool:
-    """Whether a layer is rounded: a router, or a layer within one, is not."""
-    return fp8_fits(linear.weight) and not {*name.split(".")} & ROUTERS
+    """Whether a layer is rounded; layers of routers are not."""
+    return fits_fp8_kernel(linear.weight) and not {*name.split(".")} & ROUTERS
 
 
 def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
-    """Make those linear layers multiply 8-bit floats that a checkpoint has so, with one scale, or one for
-    each output; `shards`: how parameters [...] of any dtype are split between ranks.
+    """Make linear layers multiply the 8-bit floats of a checkpoint that have one scale, or one for each
+    output; `shards`: how parameters [...] are split between ranks.
     """
     if quantization_of(config) is None:
         return
     stored = find_weights(path, config, model)
     for name, linear in plain_linears(model):
         weight = stored[name].read() if name in stored else None
-        if isinstance(weight, ScaledFloats) and weight.values.dtype == DTYPE and weight.scales.shape[1] == 1:
+        if isinstance(weight, ScaledFloats) and weight.values.dtype == FP8 and weight.scales.shape[1] == 1:
             own = shard_floats(weight, shards.get(f"{name}.weight"), rank)
-            if fp8_fits(own.values):
+            if fits_fp8_kernel(own.values):
                 device = linear.weight.device
                 values, scales = own.values.to(device), own.output_scales().to(device)
                 model.set_submodule(name, Fp8Linear(values, scales, linear.bias))

@@ -1,10 +1,9 @@
-"""Rotary embeddings whose frequencies depend on how long a sequence is, for a step with tokens of many
+"""Rotary embeddings whose frequencies depend on the length of a sequence, for steps with tokens of many
 sequences.
 
-transformers computes them once a forward, from the largest position in it. Here each token keeps the
-frequencies that it has when its sequence is alone: those for the length at which its K was first computed,
-the prompt's or its own. Some models compute every K anew when a sequence outgrows the length that its first
-frequencies are for.
+transformers computes frequencies once a forward, from the largest position. Here each token keeps the
+frequencies that it would have alone: those for the length at which its K was first computed, the prompt's or
+its own. Some models compute every K anew once a sequence outgrows its first frequencies.
 """
 
 import inspect
@@ -40,8 +39,8 @@ class PerTokenRope:
 
     @property
     def needs_host_lengths(self) -> bool:
-        """Whether the host must know the lengths: of `longrope` there are two sets of frequencies, of
-        `dynamic` one for each length.
+        """Whether the host must know the lengths: `dynamic` has frequencies for each length, `longrope` has
+        two sets.
         """
         return "dynamic" in self.types.values()
 
@@ -71,7 +70,7 @@ class PerTokenRope:
         return cosines, sines
 
     def rotate_by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
-        """All tokens with both sets of frequencies, of which each takes its own: nothing here waits for the
+        """Compute all tokens with both sets of frequencies, and choose for each: this does not wait for the
         device.
         """
         config = self.module.config
@@ -89,9 +88,7 @@ class PerTokenRope:
         positions.
         """
         self.set_frequencies(layer_type, length, x.device)
-        last = position_ids.new_full(
-            (1, 1), length - 1
-        )  # Phi-MoE scales by the largest position that it is given
+        last = position_ids.new_full((1, 1), length - 1)  # Phi-MoE scales by the largest position given
         output = self.plain_forward(
             self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type)
         )

@@ -1,5 +1,5 @@
-"""Warm-up: measures how much memory steps need and how long prompt tokens take, and so how many of them one
-step may have.
+"""Warm-up: measures how long prompt tokens take, and so how many one step may have; runs the largest steps,
+to measure their memory and to compile kernels before rows wait for them.
 """
 
 import os
@@ -19,8 +19,8 @@ from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import StartRow
 
 TARGET_STEP_MS = 150.0
-TIMES = 3
-MULTIPLE = 32
+NUM_MEASURED = 3
+TOKENS_MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
 CUDA_TOKENS = 8192
 """Prompt tokens of the largest step on CUDA, unless set otherwise: products of so many rows are bound by
@@ -28,8 +28,8 @@ arithmetic.
 """
 
 PROPOSING_TOKENS = 256
-"""Up to so many tokens a step has room for all proposals of all rows, also of few: their logits take memory.
-Where weights are read from memory, a step of so many takes hardly longer than one of a single token.
+"""A step has room for all proposals of all rows up to so many tokens: their logits take memory. As far as
+reading weights from memory takes the time, such a step takes hardly longer than one of a single token.
 """
 
 
@@ -44,7 +44,7 @@ def max_decoded_tokens(max_batch_size: int) -> int:
 
 
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
-    """What one prompt token takes, in a step of some."""
+    """ms of one prompt token, in a step of many."""
     timed = min(TIMED_TOKENS[device.type], context)
     return measure_ms(forward, prompt_parts(timed, context, vocab_size, block_size), device) / timed
 
@@ -52,15 +52,15 @@ def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, d
 def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
     """Prompt tokens of a step of 150 ms; a multiple of 32."""
     tokens = int(TARGET_STEP_MS / token_ms)
-    return max(MULTIPLE, min(tokens, most) // MULTIPLE * MULTIPLE)
+    return max(TOKENS_MULTIPLE, min(tokens, most) // TOKENS_MULTIPLE * TOKENS_MULTIPLE)
 
 
 def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.device) -> float:
-    """The best of several, on CPU without what other processes took of the cores: what they do meanwhile must
-    not lower the budget for this engine's whole life.
+    """The ms of the fastest of several runs. On CPU the time in which other processes had the cores is left
+    out, since it would lower the budget for the engine's whole life.
     """
     times = []
-    for _ in range(TIMES):
+    for _ in range(NUM_MEASURED):
         delay_s, cpu_s, began_s = run_delay_s(os.getpid()), time.process_time(), time.perf_counter()
         forward(slices)
         if device.type == "cuda":
@@ -73,8 +73,8 @@ def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.devic
 
 
 def undisturbed_s(took_s: float, cpu_s: float, delay_s: float, num_threads: int) -> float:
-    """What would have taken less than `took_s` had no thread waited for a core, all together for `delay_s`:
-    they may have waited at once, but each thread has computed its part of `cpu_s`.
+    """How long a run of `took_s` would have taken if its threads had not waited for cores, `delay_s`
+    together. They may have waited at the same time, but each has computed its part of `cpu_s`.
     """
     return min(took_s, max(took_s - delay_s, cpu_s / num_threads))
 
@@ -82,8 +82,8 @@ def undisturbed_s(took_s: float, cpu_s: float, delay_s: float, num_threads: int)
 def run_largest_step(
     forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
 ) -> None:
-    """Compute so many prompt tokens, and sample so many rows with the parameters that need most memory; and
-    without any, since kernels are compiled when they are first used, and rows would wait for that.
+    """Compute `tokens` prompt tokens, and sample `rows` rows twice: with the parameters that need most
+    memory, and without any. Kernels are compiled at their first use, for which no row should wait.
     """
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     state = SamplingState.of(
@@ -95,7 +95,7 @@ def run_largest_step(
 
 
 def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
-    """Run a token alone and several, for compilers make code for one, and for any number of them."""
+    """Run one token, and several: compilers make code for one, and for any number."""
     for tokens in (1, 2, 3, 16):
         forward(prompt_parts(tokens, tokens, vocab_size, block_size))
 

@@ -1,8 +1,5 @@
-"""Weights: reads a checkpoint as transformers does. Quantised ones are computed to plain numbers, or read by
-transformers' own quantizer. Weights that the config does not explain are refused.
-
-LOAD_FORMAT=dummy: random weights of the shapes in a config, to measure how fast a model is of which no
-weights are at hand.
+"""Weights: reads a checkpoint as transformers does. Quantised weights are computed to plain numbers, or read
+by transformers' own quantizer. Weights that the config does not explain are refused.
 """
 
 import copy
@@ -32,15 +29,23 @@ from gpu_worker.engine.quantization.checkpoint import (
 
 log = logging.getLogger(__name__)
 
+MAX_NAMED = 3
+"""Missing weights that an error names."""
+TEXT_KEY_MAPPING = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava) →
+names in the model for text.
+"""
+
 
 def make_dummy_model(
     kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, seed: int = 0
 ) -> Any:
-    """A model of the class `kind` as it is before its training, made on its device; the same for the same
-    seed on devices of one kind.
-
-    Raises:
-        SettingError: the checkpoint is quantised.
+    """A model of the class `kind` with random weights, to measure speed without a checkpoint; equal for equal
+    seeds on devices of one kind. Raises SettingError if the checkpoint is quantised.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError("load_format", f"dummy makes plain weights, but {settings.model_id} is quantised")
@@ -49,7 +54,7 @@ def make_dummy_model(
     )
     torch.manual_seed(seed)
     verbosity = transformers_logging.get_verbosity()
-    # it would list each weight that no file has
+    # else it would list each weight that no file has
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": backend.NAME}
@@ -58,22 +63,11 @@ def make_dummy_model(
         transformers_logging.set_verbosity(verbosity)
 
 
-MAX_NAMED = 3
-TEXT_KEY_MAPPING = {
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-    r"^model\.language_model\.": "model.",
-}
-"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava) →
-those in the model for text.
-"""
-
-
 def read_weights(
     path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings
 ) -> Any:
-    """The model on its device; on CPU where some of its layers may stay quantised. Raises SettingError where
-    its weights would not be what the checkpoint means; or as transformers does.
+    """The model on its device; on the CPU if some of its layers may stay quantised. Raises SettingError if
+    its weights would not be what the checkpoint means, and what transformers raises.
     """
     method = quantization_method(config, settings.model_id)
     if settings.makes_weights:
@@ -124,8 +118,8 @@ def load_pretrained(source: Callable[..., Any], settings: Settings, **options: A
 
 
 def quantization_method(config: Any, model_id: str) -> str | None:
-    """The method that the config names, None for plain weights. Raises SettingError for one that transformers
-    would skip.
+    """The method that the config names; None for plain weights. Raises SettingError for one that transformers
+    would ignore.
     """
     values = quantization_of(config)
     if values is None:
@@ -140,7 +134,7 @@ def quantization_method(config: Any, model_id: str) -> str | None:
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config, of a model with plain weights."""
+    """A copy of a config that describes plain weights."""
     plain = copy.deepcopy(config)
     if quantization_of(plain) is not None:
         del plain.quantization_config
@@ -148,8 +142,8 @@ def without_quantization(config: Any) -> Any:
 
 
 def check_files(path: Path, model_id: str, is_plain: bool) -> None:
-    """Raises SettingError unless all .safetensors files are there, and whole; pickled ones are not read. And
-    for weights of few bits where the config `is_plain`: transformers would take these for plain numbers.
+    """Raises SettingError unless all .safetensors files are there and whole; pickled files are not read. It
+    is raised, too, for weights of few bits if the config `is_plain`: transformers would read plain numbers.
     """
     files = model_files.weight_files(path)
     if not files:
@@ -165,8 +159,8 @@ def check_files(path: Path, model_id: str, is_plain: bool) -> None:
 
 
 def fault_of(file: Path) -> str:
-    """What is wrong with the form of a safetensors file; empty where nothing is. It begins with the length of
-    its header, 8 bytes, little-endian; then comes that, JSON; then the data of the tensors that it names.
+    """What is wrong with a safetensors file; empty if nothing is. The file has the length of its header in 8
+    little-endian bytes, the header in JSON, then the data of the tensors that the header names.
     """
     size = file.stat().st_size
     try:

@@ -16,20 +16,19 @@ from gpu_worker.protocol import FrameDecoder, Grant, PeerClosed, encode
 from gpu_worker.rank import LOOPBACK, RankInfo
 
 FOREVER = timedelta(days=365)
-"""The agent watches how long a step takes; ranks that have nothing to do wait for rank 0 without an end."""
+"""No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
 
 
 class Communicator:
-    """One rank's end. Rank 0 receives the grants and samples; the others apply and launch the same, step by
-    step. Tensors have any shape [...] and dtype, the same on all ranks but where a method says otherwise.
+    """One rank's end. Rank 0 receives the grants and samples; the other ranks apply and launch the same, step
+    by step. Tensors have any shape [...] and dtype, the same on all ranks unless a method says otherwise.
 
-    Each rank could sample by itself, but would choose the same only where all compute the same numbers bit by
-    bit, and ranks may run on processors of different kinds. A row must not go on with one token here and with
-    another there: what rank 0 sampled counts.
+    Rank 0 samples for all. If each rank sampled for itself, all would choose the same token only if they
+    computed the same bits, and ranks may run on processors of different kinds.
     """
 
     def __init__(self, info: RankInfo) -> None:
-        """Return when all ranks are there."""
+        """Return when all ranks are connected."""
         self.info = info
         self.rank = info.rank
         self.world_size = info.world_size
@@ -92,7 +91,7 @@ class Communicator:
 
     # Grants: what rank 0 applies before a step, all others apply before theirs.
 
-    def broadcast(self, grants: Iterable[Grant]) -> list[Grant]:
+    def broadcast_grants(self, grants: Iterable[Grant]) -> list[Grant]:
         """Rank 0's part. Returns the grants."""
         grants = list(grants)
         if self.world_size > 1:
@@ -101,8 +100,8 @@ class Communicator:
                 dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
         return grants
 
-    def receive(self) -> Iterator[Grant]:
-        """The others' part; waits for rank 0."""
+    def receive_grants(self) -> Iterator[Grant]:
+        """The other ranks' part; waits for rank 0. Raises PeerClosed when rank 0 is gone."""
         try:
             [size] = self.broadcast_ints([0])
         except RuntimeError as error:
@@ -118,8 +117,8 @@ class Communicator:
 
 
 def local_store(info: RankInfo) -> Any:
-    """The store at which ranks that we started on this machine find each other. By itself torch would listen
-    on all of the machine's addresses.
+    """The store at which the ranks of one machine find each other. By itself torch would listen on all of the
+    machine's addresses.
     """
     leads = info.rank == 0
     listener = socket.create_server((LOOPBACK, info.port)).detach() if leads else None

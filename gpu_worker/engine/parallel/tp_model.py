@@ -25,9 +25,8 @@ Forward = Callable[..., torch.Tensor]
 
 
 def sharded_class(whole: type[Any], shards: Mapping[str, TensorShards], rank: int) -> type[Any]:
-    """The class of a model → a class whose models are a rank's part: `shards` by
-    parameter, [...] of any dtype. It keeps the name by which transformers
-    finds its conversions.
+    """The class of a model → a class whose models are a rank's part: `shards` by parameter, [...] of any
+    dtype. It keeps the name by which transformers finds its conversions.
     """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:

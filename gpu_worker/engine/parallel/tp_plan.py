@@ -16,8 +16,8 @@ from torch import nn
 from gpu_worker.protocol import UnservableModel
 
 UNITS = (64, 32, 16, 8, 1)
-"""Features are cut at multiples of the first of which each rank can have one: matrix products like, and some
-want, aligned rows.
+"""Features are cut at multiples of the first of these that gives each rank one: matrix products are faster
+with aligned rows, and some require them.
 """
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
@@ -50,7 +50,7 @@ class TpPlan:
     """How a model is split between ranks.
 
     Attributes:
-        cuts: by the name of a parameter.
+        shards: by the name of a parameter.
         styles: of modules, by their names.
     """
 
@@ -69,7 +69,7 @@ def split_heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[
     as any other.
 
     Raises:
-        Unservable: there are fewer query heads than ranks.
+        UnservableModel: there are fewer query heads than ranks.
     """
     group = query_heads // kv_heads
     if query_heads < world_size:

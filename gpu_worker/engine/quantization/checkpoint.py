@@ -1,7 +1,5 @@
 """Checkpoint of quantised weights: its tensors as a plain checkpoint would have them, each computed when it
-is read.
-
-Methods of quantisation that are read without a package of their own: by `quant_method` in a config.
+is read. METHODS are those that need no package of their own.
 """
 
 import contextlib
@@ -21,12 +19,21 @@ from gpu_worker.protocol import UnservableModel
 FLOATS8 = {"F8_E4M3", "F8_E5M2"}
 
 
+PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
+WEIGHTS = ("weight", "qweight", "weight_packed")
+FEW_BITS = ("F4", "F6_", "F8_", "I8", "U8")
+"""Prefixes of types whose numbers need scales."""
+MASKS = ("bias", "masked_bias", "mask", "causal_mask", "attn_mask")
+"""Tables of zeros and ones in older checkpoints."""
+SCALES = ("_scale", "_scale_inv", "_scales")
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a linear layer's weights lie in a file.
 
     Attributes:
-        types: the first of `fields`, of one of these types, says that a layer is so.
+        types: a layer has this layout if the first of its `fields` has one of these types.
         fields: names of the layer's tensors.
         optional: names of tensors that it may have, too.
     """
@@ -88,7 +95,7 @@ IGNORED = (
     "q_zero_point",
     "weight_format",
 )
-"""Tensors about activations, which are not quantised so, and the KV cache (model/kv_scales.py)."""
+"""Tensors about activations, which stay unquantised, and about the KV cache (model/kv_budget.py)."""
 COMPRESSED = {
     "dense",
     "float-quantized",
@@ -103,7 +110,7 @@ def method_of(config: Config) -> str:
     return str(config.get("quant_method") or "").replace("_", "-").replace("fbgemm-fp8", "fbgemm_fp8")
 
 
-def refusal_of(config: Config) -> str | None:
+def method_refusal_of(config: Config) -> str | None:
     """Why weights of one of METHODS cannot be read; None where they can."""
     method = method_of(config)
     if method == "gptq":
@@ -124,15 +131,6 @@ def refuse_compressed(config: Config) -> str | None:
     if sparsity.get("format", "dense") != "dense":
         return f"its weights are sparse ({sparsity['format']})"
     return "its weights are rotated" if (config.get("transform_config") or {}).get("config_groups") else None
-
-
-PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
-WEIGHTS = ("weight", "qweight", "weight_packed")
-FEW_BITS = ("F4", "F6_", "F8_", "I8", "U8")
-"""How types begin whose numbers need scales."""
-MASKS = ("bias", "masked_bias", "mask", "causal_mask", "attn_mask")
-"""Names of tables of zeros and ones that older checkpoints have beside their weights."""
-SCALES = ("_scale", "_scale_inv", "_scales")
 
 
 @dataclass
@@ -170,7 +168,7 @@ class StoredWeight:
 
 @contextlib.contextmanager
 def naming_layer(layer: str) -> Iterator[None]:
-    """Raises UnservableModel for whatever torch and the methods say of tensors that do not fit each other."""
+    """Turn errors of tensors that do not fit each other into UnservableModel, which names the layer."""
     try:
         yield
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
@@ -185,7 +183,7 @@ def read_tensors(path: Path, config: Config | None = None) -> dict[str, Any]:
     slices = dict(file_slices(path))
     if config is None:
         return slices
-    if cause := refusal_of(config):
+    if cause := method_refusal_of(config):
         raise UnservableModel(cause)
     weights = dict(find_weights(slices, config))
     used = {f"{layer}.{name}" for layer, weight in weights.items() for name in weight.stored}

@@ -1,12 +1,8 @@
-"""Blocks of a GGUF file's weights, which a converted file has beside the plain weights.
+"""Blocks of a GGUF file's weights: unpacks the types of quants of 4 to 8 bits, as ggml-common.h of ggml lays
+them out, and keeps the blocks beside the plain weights of a converted file.
 
-Tensors of the file are uint8 [outputs, bytes of a row].
-
-Types of GGUF's tensors whose quants have 4 to 8 bits, as ggml-common.h of ggml lays them out: each is
-unpacked to quants, scales and offsets.
-
-`unpack` takes a matrix of bytes, [rows, bytes of a row]. A function of UNPACK takes blocks, uint8 [blocks,
-bytes], and returns quants [blocks, weights], scales and offsets [blocks, parts], float32.
+`unpack` takes a tensor of the file, uint8 [rows, bytes of a row]. A function of UNPACK takes blocks, uint8
+[blocks, bytes], and returns quants [blocks, weights], scales and offsets float32 [blocks, parts].
 """
 
 import hashlib
@@ -27,13 +23,15 @@ from gpu_worker.engine.quantization.blocks import Blocks, ReadBlocks
 
 Array = npt.NDArray[Any]
 Unpacked = tuple[Array, Array, Array | None]
+BLOCKS_FILE = Path("blocks") / "model.safetensors"
+"""In the directory of a converted model; checkpoints are not looked for in that folder."""
 PART = 32
 """Weights of a superblock's part that have one scale, in types with K in their name."""
 
 
 def unpack(name: str, data: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """→ quants [rows, inputs]: uint8 where they have 4 bits, else int8; scales and offsets, float32
-    [rows, inputs / weights of a scale]
+    """→ quants [rows, inputs]: uint8 where they have 4 bits, else int8; scales and offsets, float32 [rows,
+    inputs / weights of a scale]
     """
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     blocks = np.ascontiguousarray(data).reshape(-1, num_bytes)
@@ -125,10 +123,6 @@ UNPACK: dict[str, Callable[[Array], Unpacked]] = {
 }
 
 
-BLOCKS_FILE = Path("blocks") / "model.safetensors"
-"""In the directory of a converted model; where no checkpoint's weights are looked for."""
-
-
 # --- files --------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +133,7 @@ def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
     order their weights. A layer keeps its plain weights where that fails.
     """
     linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
-    found = find_blocks(source, {name: linear.weight.detach() for name, linear in linears.items()})
+    found = match_blocks(source, {name: linear.weight.detach() for name, linear in linears.items()})
     tensors = {
         f"{name}.{field}": tensor for name, blocks in found for field, tensor in blocks.tensors().items()
     }
@@ -168,7 +162,7 @@ def converted_blocks(folder: Path) -> Mapping[str, Blocks]:
     return ReadBlocks(list(fields), read)
 
 
-def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
+def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
     """Name and blocks of those weights, bfloat16 [outputs, inputs], that the file has in blocks."""
     tensors = [
         tensor

@@ -1,18 +1,19 @@
 """Checkpoints of integers in groups: GPTQ, AWQ and compressed-tensors.
 
 Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `stored` in the file.
-
-Bits: unpacks words that hold several quants each.
 """
 
 import torch
 
 from gpu_worker.engine.quantization.weight import Config, Fields, Stored, Weight, scale_integers
 
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Of eight outputs in turn, the place of each in its word."""
+
 
 def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Words, int32 [rows, n], as one row of bits from the lowest of the first word on → quants of 2, 3, 4 or
-    8 bits, uint8 [rows, n * 32 / bits]
+    """Words int32 [rows, n], each row a string of bits from the lowest of the first word on → quants of 2, 3,
+    4 or 8 bits, uint8 [rows, n * 32 / bits]
     """
     octets = words.contiguous().view(torch.uint8)
     if 8 % bits == 0:
@@ -23,10 +24,6 @@ def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
     joined = threes[..., 0] | threes[..., 1] << 8 | threes[..., 2] << 16
     shifts = torch.arange(0, 24, bits, dtype=torch.int32)
     return (joined[..., None] >> shifts).bitwise_and(2**bits - 1).to(torch.uint8).flatten(-2)
-
-
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Of eight outputs in turn, the place of each in its word."""
 
 
 # --- GPTQ: qweight [inputs * bits / 32, outputs], scales [groups, outputs], g_idx [inputs],
@@ -40,7 +37,7 @@ def gptq_shape(stored: Stored, config: Config) -> list[int]:
 
 
 def read_gptq(fields: Fields, config: Config) -> Weight:
-    """The zeros of version 1 are smaller by one than what is subtracted. A layer may have bits of its own."""
+    """Version 1 stores zeros smaller by one. A layer may have another number of bits than the config."""
     qweight, groups = fields["qweight"], fields.get("g_idx")
     bits = config["bits"] if groups is None else len(qweight) * 32 // len(groups)
     quants = unpack_bits(qweight.T, bits)

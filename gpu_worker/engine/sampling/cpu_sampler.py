@@ -1,5 +1,5 @@
-"""Sampling on CPU by the native kernels: all rows of a step in one call. They sample the same tokens as
-sampler.py does by torch.
+"""Sampling on CPU by the native kernels: all rows of a step in one call. They sample the same tokens as torch
+does in sampler.py.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ MAX_INT32 = 2**31 - 1
 
 
 def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
-    """logits float [rows, vocabulary] → the library, or None where its kernels cannot read them: other dtypes
-    than float32, bfloat16 and float16, other devices, strided rows.
+    """logits float [rows, vocabulary] → the library, or None if its kernels cannot read them: another dtype
+    than float32, bfloat16 and float16, another device, strided rows.
     """
     fits = logits.device.type == "cpu" and logits.dtype in native.TYPE_CODES and logits.stride(1) == 1
     return native.library() if fits else None
@@ -54,7 +54,7 @@ def score_natively(
     library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int
 ) -> SamplerOutput:
     """logits float [tokens, vocabulary], ids int64 [tokens] → log-probabilities float32 [tokens] of these
-    ids, one in place of each, and the `num_tops` likeliest there.
+    ids, and of the `num_tops` likeliest tokens in place of each.
     """
     output = empty_output(len(ids), num_tops, CPU)
     output.ids.copy_(ids)

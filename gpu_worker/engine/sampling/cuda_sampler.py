@@ -1,7 +1,6 @@
 """Sampling on CUDA by one Triton kernel: all rows of a step in one launch, whatever their parameters. It
-samples the same tokens as sampler.py does by torch.
-
-Greedy sampling without penalties: the likeliest token of each row, without a copy of the logits.
+samples the same tokens as torch does in sampler.py. Rows that are greedy without penalties have a kernel of
+their own.
 """
 
 import math
@@ -23,11 +22,17 @@ from gpu_worker.engine.sampling.multinomial import (
     top_k,
     write_raw_logprobs,
 )
-from gpu_worker.engine.sampling.penalties import NO_IDS, watermark
+from gpu_worker.engine.sampling.penalties import NO_IDS, NO_VALUES, watermark
+
+MAX_INT32 = 2**31 - 1
+ALIGNMENT = 16
+NO_MASK = np.zeros(0, np.int32)
 
 
 def greedy_output(logits: torch.Tensor) -> SamplerOutput:
-    """logits float [rows, vocabulary] → the likeliest tokens: ids int64 [rows], logprobs float32 [rows]."""
+    """logits float [rows, vocabulary] → the likeliest tokens without a copy of the logits: ids int64 [rows],
+    logprobs float32 [rows]
+    """
     ids, logprobs = greedy(logits)
     return SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
 
@@ -41,19 +46,13 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
         return greedy_rows(logits)
     best, ids = logits.max(-1)
-    # in place: a second buffer of this size costs page faults
+    # in place: a second buffer of this size would cost page faults
     below = logits.to(torch.float32, copy=True).sub_(best.float()[:, None])
     return ids, below.exp_().sum(-1).log_().neg_()
 
 
-MAX_INT32 = 2**31 - 1
-ALIGNMENT = 16
-NO_VALUES = np.zeros(0, np.float32)
-NO_MASK = np.zeros(0, np.int32)
-
-
 class RowParameters(NamedTuple):
-    """What the kernel reads of a row, each a float64, in this order.
+    """What the kernel reads of a row, each a float64; the kernel knows their order.
 
     Attributes:
         place: the row of the logits.
@@ -61,8 +60,8 @@ class RowParameters(NamedTuple):
         top_k: 0 for all tokens.
         lowest: the logarithm of min_p, rounded to float32.
         raw_logprobs: whether the log-probability is the model's own.
-        biased, green, banned, history: where the row's parts of `ids` and `values` begin: what is added for
-            logit bias, watermark and bans, and what penalties subtract. Each part ends where the next begins.
+        biased, green, banned, history: where the row's parts of `ids` and `values` begin: logit bias,
+            watermark, bans, and what penalties subtract. Each part ends where the next begins.
         history_end: where the last part ends.
         mask, num_masked: where the row's mask begins in `masks`, and how many tokens it covers.
     """
@@ -106,17 +105,17 @@ def sample_on_cuda(logits: torch.Tensor, requests: Sequence[SampleRequest | None
     if not all(requests):
         for column, values in zip(output, greedy(logits), strict=False):
             column.copy_(values)
-    arguments = kernel_arguments(requests, logits.shape[1], logits.device)
+    arguments = sampling_arguments(requests, logits.shape[1], logits.device)
     scores, totals, kept = sample_rows(logits, *arguments, output.ids, output.logprobs)
     if num_tops:
         write_tops(output, logits, requests, scores, totals, kept)
     return output
 
 
-def kernel_arguments(
+def sampling_arguments(
     requests: Sequence[SampleRequest | None], vocab_size: int, device: torch.device
 ) -> SamplingArguments:
-    """Bring to the device what the kernel needs of the rows that have requests, in one copy."""
+    """Copy to the device, at once, what the kernel needs of the rows that have requests."""
     ids: list[Int64] = []
     values: list[Float32] = []
     masks: list[Bits] = []
@@ -162,9 +161,7 @@ def row_parameters(place: int, request: SampleRequest, begins: Sequence[int]) ->
 
 
 def changes(request: SampleRequest, vocab_size: int) -> list[tuple[Int64, Float32]]:
-    """What is added to a row's logits, as ids int64 [n] and values float32 [n]: logit bias, watermark, bans;
-    and what penalties subtract.
-    """
+    """The row's parts of `ids` int64 [n] and `values` float32 [n], in the order of RowParameters."""
     state = request.state
     banned = np.array(state.banned_ids_at(request.index), np.int64)
     counts = state.token_counts
@@ -177,8 +174,8 @@ def changes(request: SampleRequest, vocab_size: int) -> list[tuple[Int64, Float3
 
 
 def to_device_together(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Arrays [...] of float64, float32 or int32 → tensors [...] of these dtypes on the device, by one copy;
-    each begins at a multiple of ALIGNMENT bytes, for which Triton compiles once.
+    """Arrays [...] of float64, float32 or int32 → tensors [...] of these dtypes on the device, by one copy.
+    Each begins at a multiple of ALIGNMENT bytes, so that Triton compiles once.
     """
     begins = np.cumsum([0, *(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts)]).tolist()
     buffer = np.zeros(begins[-1] + ALIGNMENT, np.uint8)
@@ -199,9 +196,9 @@ def write_tops(
     totals: torch.Tensor,
     kept: torch.Tensor,
 ) -> None:
-    """Write the likeliest tokens of the rows that report them, of scores float32 [n, vocabulary], totals
-    int64 [n] and numbers of kept tokens int32 [n] of the n rows that have requests. In a row that reports the
-    model's own log-probabilities, of logits float [rows, vocabulary].
+    """Write the likeliest tokens of the rows that report them, by scores float32 [n, vocabulary], totals
+    int64 [n] and numbers of kept tokens int32 [n] of the n rows that have requests; by logits float [rows,
+    vocabulary] in rows that report the model's own log-probabilities.
     """
     places = [place for place, request in enumerate(requests) if request]
     states = [request.state for request in requests if request]

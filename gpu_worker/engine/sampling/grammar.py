@@ -1,6 +1,5 @@
-"""Masks of grammars and of allowed ids, applied to the scores on the device.
-
-Matchers: which tokens a row's grammar allows next, as bit masks that llguidance computes.
+"""Grammars: which tokens a row's grammar allows next, as bit masks that llguidance computes; and the
+application of these masks, and of those of allowed ids, to scores on the device.
 """
 
 import logging
@@ -19,7 +18,13 @@ from common.process import machine
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import Bits, SampleRequest, SamplingState
 
+log = logging.getLogger(__name__)
+
 WORD_BITS = 32
+LIMIT_ERROR = re.compile("too (many|big)|; max is")
+"""In llguidance's error if a grammar takes more work or memory than llguidance allows."""
+MAX_PLAIN_BYTES = 64
+"""Bytes of a forced text in which its first token is looked for."""
 
 
 def mask_of(state: SamplingState, vocab_size: int) -> Bits | None:
@@ -27,12 +32,12 @@ def mask_of(state: SamplingState, vocab_size: int) -> Bits | None:
     if state.grammar:
         return state.grammar.mask()
     if state.allowed is not None and state.allowed_mask is None:
-        state.allowed_mask = pack_ids(state.allowed, vocab_size)
+        state.allowed_mask = mask_of_ids(state.allowed, vocab_size)
     return state.allowed_mask
 
 
-def pack_ids(ids: Collection[int], vocab_size: int) -> Bits:
-    """A mask that has these ids; those outside the vocabulary are no tokens."""
+def mask_of_ids(ids: Collection[int], vocab_size: int) -> Bits:
+    """A mask that allows these ids; ids outside the vocabulary are ignored."""
     flags = np.zeros(num_words(vocab_size) * WORD_BITS, bool)
     flags[[token for token in ids if token < vocab_size]] = True
     return np.packbits(flags, bitorder="little").view("<i4")
@@ -42,8 +47,8 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD_BITS)
 
 
-def as_long_as(mask: Bits, vocab_size: int) -> Bits:
-    """A mask of the whole vocabulary: tokens beyond its end are allowed."""
+def cut_or_extend(mask: Bits, vocab_size: int) -> Bits:
+    """A mask of just the vocabulary: tokens beyond the end of the given one are allowed."""
     words = mask[: num_words(vocab_size)]
     return np.pad(words, (0, num_words(vocab_size) - len(words)), constant_values=-1)
 
@@ -56,7 +61,7 @@ def apply_masks(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
     masks = {row: mask for row, state in enumerate(states) if (mask := mask_of(state, size)) is not None}
     if masks:
         rows = to_device(list(masks), scores.device)
-        bits = to_device(np.stack([as_long_as(mask, size) for mask in masks.values()]), scores.device)
+        bits = to_device(np.stack([cut_or_extend(mask, size) for mask in masks.values()]), scores.device)
         masked = ~unpack_mask(bits)[:, :size]
         scores.index_copy_(0, rows, scores.index_select(0, rows).masked_fill_(masked, float("-inf")))
 
@@ -67,22 +72,14 @@ def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
     return ((bits[..., None] >> shifts) & 1).bool().flatten(1)
 
 
-log = logging.getLogger(__name__)
-
-LIMIT = re.compile("too (many|big)|; max is")
-"""In llguidance's error where a grammar takes more work or memory than it allows."""
-MAX_PLAIN = 64
-"""Bytes of a forced text that are looked at for its first token."""
-
-
 @dataclass(slots=True, eq=False)
 class Matcher:
     """One row's place in its grammar: a GrammarMask.
 
     Attributes:
-        compiled: becomes llguidance's matcher. In one with an error every token fails the row.
+        compiled: llguidance's matcher, once it is compiled. If it has an error, every token fails the row.
         bits: the mask of the next token, once `Matchers` has computed it.
-        following: a token, and the copy of this step that has taken that token, too.
+        following: a token, and the copy of this matcher that has taken that token, too.
     """
 
     compiled: "Future[llguidance.LLMatcher]"
@@ -99,12 +96,12 @@ class Matcher:
     def accept(self, token: int) -> str:
         self.bits = self.following = None
         matcher = self.compiled.result()
-        # one with an error takes an end-of-sequence token, the only one that its mask had
+        # with an error it would take an end-of-sequence token, the only one in its mask
         if not matcher.is_error() and matcher.consume_token(token):
             return ""
         error = matcher.get_error().split("<state>")[0].strip()
         log.warning("a row fails: %s", error)
-        return "grammar_limit" if LIMIT.search(error) else "grammar"
+        return "grammar_limit" if LIMIT_ERROR.search(error) else "grammar"
 
     def after(self, token: int) -> "Matcher":
         if self.following is None or self.following[0] != token:
@@ -115,10 +112,11 @@ class Matcher:
         return self.following[1]
 
     def forced(self, most: int) -> list[int]:
-        """The next tokens, `most` of them, as far as no others may come; none for a matcher with an error.
+        """At most `most` next tokens, as far as the grammar allows no others; none for a matcher with an
+        error.
 
-        llguidance has the tokenizer write the text that a grammar forces. Where that changes the text, as the
-        name of a special token becomes the token, the grammar does not accept what is written.
+        llguidance tokenizes the text that a grammar forces. The tokens may be another text, as the name of a
+        special token becomes that token: these the grammar does not accept.
         """
         state = self.compiled.result()
         tokens = state.compute_ff_tokens()[:most]
@@ -135,8 +133,8 @@ class Matchers:
 
     Attributes:
         waits: a row's grammar is compiled before the row starts, so that all ranks start it in the same step.
-        pending: the masks that are being computed while a forward runs.
-        on_compiled: is called, in any thread, after a grammar was compiled.
+        pending: the computation of masks while a forward runs.
+        on_compiled: called in any thread after a grammar was compiled.
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool) -> None:
@@ -145,11 +143,13 @@ class Matchers:
         self.eos_ids = list(eos_ids)
         self.waits = waits
         self.pending: Future[None] | None = None
-        self.on_compiled: Callable[[], None] = nobody_waits
+        self.on_compiled: Callable[[], None] = lambda: None
 
     @cached_property
     def vocabulary(self) -> llguidance.LLTokenizer:
-        """The model's vocabulary as a trie, which takes half a second of the interpreter's lock to build."""
+        """The model's vocabulary as a trie. To build it takes half a second, with the interpreter's lock
+        held.
+        """
         return llguidance.LLTokenizer(
             str(self.directory / "tokenizer.json"), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
         )
@@ -167,8 +167,8 @@ class Matchers:
         return llguidance.LLExecutor(max(1, machine.num_cores() // 4))
 
     def prepare(self) -> None:
-        """Have done what the first grammar needs, while nobody waits: a row that starts meanwhile does not
-        wait for it, nor for the grammar of a row that has ended, unless it has a grammar itself.
+        """Build what the first grammar needs, while there are no rows. A row without a grammar that starts
+        meanwhile does not wait.
         """
         self.compiler.submit(lambda: self.vocabulary)
 
@@ -186,16 +186,16 @@ class Matchers:
         return matcher
 
     def start_masks(self, requests: Iterable[SampleRequest | None]) -> None:
-        """Begin to compute the masks of a step whose forward runs now."""
-        if matchers := missing(requests):
+        """Begin to compute the masks of a step while its forward runs."""
+        if matchers := without_masks(requests):
             self.pending = self.masker.submit(self.compute, matchers)
 
     def finish_masks(self, requests: Iterable[SampleRequest | None]) -> None:
-        """Compute the masks of a step that are not computed yet."""
+        """Wait for the masks of a step, and compute those that are missing."""
         if self.pending is not None:
             self.pending.result()
             self.pending = None
-        if matchers := missing(requests):
+        if matchers := without_masks(requests):
             self.compute(matchers)
 
     def compute(self, matchers: Sequence[Matcher]) -> None:
@@ -206,29 +206,25 @@ class Matchers:
             [(state, i) for i, state in enumerate(states)], bits.ctypes.data, bits.strides[0], len(matchers)
         )
         for matcher, row, token in zip(matchers, bits, plain, strict=True):
-            matcher.bits = row if token is None else pack_ids([token], self.vocab_size)
+            matcher.bits = row if token is None else mask_of_ids([token], self.vocab_size)
 
 
 def plain_token(vocabulary: llguidance.LLTokenizer, state: llguidance.LLMatcher) -> int | None:
-    """The first token of the text that a grammar forces, where the one in llguidance's mask is not accepted;
-    None for the mask as it is. `Matcher.forced` says how that comes.
+    """The first token of the text that a grammar forces, if the grammar does not accept llguidance's own
+    (`Matcher.forced` says when); None if the mask is right.
     """
     written = state.compute_ff_tokens()[:1]
     if not written or state.validate_tokens(written):
         return None
-    text = state.compute_ff_bytes()[:MAX_PLAIN]
+    text = state.compute_ff_bytes()[:MAX_PLAIN_BYTES]
     tokens = vocabulary.greedy_tokenize(text.decode(errors="ignore"))[:1] + vocabulary.tokenize_bytes(
         text[:1]
     )
     return next((token for token in tokens if state.validate_tokens([token])), None)
 
 
-def nobody_waits() -> None:
-    """Nobody waits for grammars without looking at them."""
-
-
-def missing(requests: Iterable[SampleRequest | None]) -> list[Matcher]:
-    """Matchers of the rows that sample next whose masks are not computed."""
+def without_masks(requests: Iterable[SampleRequest | None]) -> list[Matcher]:
+    """The matchers of the rows that sample next, as far as their masks are not computed."""
     grammars = [request.state.grammar for request in requests if request and request.state.grammar]
     return [
         grammar

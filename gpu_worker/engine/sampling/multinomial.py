@@ -1,23 +1,24 @@
-"""Multinomial sampling: one uniform number for each row, inverse transform.
+"""Multinomial sampling by inverse transform, with one uniform number for each row; and selection of the
+likeliest tokens.
 
 Probabilities are summed as integers, whose sum is the same in every order: so a token depends on its own row
-and number alone, whatever shares the batch, on every device.
-
-Top-k selection by radix, without sorting a vocabulary. Tokens are ordered by score; of two equally likely
-the lower id comes first.
+and number alone, in any batch and on any device. Of two equally likely tokens the lower id comes first.
 """
 
 from typing import NamedTuple
 
 import torch
 
-DIGITS = ((20, 11), (10, 10), (0, 10))
+LIKELIEST_WEIGHT = 2.0**40
+"""The weight of a row's likeliest token: 2**23 equally likely tokens fit into an int64."""
+EXCLUDED = float("-inf")
+KEY_DIGITS = ((20, 11), (10, 10), (0, 10))
 """The digits of a key's 31 bits: shift and number of bits."""
 
 
 def sort_keys(scores: torch.Tensor) -> torch.Tensor:
-    """scores float32 [rows, vocabulary], none above 0 → keys int32 [rows, vocabulary] that rise from 0 as the
-    scores fall: the bits of the score without its sign.
+    """scores float32 [rows, vocabulary], none above 0 → keys int32 [rows, vocabulary], which rise from 0 as
+    scores fall: the bits of the score without its sign
     """
     return scores.view(torch.int32) & 0x7FFFFFFF
 
@@ -35,14 +36,14 @@ def top_k(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def kth_key(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """keys int32 [rows, n], none negative; weights int64 [rows, n], none negative; targets int64 [rows, 1] →
-    int32 [rows, 1]: the least key of each row up to which, itself included, the tokens weigh more than the
-    target; a key above all if no key does. With weights of 1 and target k - 1 it is the k-th key.
+    int32 [rows, 1]: the least key of each row such that tokens with keys up to it weigh more than the target;
+    a key above all others if there is none. With weights of 1 and target k - 1 it is the k-th key.
 
-    By radix: the weights of the tokens by digit tell which digit the key has, and only tokens with that digit
-    remain for the next one.
+    By radix, without sorting: the weights of the tokens by digit tell the digit of the key, and only tokens
+    with that digit remain for the next one.
     """
     found, left = torch.zeros_like(targets), targets
-    for shift, bits in DIGITS:
+    for shift, bits in KEY_DIGITS:
         digits = (keys >> shift & (1 << bits) - 1).long()
         masses = weights.new_zeros(len(keys), 1 << bits).scatter_add_(1, digits, weights)
         ends = masses.cumsum(-1)
@@ -53,16 +54,9 @@ def kth_key(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) ->
     return found.int()
 
 
-UNIT = 2.0**40
-"""The weight of a row's likeliest token: 2**23 tokens as likely as it fit into an int64."""
-
-
-EXCLUDED = float("-inf")
-
-
 class SamplerOutput(NamedTuple):
-    """Tokens with their log-probabilities, sampled ones or a prompt's: ids int64 [rows], logprobs float32
-    [rows]; the likeliest tokens in their place: top_ids int64 [rows, n], top_logprobs float32 [rows, n].
+    """Sampled tokens, or tokens of a prompt: ids int64 [rows], logprobs float32 [rows]; and the likeliest
+    tokens in their place: top_ids int64 [rows, n], top_logprobs float32 [rows, n].
     """
 
     ids: torch.Tensor
@@ -72,8 +66,8 @@ class SamplerOutput(NamedTuple):
 
 
 def empty_output(num_rows: int, num_tops: int, device: torch.device) -> SamplerOutput:
-    """Return zeros: ids int64 [rows], logprobs float32 [rows], and [rows, num_tops] that lie column by
-    column in memory.
+    """Return zeros: ids int64 [rows], logprobs float32 [rows], and both [rows, num_tops], column by column in
+    memory.
     """
     ids = torch.zeros(1 + num_tops, num_rows, dtype=torch.int64, device=device)
     logprobs = torch.zeros(1 + num_tops, num_rows, dtype=torch.float32, device=device)
@@ -84,27 +78,27 @@ def to_weights(scores: torch.Tensor) -> torch.Tensor:
     """scores float32 [rows, vocabulary], the likeliest of a row at 0 → weights int64 [rows, vocabulary]:
     `exp(scores)` in units of 2**-40.
     """
-    return scores.exp().mul_(UNIT).long()
+    return scores.exp().mul_(LIKELIEST_WEIGHT).long()
 
 
 def log_of_weights(weights: torch.Tensor) -> torch.Tensor:
     """weights int64 [...] → their natural logarithms float32 [...], in the units of scores."""
-    return weights.double().div_(UNIT).log_().float()
+    return weights.double().div_(LIKELIEST_WEIGHT).log_().float()
 
 
 def pick(cumulative: torch.Tensor, totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Pick a candidate for each row → int64 [rows, 1].
 
     cumulative int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: the sum up
-    to the last that may be picked; uniforms float64 [rows, 1] in [0, 1).
+    to the last candidate that may be picked; uniforms float64 [rows, 1] in [0, 1).
     """
     places = torch.searchsorted(cumulative, target_weight(uniforms, totals), right=True)
     return places.clamp_(max=cumulative.shape[1] - 1)  # beyond the end only where scores are NaN
 
 
 def target_weight(uniforms: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """uniforms float64 [rows, 1], totals int64 [rows, 1] → int64 [rows, 1]: the least weight before the
-    candidate that is picked.
+    """uniforms float64 [rows, 1], totals int64 [rows, 1] → int64 [rows, 1]: the candidate that is picked is
+    the first one up to which candidates weigh more.
     """
     return torch.minimum((uniforms * totals).long(), totals - 1)
 
@@ -121,8 +115,8 @@ def multinomial_sample(scores: torch.Tensor, uniforms: torch.Tensor, num_tops: i
 def make_output(
     scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int
 ) -> SamplerOutput:
-    """Add log-probabilities to ids int64 [rows, 1], and the likeliest tokens: scores float32 [rows,
-    vocabulary], totals int64 [rows, 1] are the sums of the rows' weights.
+    """The output for ids int64 [rows, 1], by scores float32 [rows, vocabulary] and totals int64 [rows, 1],
+    the sums of the rows' weights.
     """
     top_scores, top_ids = top_k(scores, num_tops)
     total = log_of_weights(totals)
@@ -140,9 +134,7 @@ def raw_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Samp
 
 
 def write_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """Replace log-probabilities by the model's own, of logits float [rows, vocabulary], in rows int64
-    [n].
-    """
+    """Replace log-probabilities in rows int64 [n] by the model's own, of logits float [rows, vocabulary]."""
     put_into(output, rows, raw_logprobs(logits[rows], output.ids[rows], output.top_ids.shape[1]))
 
 

@@ -1,13 +1,6 @@
 """Changes of single scores before truncation: logit bias and watermark, banned ids, penalties, masks.
 
-All but masks concern some tokens of a row, so these are gathered and scattered: nothing here reads the whole
-vocabulary.
-
-Watermark of arXiv:2301.10226, as text-generation-inference has it: part of the vocabulary is green, and
-favoured.
-
-Which tokens are green follows from the token before, so that a text shows by itself how many of its tokens
-are.
+All but masks concern few tokens of a row. These are gathered and scattered: the whole vocabulary is not read.
 """
 
 from collections.abc import Sequence
@@ -22,11 +15,13 @@ from gpu_worker.engine.sampling.grammar import apply_masks
 
 HASH_KEY = 15485863
 """TGI's: a prime that spreads token ids over the seeds."""
+NO_IDS = np.zeros(0, np.int64)
+NO_VALUES = np.zeros(0, np.float32)
 
 
 def green_ids(previous: int, gamma: float, vocab_size: int) -> Int64:
-    """The ids int64 [vocab_size * gamma] that are green behind the token `previous`: drawn by torch's
-    generator on the CPU, whatever the device, so that every worker finds the same ones.
+    """The ids int64 [vocab_size * gamma] that are green after the token `previous`. Torch's generator on the
+    CPU draws them, whatever the device, so that every worker finds the same ones.
     """
     generator = torch.Generator().manual_seed(HASH_KEY * previous)
     order = torch.randperm(vocab_size, generator=generator)
@@ -34,17 +29,21 @@ def green_ids(previous: int, gamma: float, vocab_size: int) -> Int64:
 
 
 def watermark(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
-    """What a row's watermark adds to its logits, as ids int64 [n] and values float32 [n]."""
+    """What a row's watermark adds to its logits, as ids int64 [n] and values float32 [n].
+
+    Watermark of arXiv:2301.10226, as TGI has it: part of the vocabulary is green, and favoured. The token
+    before decides which part, so that a text shows by itself how many of its tokens are green.
+    """
     sampling = state.sampling
     if not sampling.watermark_delta:
-        return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        return NO_IDS, NO_VALUES
     green = green_ids(state.tail[-1], sampling.watermark_gamma, vocab_size)
     return green, np.full(len(green), sampling.watermark_delta, np.float32)
 
 
 def biases(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
-    """What is added to a row's logits before all else, as ids int64 [n] and values float32 [n]: its logit
-    bias, and its watermark.
+    """The logit bias and the watermark of a row, as ids int64 [n] and values float32 [n] to add to its
+    logits.
     """
     if not state.sampling.watermark_delta:
         return state.bias_ids, state.bias
@@ -52,13 +51,12 @@ def biases(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
     return np.concatenate([state.bias_ids, green]), np.concatenate([state.bias, delta])
 
 
-NO_IDS = np.zeros(0, np.int64)
-
-
 def adjust_scores(
     scores: torch.Tensor, states: Sequence[SamplingState], token_indices: Sequence[int]
 ) -> None:
-    """Change scores float32 [rows, vocabulary] in place; `token_indices`: index of each row's next token."""
+    """Change scores float32 [rows, vocabulary] in place. `token_indices`: the index of each row's next
+    token.
+    """
     apply_bias(scores, states)
     banned = [state.banned_ids_at(index) for state, index in zip(states, token_indices, strict=True)]
     apply_bans(scores, [np.array(ids, np.int64) for ids in banned])
@@ -80,7 +78,7 @@ def apply_bias(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
 def apply_bans(scores: torch.Tensor, banned: Sequence[Int64]) -> None:
     """Set the banned ids of each row to -inf in scores float32 [rows, vocabulary], in place."""
     rows, ids = flatten(banned)
-    known = ids < scores.shape[1]  # an id outside the model's vocabulary is never sampled
+    known = ids < scores.shape[1]  # ids outside the model's vocabulary are never sampled
     if len(ids):
         scores[indices(scores, rows[known], ids[known])] = float("-inf")
 
@@ -108,7 +106,7 @@ def flatten(ids: Sequence[Int64]) -> tuple[Int64, Int64]:
 
 
 def indices(scores: torch.Tensor, rows: Int64, ids: Int64) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows and ids int64 [n] → the index of these places in scores float32 [rows, vocabulary]."""
+    """rows and ids int64 [n] → the index of these places in scores float32 [rows, vocabulary]"""
     return on_device(scores, rows), on_device(scores, ids)
 
 

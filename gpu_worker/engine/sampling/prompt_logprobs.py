@@ -11,11 +11,9 @@ from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
 
 MAX_LOGITS = 2**25
-"""Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always
-has room.
-"""
+"""Most logits of prompts in one step: with their float32 copies a few hundred MB."""
 MAX_CHUNK_LOGITS = 2**24
-"""torch copies at most so many of these at a time."""
+"""Torch copies at most so many of them at a time."""
 
 
 def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
@@ -51,8 +49,8 @@ def score_prompt(logits: torch.Tensor, row_slice: RowSlice) -> SamplerOutput:
 
 @torch.inference_mode()
 def score_tokens(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> SamplerOutput:
-    """logits float [tokens, vocabulary], those in place of each token of ids int64 [tokens] →
-    log-probabilities float32 [tokens] of these tokens, and of the `num_tops` likeliest in place of each.
+    """logits float [tokens, vocabulary] in the places of ids int64 [tokens] → log-probabilities float32
+    [tokens] of these ids, and of the `num_tops` likeliest tokens in place of each.
     """
     if library := cpu_sampler.kernels(logits):
         return cpu_sampler.score_natively(library, logits, ids, num_tops)

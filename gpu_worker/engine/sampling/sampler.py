@@ -1,10 +1,10 @@
 """The sampler: logits to tokens. `sample` is the entry.
 
-On CPU the native kernels sample all rows in one call (cpu_sampler.py), on CUDA one Triton kernel
-(cuda_sampler.py): the work is only queued, and nothing here waits for the device. Where neither is to be had
-torch samples, and the tests compare both with it: rows are grouped by the function that samples them, and
-each group goes through, in this order: bias, bans, penalties and grammar (penalties.py), temperature (here),
-truncation by top-k, top-p, min-p and typical-p (truncation.py), and the choice of a token (multinomial.py).
+On CPU native kernels sample all rows in one call (cpu_sampler.py), on CUDA one Triton kernel does
+(cuda_sampler.py): the work is only queued, without waiting for the device. Else torch samples, and tests
+compare both with it. Rows are grouped by the function that samples them, and each group passes, in this
+order: bias, bans, penalties and grammar (penalties.py), temperature (here), truncation by top-k, top-p, min-p
+and typical-p (truncation.py), and the draw of a token (multinomial.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -66,8 +66,8 @@ def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | No
 
 
 def sample_function_of(state: SamplingState) -> SampleFunction:
-    """Choose the function for a row's next token: functions differ in the part of the
-    vocabulary they need.
+    """Choose the function for a row's next token: functions differ in the part of the vocabulary they
+    need.
     """
     sampling = state.sampling
     if sampling.temperature == 0:
@@ -81,7 +81,7 @@ def sample_group(
     logits: torch.Tensor, function: SampleFunction | None, requests: Sequence[SampleRequest]
 ) -> SamplerOutput:
     """logits float [rows, vocabulary] of rows with one function → ids int64 [rows], log-probabilities float32
-    [rows]. Without a function they are greedy, and have no requests.
+    [rows]. Without a function the rows are greedy, and have no requests.
     """
     if function is None:
         return greedy_output(logits)
@@ -98,8 +98,8 @@ def sample_group(
 
 
 def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Divide scores float32 [rows, vocabulary], in place. The likeliest of each row becomes 0 before, so no
-    temperature makes a score overflow.
+    """Divide scores float32 [rows, vocabulary], in place. Before that the likeliest of each row becomes 0, so
+    that no temperature makes a score overflow.
     """
     scores.sub_(scores.amax(-1, keepdim=True))
     temperatures = to_device([state.sampling.temperature or 1.0 for state in states], scores.device)

@@ -6,7 +6,7 @@ import torch
 
 from gpu_worker.engine.sampling.multinomial import (
     EXCLUDED,
-    UNIT,
+    LIKELIEST_WEIGHT,
     SamplerOutput,
     kth_key,
     log_of_weights,
@@ -18,7 +18,7 @@ from gpu_worker.engine.sampling.multinomial import (
 )
 
 ABOVE_ALL_KEYS = 2**31 - 1
-"""Above every key."""
+"""Larger than every key."""
 
 
 class SamplingTensors(NamedTuple):
@@ -34,10 +34,8 @@ class SamplingTensors(NamedTuple):
 
 
 class WeightedTokens(NamedTuple):
-    """The tokens of rows: keys int32 [rows, vocabulary], which order them, and weights int64 [rows,
-    vocabulary].
-
-    Methods take and return one number for each row, [rows, 1]: keys int32, weights int64.
+    """The tokens of rows: their keys int32 [rows, vocabulary], which order them, and their weights int64
+    [rows, vocabulary]. Methods take and return one number for each row, [rows, 1]: keys int32, weights int64.
     """
 
     keys: torch.Tensor
@@ -48,11 +46,11 @@ class WeightedTokens(NamedTuple):
         return self.weights.masked_fill(self.keys >= key, 0).sum(-1, keepdim=True)
 
     def tie_weight(self, key: torch.Tensor) -> torch.Tensor:
-        """Return the weight of a single token with this key; tokens with one key weigh the same."""
+        """Return the weight of one token with this key; tokens with the same key weigh the same."""
         return self.weights.masked_fill(self.keys != key, 0).amax(-1, keepdim=True)
 
     def shortest_prefix(self, weight: torch.Tensor) -> "TokenPrefix":
-        """Return the fewest first tokens that weigh at least so much; at least one."""
+        """Return the fewest first tokens that weigh at least `weight`; at least one."""
         weight = weight.clamp(min=1)
         key = kth_key(self.keys, self.weights, weight - 1)
         tie_weight = self.tie_weight(key).clamp_(min=1)
@@ -91,8 +89,9 @@ def truncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: i
 def kept_prefix(tokens: WeightedTokens, tensors: SamplingTensors) -> TokenPrefix:
     """Return the tokens that top-k, top-p and min-p keep: key int32 [rows, 1], ties int64 [rows, 1].
 
-    Top-k keeps what is as likely as the k-th token; top-p (arXiv:1904.09751) the fewest that have this share
-    of what top-k left; min-p (arXiv:2407.01082) what has this share of the likeliest's probability.
+    Top-k keeps the tokens that are as likely as the k-th one. Top-p (arXiv:1904.09751) keeps the fewest that
+    have this share of what top-k kept. Min-p (arXiv:2407.01082) keeps the tokens that have this share of the
+    likeliest one's probability.
     """
     last = sort_keys(tensors.min_p.log().float())
     left = tokens.weights.sum(-1, keepdim=True)
@@ -123,12 +122,12 @@ def atypical_mask(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """scores float32 [rows, vocabulary], share float64 [rows, 1] → bool [rows, vocabulary]: the tokens that
     locally typical sampling (arXiv:2202.00666) leaves out.
 
-    It keeps the fewest tokens with that share whose information is nearest to the entropy, and what is as
-    near as the last of them. The likeliest of a row is at 0: information and entropy both lack the logarithm
-    of the total.
+    It keeps the fewest tokens with that share whose information is nearest to the entropy, and those as near
+    as the last of them. A row's likeliest score is 0: information and entropy both lack the logarithm of the
+    total.
     """
     weights = to_weights(scores)
     total = weights.sum(-1, keepdim=True)
-    entropy = (scores.exp() * -scores * UNIT).nan_to_num_(0).long().sum(-1, keepdim=True) / total
+    entropy = (scores.exp() * -scores * LIKELIEST_WEIGHT).nan_to_num_(0).long().sum(-1, keepdim=True) / total
     distance = sort_keys((scores + entropy).float())
     return distance > WeightedTokens(distance, weights).shortest_prefix((share * total).ceil().long()).key

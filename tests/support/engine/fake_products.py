@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpu_worker.engine.cuda.linear import BLOCK_UNIT
+from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE
 from gpu_worker.engine.quantization.blocks import Blocks
 
 KERNELS = "gpu_worker.engine.cuda.kernels.products"
@@ -36,5 +36,5 @@ def unpack(quants: torch.Tensor) -> torch.Tensor:
     """As BlockLinear's → [outputs, inputs]"""
     if quants.dtype != torch.uint8:
         return quants
-    parts = quants.view(len(quants), -1, BLOCK_UNIT)
+    parts = quants.view(len(quants), -1, INPUTS_AT_ONCE)
     return torch.stack([parts & 15, parts >> 4], 2).flatten(1)

@@ -30,8 +30,8 @@ class Over(Exception):
 
 
 class Follower(Communicator):
-    def receive(self) -> Iterator[Grant]:
-        for grant in super().receive():
+    def receive_grants(self) -> Iterator[Grant]:
+        for grant in super().receive_grants():
             if grant.until < 0:
                 raise Over
             yield grant
@@ -52,7 +52,7 @@ class Led:
 
     def step(self) -> StepResult | None:
         grants, self.grants = self.grants, []
-        for grant in self.communicator.broadcast(grants):
+        for grant in self.communicator.broadcast_grants(grants):
             self.engine.apply(grant)
         return self.engine.step()
 
@@ -60,7 +60,7 @@ class Led:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.communicator.broadcast([OVER])
+        self.communicator.broadcast_grants([OVER])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import expands_correctly
-from gpu_worker.engine.cuda.linear import multiply_fp8_rows, round_rows
+from gpu_worker.engine.cuda.linear import fp8_linear, round_rows
 from tests.support.engine import tiny_models
 
 GROUP = 32
@@ -229,7 +229,7 @@ def multiplies_floats() -> bool:
     """
     values, scales = round_rows(torch.ones(16, 16))
     try:
-        multiply_fp8_rows(torch.ones(2, 16, dtype=torch.bfloat16), values, scales, None)
+        fp8_linear(torch.ones(2, 16, dtype=torch.bfloat16), values, scales, None)
     except RuntimeError:
         return False
     return True

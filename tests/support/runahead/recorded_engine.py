@@ -90,11 +90,11 @@ class TimedEngine:
     def step(self) -> StepResult | None:
         read = self.in_flight or self.launch()
         if read:
-            self.pace.launch(time.monotonic() >= self.free_s)
+            self.pace.on_launch(time.monotonic() >= self.free_s)
         self.in_flight = self.launch() if read else None
         if read:
             time.sleep(max(0.0, read.end_s - time.monotonic()))
-            self.pace.read(read.begin_s, time.monotonic(), prefill_tokens=0)
+            self.pace.on_read(read.begin_s, time.monotonic(), prefill_tokens=0)
             sampling = [one for one in read.slices if one.samples]
             ids = [FIRST_ID + one.kv_len * 31 % NUM_IDS for one in sampling]
             self.rows.collect(read.slices, ids, [-0.5] * len(ids))

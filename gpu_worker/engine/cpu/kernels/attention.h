@@ -7,8 +7,19 @@
 #include <vector>
 #include "pages.h"
 #include "structs.h"
-#include "threads.h"
 #include "vector.h"
+
+// The number of this thread in an OpenMP region, and of all its threads. Not every system that has the runtime
+// has its header, too.
+#if defined(_OPENMP)
+extern "C" int omp_get_thread_num();
+extern "C" int omp_get_num_threads();
+inline int this_thread() { return omp_get_thread_num(); }
+inline int all_threads() { return omp_get_num_threads(); }
+#else
+inline int this_thread() { return 0; }
+inline int all_threads() { return 1; }
+#endif
 
 constexpr int BLOCK = ROWS == 8 ? 6 : 3;
 constexpr float NEVER = -1e30f, HIDDEN = -__builtin_inff();

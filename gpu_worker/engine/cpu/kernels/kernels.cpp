@@ -3,7 +3,6 @@
 #include "layer.h"
 #include "products.h"
 #include "sampler.h"
-#include "threads.h"
 
 template <class F> void with_type(int type, F call) {
     if (type == 0) call(float{});

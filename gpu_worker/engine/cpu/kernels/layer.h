@@ -3,7 +3,6 @@
 #include <cmath>
 #include "attention.h"
 #include "products.h"
-#include "threads.h"
 
 template <class T, class U> void normalize(const Norm& norm, const T* from, int size, U* to) {
     Floats squares = {};

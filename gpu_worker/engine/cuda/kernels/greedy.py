@@ -1,5 +1,5 @@
-"""The Triton kernel that finds the likeliest token of each row: the logits are read twice, and nothing of
-their size is written.
+"""The Triton kernel that finds the likeliest token of each row. It reads the logits twice, and writes nothing
+of their size.
 """
 
 import torch
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 WIDTH = 8192
-"""Logits that a program looks at together. A row has one program, so its sum is made in one order whatever
-other rows there are.
+"""Logits that a program reads at once. One program computes a whole row, so that its sum has the same order
+whatever the other rows are.
 """
 OPTIONS = {"num_warps": 16}
 
@@ -32,7 +32,7 @@ def add(one: tl.tensor, other: tl.tensor) -> tl.tensor:
 def greedy_row(
     logits: tl.tensor, ids: tl.tensor, logprobs: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> None:  # fmt: skip
-    """One program for a row. Of equal logits the first counts."""
+    """One program for a row. Of equal logits the first is taken."""
     row = tl.program_id(0).to(tl.int64)
     column, none = tl.arange(0, width), float("-inf")
     best, place = tl.full((width,), none, tl.float32), tl.full((width,), 0, tl.int32)

@@ -1,5 +1,5 @@
-"""The Triton kernels that write into the paged cache. Triton evaluates what parameters are annotated with:
-its own types are safe.
+"""Triton kernels that write into the paged cache. Triton evaluates annotations of parameters: its own types
+are safe.
 """
 
 import torch
@@ -9,15 +9,15 @@ import triton.language as tl
 WIDTH = 2048
 """Numbers that one program fills."""
 MANTISSAS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
-"""Bits of the mantissa."""
+"""Bits of the mantissa, by the cache's dtype."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def to_float8(
     numbers: tl.tensor, scale: tl.tensor, mantissa: tl.constexpr, largest: tl.constexpr
 ) -> tl.tensor:
-    """The bytes of the nearest 8-bit floats, to even, of numbers divided by `scale`; no further from zero
-    than `largest`. In integers: not every card has 8-bit floats.
+    """Divide numbers by `scale`, and return the bytes of the nearest 8-bit floats (ties to even), at most
+    `largest` from zero. It computes with integers, since not every card has 8-bit floats.
     """
     bias: tl.constexpr = (1 << (6 - mantissa)) - 1
     shift: tl.constexpr = 23 - mantissa
@@ -44,8 +44,8 @@ def write_line(
     key_dim: tl.constexpr, value_dim: tl.constexpr, width: tl.constexpr,
     mantissa: tl.constexpr, largest: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for a token and a head: the numbers of its K and of its V, each next to each other on both
-    sides. `mantissa`: bits of the cache's 8-bit floats, 0 where it has the model's dtype.
+    """One program for a token and a head: copies its K and its V. `mantissa`: bits of the cache's 8-bit
+    floats; 0 if the cache has the model's dtype.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -70,7 +70,7 @@ def write_keys_and_values(
     scales: tuple[float, float],
 ) -> None:
     """keys and values [blocks, kv_heads, block_size, dim] of the cache's dtype, key and value [kv_heads,
-    tokens, dim] of the model's; slots int [tokens]. As `write_kv` in attention/kv_write.py.
+    tokens, dim] of the model's; slots int [tokens]. As `write_kv` in attention/kv_cache.py.
     """
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
@@ -90,8 +90,8 @@ def fill_block_part(
     store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor,
     width: tl.constexpr
 ) -> None:  # fmt: skip
-    """One program for a block, one of the store's tensors, and `width` numbers of the page that the block has
-    in it.
+    """One program for a block, a tensor of the store, and `width` numbers of the block's page in that
+    tensor.
     """
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     column = tl.program_id(2) * width + tl.arange(0, width)
@@ -101,7 +101,7 @@ def fill_block_part(
 
 def fill_blocks(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """store [tensors, blocks, kv_heads, block_size, dim] of any dtype, blocks int64 [n]. As `fill_kv` in
-    attention/kv_write.py.
+    attention/kv_cache.py.
     """
     num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
     fill_block_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](

@@ -1,5 +1,5 @@
-"""The Triton kernel that multiplies rows with weights in blocks: these are expanded tile by tile, in the loop
-over their inputs, to the numbers and the dtype that dequantising would give.
+"""The Triton kernel that multiplies rows with weights in blocks. In the loop over inputs it expands the
+weights tile by tile to the numbers and the dtype that dequantising would give.
 """
 
 import torch
@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 FEW = 16
-"""Rows of the smallest tile: a matrix unit multiplies no fewer."""
+"""Rows of the smallest tile: a matrix unit multiplies at least so many."""
 OPTIONS = {"num_stages": 4, "enable_fp_fusion": False}
-"""Scale and offset are rounded one after the other, as dequantising does."""
+"""No fused products and sums: scale and offset are rounded one after the other, as dequantising does."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,7 +1,8 @@
-"""Functions of Triton kernels that find where a row's order is cut, without sorting it: weights of scores,
+"""Functions of Triton kernels that find where truncation cuts a row, without sorting it: weights of scores,
 and lists of ids that are narrowed digit by digit.
 
-A token's key are the bits of its score without the sign, as in sampling/top_k.py: keys rise as scores fall.
+A token's key is the bits of its score without the sign, as in sampling/multinomial.py: keys rise as scores
+fall.
 """
 
 import triton
@@ -32,7 +33,7 @@ def weights_of(scores: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def total_of(scores: tl.tensor, best: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """The sum of the weights of numbers [size] less the largest, int64."""
+    """scores [size], and `best`, the largest → the sum of the weights of `scores - best`, int64."""
     column = tl.arange(0, width)
     sums = tl.full((width,), 0, tl.int64)
     for begin in range(0, size, width):
@@ -44,8 +45,8 @@ def total_of(scores: tl.tensor, best: tl.tensor, size: tl.constexpr, width: tl.c
 
 @triton.jit  # type: ignore[untyped-decorator]
 def bound_of_count(scores: tl.tensor, count: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """scores float32 [size] → a whole number that at least `count` of them reach, not far below the last of
-    these; the lowest number there is where that is below -31.
+    """scores float32 [size] → a whole number, not far below the score of rank `count`, that at least `count`
+    scores reach; the lowest float if it would be below -31.
     """
     column = tl.arange(0, width)
     counts = tl.full((32,), 0, tl.int32)
@@ -61,7 +62,7 @@ def bound_of_count(scores: tl.tensor, count: tl.tensor, size: tl.constexpr, widt
 def list_from(
     scores: tl.tensor, bound: tl.tensor, listed: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> tl.tensor:
-    """List the ids int32 of scores float32 [size] that reach the bound, in order → how many."""
+    """Write the ids of scores float32 [size] that reach the bound to `listed` int32, in order → how many."""
     column = tl.arange(0, width)
     count = 0
     for begin in range(0, size, width):
@@ -76,7 +77,7 @@ def list_from(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keys_of(scores: tl.tensor, entropy: tl.tensor) -> tl.tensor:
-    """scores float32 → keys int32; with an entropy, of the distance from it."""
+    """scores float32 → keys int32; with an entropy, keys of the distances from it."""
     return tl.abs(scores + entropy).to(tl.int32, bitcast=True)
 
 
@@ -100,11 +101,11 @@ def search(
     scores: tl.tensor, entropy: tl.tensor, listed: tl.tensor, count: tl.tensor, narrowed: tl.tensor,
     target: tl.tensor, is_count: tl.tensor, part: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Find the least key up to which, itself included, listed tokens weigh more than the target; where
-    `is_count`, each weighs 1. They weigh more in all.
+    """Find the least key such that listed tokens with keys up to it weigh more than the target, which is less
+    than their total. If `is_count`, each token weighs 1.
 
-    Returns the key int32, how much tokens with smaller keys weigh int64, how many have this key, and where
-    their ids are listed, in order: `listed` itself, or `narrowed`, which is written.
+    Returns the key int32, the weight int64 of tokens with smaller keys, how many have this key, and where
+    their ids are listed in order: `listed` or `narrowed`, which is overwritten.
     """
     column, digits = tl.arange(0, part), tl.arange(0, 16)
     low, high = bounds_of(scores, entropy, listed, count, part)
@@ -142,7 +143,7 @@ def search(
 def weigh_until(
     scores: tl.tensor, key: tl.tensor, listed: tl.tensor, count: tl.tensor, part: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What listed tokens with keys up to this one weigh int64, and how many they are."""
+    """The weight int64 of listed tokens with keys up to `key`, and how many they are."""
     column = tl.arange(0, part)
     sums, counts = tl.full((part,), 0, tl.int64), tl.full((part,), 0, tl.int32)
     for begin in range(0, count, part):

@@ -1,5 +1,5 @@
-"""Functions of Triton kernels that make a row's scores: logits with what is added, banned and penalised,
-masks, temperature; and what they leave out.
+"""Functions of Triton kernels that make a row's scores of its logits: masks, biases, bans, penalties,
+temperature, truncation.
 """
 
 import triton
@@ -13,7 +13,7 @@ def read_row(
     logits: tl.tensor, scores: tl.tensor, masks: tl.tensor, mask_end: tl.tensor,
     size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy logits [size] to scores float32 [size]; -inf for NaN, and for what the mask lacks."""
+    """Copy logits [size] to scores float32 [size]; NaN and masked tokens become -inf."""
     column = tl.arange(0, width)
     for begin in range(0, size, width):
         place = begin + column
@@ -29,7 +29,7 @@ def add_bias(
     scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
     size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add values float32 to the scores of ids int32, between begin and end; ids differ."""
+    """Add values float32 to the scores of ids int32, both from `begin` to `end`; ids differ."""
     column = tl.arange(0, width)
     for first in range(begin, end, width):
         place = first + column
@@ -45,7 +45,7 @@ def penalize(
     scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
     repetition: tl.tensor, size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Apply the repetition penalty, and subtract values float32, at ids int32 between begin and end."""
+    """Apply the repetition penalty, then subtract values float32, at ids int32 from `begin` to `end`."""
     column = tl.arange(0, width)
     for first in range(begin, end, width):
         place = first + column
@@ -62,7 +62,7 @@ def penalize(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def largest(numbers: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """numbers [size] → the largest, float32; NaN does not count."""
+    """numbers [size] → the largest, float32, NaN left out."""
     column = tl.arange(0, width)
     best = tl.full((width,), float("-inf"), tl.float32)
     for begin in range(0, size, width):
@@ -76,7 +76,7 @@ def largest(numbers: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.t
 def scale(
     scores: tl.tensor, best: tl.tensor, temperature: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> None:
-    """Subtract the largest from scores float32 [size], and divide them."""
+    """Subtract the largest from scores float32 [size], then divide them by the temperature."""
     column = tl.arange(0, width)
     divisor = tl.full((width,), 0, tl.float32) + temperature
     for begin in range(0, size, width):
@@ -91,7 +91,9 @@ def exclude(
     scores: tl.tensor, entropy: tl.tensor, key: tl.tensor, last: tl.tensor, size: tl.constexpr,
     width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Set scores float32 [size] to -inf whose key is larger, or equal with an id above the last."""
+    """Set scores float32 [size] to -inf where the key is larger than `key`, or equal and the id above
+    `last`.
+    """
     column = tl.arange(0, width)
     for begin in range(0, size, width):
         place = begin + column

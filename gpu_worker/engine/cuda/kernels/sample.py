@@ -1,8 +1,8 @@
-"""The Triton kernel that samples rows, as sampling/truncation.py does by torch: a program for each row.
+"""The Triton kernel that samples rows as sampling/truncation.py does by torch, one program for each row.
 
-A row is read a few times in whole; what top-k, top-p and the choice have to order is narrowed to lists of ids
-that shrink. Weights are whole numbers, and no product is fused with a sum: the interpreter's choices are the
-GPU's.
+It reads a row a few times; tokens that top-k, top-p and the draw must order are narrowed to ever shorter
+lists of ids. Weights are whole numbers and no product is fused with a sum: so the interpreter samples what a
+GPU samples.
 """
 
 import torch
@@ -28,15 +28,15 @@ from gpu_worker.engine.cuda.kernels.row_scores import (
 )
 
 WIDTH = 4096
-"""Logits that a program looks at together."""
+"""Logits that a program reads at once."""
 PART = 1024
-"""Tokens of a list that a program looks at together, each for all digits."""
+"""Tokens of a list that a program reads at once, each for all digits."""
 OPTIONS = {"num_warps": 16, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_beyond(scores: tl.tensor, target: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """scores float32 [size] → the first id up to which, itself included, they weigh more than the target."""
+    """scores float32 [size] → the first id such that tokens up to it weigh more than the target."""
     column = tl.arange(0, width)
     before, chosen = target * 0, tl.full((), size, tl.int32)
     for begin in range(0, size, width):
@@ -52,7 +52,7 @@ def first_beyond(scores: tl.tensor, target: tl.tensor, size: tl.constexpr, width
 
 @triton.jit  # type: ignore[untyped-decorator]
 def entropy_of(scores: tl.tensor, total: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """scores float32 [size] → their entropy less the logarithm of the total, as scores are."""
+    """scores float32 [size] → their entropy without the logarithm of the total, which scores lack, too."""
     column = tl.arange(0, width)
     sums = tl.full((width,), 0, tl.int64)
     for begin in range(0, size, width):
@@ -87,8 +87,8 @@ def shortest_prefix(
     scores: tl.tensor, listed: tl.tensor, count: tl.tensor, narrowed: tl.tensor, weight: tl.tensor,
     part: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Find the fewest of the listed tokens, the likeliest first, that weigh at least so much: the key and
-    the id of the last, how many of them have its key, and what they weigh.
+    """Find the fewest of the likeliest listed tokens that weigh at least `weight` → key and id of the last,
+    how many of them have its key, and their weight.
     """
     key, before, _, ties_at = search(scores, 0.0, listed, count, narrowed, weight - 1, False, part)
     own = tl.maximum(weights_of(-key.to(tl.float32, bitcast=True)), 1)
@@ -98,7 +98,7 @@ def shortest_prefix(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def target_of(uniform: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """A number float64 in [0, 1) of a sum of weights int64: the least weight before the chosen token."""
+    """A number float64 in [0, 1), a sum of weights int64 → the least weight before the chosen token."""
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
@@ -109,7 +109,7 @@ def sample_row(
     output_logprobs: tl.tensor, totals: tl.tensor, kept_counts: tl.tensor,
     size: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for a row that is sampled."""
+    """One program for a row. `parameters` are those of `RowParameters`, by their places there."""
     row = tl.program_id(0).to(tl.int64)
     own = parameters + row * 16
     place = tl.load(own).to(tl.int64)
@@ -195,9 +195,9 @@ def sample_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample rows of logits float [rows, vocabulary], whose numbers lie next to each other, in one launch.
 
-    parameters float64 [n, 16] as `RowParameters` has them, ids int32, values float32 and masks int32 as these
-    say; ids int64 [rows] and log-probabilities float32 [rows] of the n rows are written. Returns scores
-    float32 [n, vocabulary], totals int64 [n] of the kept tokens' weights, and how many are kept, int32 [n].
+    parameters float64 [n, 16], ids int32, values float32 and masks int32 as `SamplingArguments` has them.
+    Writes ids int64 [rows] and log-probabilities float32 [rows] of the n rows. Returns scores float32 [n,
+    vocabulary], totals int64 [n] of the kept tokens' weights, and how many are kept, int32 [n].
     """
     num_rows, size = len(parameters), logits.shape[1]
     scores = torch.empty(num_rows, size, dtype=torch.float32, device=logits.device)

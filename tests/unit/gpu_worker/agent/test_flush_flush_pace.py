@@ -11,7 +11,7 @@ from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.flush import FEW_ROWS, MAX_STEPS, MAX_WAIT_S, may_wait
+from gpu_worker.agent.flush import FEW_ROWS, MAX_STEPS_OF_FLUSH, MAX_WAIT_S, may_wait
 from gpu_worker.agent.state import Outbox
 from tests.support.agents import KEYS, start, step
 from tests.support.waiting import wait_until
@@ -101,7 +101,7 @@ async def test_a_step_that_does_not_come_is_not_waited_for_long(
         (Outbox(num_steps=1), FEW_ROWS + 1, SHORT_MS, False),
         (Outbox(num_steps=1), 1, 0.0, False),
         (Outbox(num_steps=1), 1, 1000 * MAX_WAIT_S + 1, False),
-        (Outbox(num_steps=MAX_STEPS), 1, SHORT_MS, False),
+        (Outbox(num_steps=MAX_STEPS_OF_FLUSH), 1, SHORT_MS, False),
         (Outbox(), 1, SHORT_MS, False),
         (Outbox(num_steps=1, prefilled=[(1, 2, 1)]), 1, SHORT_MS, False),
         (Outbox(num_steps=1, ended=[(1, "length", 2)]), 1, SHORT_MS, False),

@@ -17,41 +17,41 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run_to(clock: ReportClock, step: int, now_s: list[float]) -> None:
-    clock.complete(step)
+    clock.on_step(step)
     now_s[0] += 0.002
 
 
 def test_a_round_trip_begins_at_the_step_at_which_a_report_is_due(now_s: list[float]) -> None:
     clock = ReportClock()
-    clock.grant(16)
+    clock.on_grant(16)
     for number in range(1, 20):
         run_to(clock, number, now_s)
     assert clock.is_due(19)
-    assert clock.report(19) == [] and not clock.is_due(20)
-    clock.grant(16)  # a plan that was on its way, without a grant
-    assert clock.report(20) == [] and not clock.is_due(21)
-    clock.grant(35)
-    assert clock.report(21) == [pytest.approx(8.0)], "from step 16 on"
-    assert clock.report(22) == [], "once"
-    clock.grant(60)
-    assert clock.report(23) == [], "nobody had waited for this one"
+    assert clock.on_report(19) == [] and not clock.is_due(20)
+    clock.on_grant(16)  # a plan that was on its way, without a grant
+    assert clock.on_report(20) == [] and not clock.is_due(21)
+    clock.on_grant(35)
+    assert clock.on_report(21) == [pytest.approx(8.0)], "from step 16 on"
+    assert clock.on_report(22) == [], "once"
+    clock.on_grant(60)
+    assert clock.on_report(23) == [], "nobody had waited for this one"
 
 
 def test_no_report_is_due_at_a_step_that_another_report_has_told(now_s: list[float]) -> None:
     clock = ReportClock()
-    clock.report(20)
-    clock.grant(16)
+    clock.on_report(20)
+    clock.on_grant(16)
     run_to(clock, 21, now_s)
     assert not clock.is_due(21)
 
 
 def test_a_round_trip_of_a_batcher_that_is_gone_does_not_count(now_s: list[float]) -> None:
     clock = ReportClock()
-    clock.grant(16)
+    clock.on_grant(16)
     run_to(clock, 16, now_s)
     clock.stop_waiting()
-    clock.grant(40)
-    assert clock.report(17) == []
+    clock.on_grant(40)
+    assert clock.on_report(17) == []
 
 
 async def run_steps(agent: Agent, count: int) -> None:

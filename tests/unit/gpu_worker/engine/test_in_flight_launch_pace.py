@@ -32,12 +32,12 @@ class Device:
         self.now_s += max(0.0, self.pace.slack_s(self.now_s)) + self.draw.uniform(0.0, self.late_s)
         launched_s = self.now_s
         self.leads_s.append(self.free_s - self.now_s)
-        self.pace.launch(is_late=self.now_s >= self.free_s)
+        self.pace.on_launch(is_late=self.now_s >= self.free_s)
         end_s, began_s = self.free_s, max(self.now_s, self.free_s)
         self.idle_s += began_s - end_s
         self.free_s = began_s + step_s
         self.now_s = max(self.now_s, end_s) + read_late_s
-        self.pace.read(self.started_s, self.now_s, self.prefill_tokens)
+        self.pace.on_read(self.started_s, self.now_s, self.prefill_tokens)
         self.started_s, self.prefill_tokens = launched_s, prefill_tokens
 
 

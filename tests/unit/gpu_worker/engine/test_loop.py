@@ -153,7 +153,7 @@ def test_no_end_of_a_compilation_is_lost_whatever_is_late(
     random = Random(1)
     delays = RandomDelays(random, most_s=0.004)
     late: list[tuple[object, str]] = [
-        (AgentLink, "receive"),
+        (AgentLink, "read"),
         (AgentLink, "wake"),
         (agent.engine, "step"),
         (Rows, "schedule_slices"),

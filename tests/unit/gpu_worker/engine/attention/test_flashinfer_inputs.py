@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from gpu_worker.engine.attention.flashinfer_inputs import PARTS, scratch_bytes, splits_rows, told_processors
+from gpu_worker.engine.attention.flashinfer_inputs import (
+    SPLIT_PARTS,
+    scratch_bytes,
+    splits_rows,
+    told_processors,
+)
 
 H200 = 132
 
@@ -29,7 +34,7 @@ def test_rows_are_split_for_the_sake_of_a_long_one(lengths: list[int], kv_heads:
 def test_xqa_splits_by_the_processors_that_it_is_told_of() -> None:
     """It gives each row and K head as many programs as there are processors for it."""
     assert told_processors(65, 8, H200, False) == H200
-    assert told_processors(65, 8, H200, True) // (65 * 8) == PARTS
+    assert told_processors(65, 8, H200, True) // (65 * 8) == SPLIT_PARTS
     assert told_processors(1, 1, H200, True) == H200, "and never splits less than by itself"
 
 

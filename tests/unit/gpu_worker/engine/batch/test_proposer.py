@@ -7,10 +7,10 @@ import pytest
 
 from gpu_worker.engine.batch.proposer import (
     FIRST_PAUSE,
-    LEAST_SHARE,
+    LEAST_RIGHT_SHARE,
     MAX_MATCH,
     MIN_MATCH,
-    TRIAL,
+    TRIAL_PROPOSALS,
     NgramProposer,
 )
 
@@ -72,7 +72,7 @@ def test_proposals_that_are_wrong_are_not_tried_for_a_while_and_then_again() -> 
         while speculating.propose(99):
             speculating.learn([7], 4)
             tried += 4
-        assert TRIAL <= tried < TRIAL + 8  # earlier ones count less
+        assert TRIAL_PROPOSALS <= tried < TRIAL_PROPOSALS + 8  # earlier ones count less
         paused = 0
         while not speculating.propose(99):
             speculating.learn([7], 0)
@@ -85,4 +85,4 @@ def test_proposals_that_are_mostly_right_are_never_paused() -> None:
     speculating = proposer([7] * 9)
     for step in range(200):
         assert speculating.propose(99)
-        speculating.learn([7] * (1 + (step % 10 < 10 * LEAST_SHARE + 2) * 4), 4)
+        speculating.learn([7] * (1 + (step % 10 < 10 * LEAST_RIGHT_SHARE + 2) * 4), 4)

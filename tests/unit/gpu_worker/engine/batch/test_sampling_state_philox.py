@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpu_worker.engine.batch.sampling_state import BUFFERED, PhiloxStream, philox_uniforms
+from gpu_worker.engine.batch.sampling_state import BUFFERED_NUMBERS, PhiloxStream, philox_uniforms
 from tests.support.engine.sampling_reference import fits
 
 PINNED = [0.8824668302545412, 0.3690383346754841, 0.5170696944527113]
@@ -48,7 +48,7 @@ def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
     assert philox_uniforms(7, 1, 0, 3).tolist() == PINNED
     assert philox_uniforms(7, 1, 64, 8).tolist() == philox_uniforms(7, 1, 0, 128)[64:72].tolist()
     expected = philox_uniforms(7, 1, 0, 1200).tolist()
-    for begin in (0, 1, BUFFERED - 1, BUFFERED, 1000):
+    for begin in (0, 1, BUFFERED_NUMBERS - 1, BUFFERED_NUMBERS, 1000):
         row = PhiloxStream(7, 1)
         assert [row.at(index) for index in range(begin, begin + 200)] == expected[begin : begin + 200]
 

@@ -100,7 +100,7 @@ def test_more_compilations_than_allowed_leave_all_layers_as_they_are(
     engine = like_cuda(tmp_path)
     engine.graphs = None
     model, attentions = engine.loaded.model, engine.loaded.attentions
-    monkeypatch.setattr(compiling, "COMPILATIONS", 1)
+    monkeypatch.setattr(compiling, "MAX_COMPILATIONS", 1)
 
     def try_out() -> None:
         warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention.kv_cache import FLOATS8, fill_kv, write_kv
-from gpu_worker.engine.cuda.linear import BLOCK_UNIT, BlockLinear
+from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, BlockLinear
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.cuda_sampler import ALIGNMENT, greedy
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
@@ -131,10 +131,10 @@ def test_products_with_blocks_equal_those_with_dequantised_weights(
         packed = BlockLinear(blocks, bias)
         tensors = (packed.weight, packed.scales, packed.offsets)
         parts = [None if tensor is None else tensor[own] for tensor in tensors]
-        found = multiply_tiles(numbers, *parts, codes, bias[own], BLOCK_UNIT)
+        found = multiply_tiles(numbers, *parts, codes, bias[own], INPUTS_AT_ONCE)
         expected = torch.nn.functional.linear(numbers, blocks.widen(torch.float32)[own], bias[own])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-        halves = multiply_tiles(numbers.half(), *parts, codes, None, BLOCK_UNIT)
+        halves = multiply_tiles(numbers.half(), *parts, codes, None, INPUTS_AT_ONCE)
         rounded = torch.nn.functional.linear(numbers.half().float(), blocks.widen(torch.float16)[own].float())
         torch.testing.assert_close(halves.float(), rounded, rtol=1e-3, atol=1e-2)
 

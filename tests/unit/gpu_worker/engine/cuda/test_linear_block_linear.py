@@ -14,9 +14,9 @@ from gpu_worker.engine.cuda import linear as block_linear
 from gpu_worker.engine.cuda.linear import (
     BlockLinear,
     FusedLinearSlice,
-    blocks_fit,
-    converts_floats,
+    fits_block_kernel,
     fuse_linears,
+    has_fp8,
     multiplies_blocks,
 )
 from gpu_worker.engine.model.quantized_linears import blocks_of, find_blocks, replace_linears, shard_blocks
@@ -95,7 +95,7 @@ def test_only_cuda_in_16_bits_multiplies_blocks(monkeypatch: pytest.MonkeyPatch)
     assert multiplies_blocks(CUDA, torch.bfloat16) and not multiplies_blocks(CUDA, torch.float32)
     assert not multiplies_blocks(torch.device("cpu"), torch.bfloat16)
     floats = Blocks(torch.zeros(4, 96).to(torch.float8_e4m3fn), torch.ones(4, 3), None)
-    assert blocks_fit(floats) and not blocks_fit(
+    assert fits_block_kernel(floats) and not fits_block_kernel(
         Blocks(torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 3), None)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -104,6 +104,6 @@ def test_only_cuda_in_16_bits_multiplies_blocks(monkeypatch: pytest.MonkeyPatch)
 
 def test_cards_that_convert_no_floats_dequantise_them(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = ScaledFloats(torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(2, 2), (32, 32))
-    assert blocks_of(weight, converts_floats(CUDA)) is not None
+    assert blocks_of(weight, has_fp8(CUDA)) is not None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert blocks_of(weight, converts_floats(CUDA)) is None
+    assert blocks_of(weight, has_fp8(CUDA)) is None

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from gpu_worker.engine.cuda.linear import (
-    LARGEST,
+    FP8_MAX,
     Fp8Linear,
     FusedLinearSlice,
-    fp8_fits,
+    fits_fp8_kernel,
     fuse_linears,
     round_rows,
 )
@@ -40,7 +40,7 @@ class Group(nn.Module):
 def test_each_row_has_a_scale_of_its_own() -> None:
     rows = torch.tensor([[1.0, -2.0], [1e4, 3.0], [0.0, 0.0]])
     values, scales = round_rows(rows)
-    assert values.float().abs().amax(1).tolist() == [LARGEST, LARGEST, 0]
+    assert values.float().abs().amax(1).tolist() == [FP8_MAX, FP8_MAX, 0]
     torch.testing.assert_close(values.float() * scales, rows, rtol=2**-4, atol=1e-3)
 
 
@@ -65,7 +65,7 @@ def test_merged_products_equal_those_of_the_parts() -> None:
 
 def test_sizes_that_the_cards_do_not_multiply() -> None:
     assert (
-        fp8_fits(torch.empty(16, 32))
-        and not fp8_fits(torch.empty(16, 40))
-        and not fp8_fits(torch.empty(2, 16, 16))
+        fits_fp8_kernel(torch.empty(16, 32))
+        and not fits_fp8_kernel(torch.empty(16, 40))
+        and not fits_fp8_kernel(torch.empty(2, 16, 16))
     )

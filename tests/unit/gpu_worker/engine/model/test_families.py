@@ -19,7 +19,7 @@ from gpu_worker.engine.cpu import fused_layer, native
 from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 from gpu_worker.engine.model import config, load
 from gpu_worker.engine.model import rope as model_rope
-from gpu_worker.engine.model.families import bloom, mpt
+from gpu_worker.engine.model.families import bloom_slopes, mpt_slopes
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
@@ -263,7 +263,7 @@ def test_attention_that_counts_tokens_by_its_own_cache_is_refused(tmp_path: Path
         engine_of(tmp_path)
 
 
-@pytest.mark.parametrize("family", [bloom, mpt])
-def test_slopes_are_computed_once(family: Any) -> None:
+@pytest.mark.parametrize("slopes_of", [bloom_slopes, mpt_slopes])
+def test_slopes_are_computed_once(slopes_of: Callable[[int], tuple[float, ...]]) -> None:
     """Every layer asks for them in every step."""
-    assert family.slopes_of(8) is family.slopes_of(8) and len(family.slopes_of(12)) == 12
+    assert slopes_of(8) is slopes_of(8) and len(slopes_of(12)) == 12

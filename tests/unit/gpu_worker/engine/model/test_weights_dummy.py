@@ -17,7 +17,7 @@ import transformers
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import weights as dummy
-from gpu_worker.engine.model.families.register import register_family
+from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.tp_weights import equalize_replicas
 from gpu_worker.engine.model.weights import meta_model
 from gpu_worker.engine.parallel.tp_plan import make_tp_plan

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors, refusal_of
+from gpu_worker.engine.quantization.checkpoint import find_packed, method_refusal_of, read_tensors
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
@@ -90,8 +90,8 @@ EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 def test_blocks_of_several_sizes_are_refused() -> None:
     groups = {str(size): {"weights": {"block_structure": f"{size}x{size}"}} for size in (64, 128)}
     config = {"quant_method": "compressed-tensors", "config_groups": groups}
-    assert refusal_of(config) == "its blocks have several sizes: 64x64, 128x128"
-    assert refusal_of(config | {"config_groups": {"64": groups["64"], "same": groups["64"]}}) is None
+    assert method_refusal_of(config) == "its blocks have several sizes: 64x64, 128x128"
+    assert method_refusal_of(config | {"config_groups": {"64": groups["64"], "same": groups["64"]}}) is None
 
 
 def test_experts_of_8_bit_floats_in_one_tensor_are_refused(tmp_path: Path) -> None:

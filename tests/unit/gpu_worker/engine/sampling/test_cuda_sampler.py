@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.sampling import cuda_sampler, multinomial, truncation
-from gpu_worker.engine.sampling.cuda_sampler import RowParameters, kernel_arguments, sample_on_cuda
+from gpu_worker.engine.sampling.cuda_sampler import RowParameters, sample_on_cuda, sampling_arguments
 from gpu_worker.engine.sampling.sampler import sample_in_groups
 from tests.support.engine.sample_requests import request
 from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
@@ -234,7 +234,7 @@ def test_arguments_of_a_row_lie_where_the_kernel_reads_them() -> None:
         min_new_tokens=20,
     )
     assert own
-    arguments = kernel_arguments([None, own], 60, torch.device("cpu"))
+    arguments = sampling_arguments([None, own], 60, torch.device("cpu"))
     row = RowParameters(*arguments.parameters[0].tolist())
     assert (row.place, row.temperature, row.top_k, row.top_p) == (1, 0.5, 3, 1.0)
     assert row.lowest == float(np.float32(math.log(0.25)))

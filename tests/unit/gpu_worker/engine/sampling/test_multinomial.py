@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import BUFFERED
+from gpu_worker.engine.batch.sampling_state import BUFFERED_NUMBERS
 from tests.support.engine.sample_requests import (
     CASES,
     GENERATED,
@@ -58,7 +58,7 @@ def sample_with(logits: torch.Tensor, uniforms: Sequence[float], params: dict[st
     for uniform, sample_request in zip(uniforms, requests, strict=True):
         assert sample_request
         sample_request.state.random.begin = 0
-        sample_request.state.random.values = [uniform] * BUFFERED
+        sample_request.state.random.values = [uniform] * BUFFERED_NUMBERS
     return sample(logits.expand(len(uniforms), -1), requests).ids
 
 
