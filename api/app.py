@@ -23,8 +23,8 @@ from api.handover.answer_socket import give_answer_socket
 from api.handover.draining import Draining
 from api.handover.keeper_channel import KeeperChannel
 from api.http.auth import LOCAL_ORIGINS, check_key, check_page
+from api.http.connection_limits import LIMITS
 from api.http.error_handlers import error_handlers
-from api.http.limits import LIMITS
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.sse import keep_raw_send
@@ -38,12 +38,12 @@ from api.requests.metrics import count_arrival, count_error
 from api.responses.routes import router as responses
 from api.responses.routes import stored_router as stored_responses
 from api.resume.inherit import write_inherited
-from api.resume.requests import router as requests
+from api.resume.routes_requests import router as requests
 from api.resume.routes_resume import resume_posts
 from api.resume.routes_resume import router as resume
+from api.tgi.routes_clouds import router as platforms
 from api.tgi.routes_generate import info_router as info
 from api.tgi.routes_generate import router as generate
-from api.tgi.routes_platforms import router as platforms
 from api.tgi.routes_tokenize import router as tokenize
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from api.event_loop import background_task, watch_loop
-from api.http.limits import ConnectionLimits
+from api.http.connection_limits import ConnectionLimits
 from api.http.unread import UnreadAnswers
 from api.jobs.consumer import JobConsumer
 from api.prompts.tokenizer import ModelTokenizer

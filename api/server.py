@@ -16,7 +16,7 @@ from api.app import build, build_heir
 from api.handover.draining import Draining, DrainingServer
 from api.handover.heir import Heir
 from api.handover.keeper_channel import inherited_channel
-from api.http.limits import raise_file_limit
+from api.http.connection_limits import raise_file_limit
 from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer

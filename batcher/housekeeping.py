@@ -13,7 +13,7 @@ from batcher.failure_detector import FailureDetector, WorkerAbsence
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from batcher.workers import WorkerRegistry
+from batcher.worker_registry import WorkerRegistry
 from common.broker import batcher_scripts
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient

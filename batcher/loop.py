@@ -5,19 +5,19 @@ import logging
 from functools import partial
 from typing import Any, NoReturn
 
-from batcher import inbox, workers
+from batcher import inbox, worker_registry
 from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.recovery import Backlog, Recovery
-from batcher.scheduling.plans import PendingPlan
+from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.workers import WorkerRegistry
+from batcher.worker_registry import WorkerRegistry
 from common.broker import batcher_scripts
 from common.broker.batcher_scripts import PlanReply
 from common.broker.client import FailureLog
@@ -228,7 +228,9 @@ class Batcher:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
     def publication(self, plan: PendingPlan) -> ScriptAction:
-        return ScriptAction(partial(workers.publish, self.keys, plan), partial(self.on_published, plan))
+        return ScriptAction(
+            partial(worker_registry.publish, self.keys, plan), partial(self.on_published, plan)
+        )
 
     def on_published(self, plan: PendingPlan, reply: list[Any]) -> list[ScriptAction]:
         """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn, and the plan

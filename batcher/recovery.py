@@ -17,7 +17,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.workers import WorkerRegistry, WorkerState
+from batcher.worker_registry import WorkerRegistry, WorkerState
 from common.broker import batcher_scripts, committed
 from common.broker.batcher_scripts import SavedRequest
 from common.broker.committed import Committed, in_slices

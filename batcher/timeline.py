@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from batcher.scheduling.plans import PendingPlan
+from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from common.broker.client import ERRORS, describe_error

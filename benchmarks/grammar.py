@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from api.grammar.grammar import Grammar, compile_checked
+from api.grammar.compile import Grammar, compile_checked
 from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, median, request
 from common import model_files
 from gpu_worker.engine.sampling.grammar import Matcher, Matchers

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.gguf_header import check_gguf
+from common.gguf_check import check_gguf
 from common.model_config import read_json
 from common.settings.settings import SettingError
 

@@ -118,13 +118,13 @@ def loaded() -> Any:
 def each_sampler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Samples with the native kernels, then with torch, as on a GPU or where there is no compiler."""
     from gpu_worker.engine.cpu import native
-    from gpu_worker.engine.sampling import cpu_sampler
+    from gpu_worker.engine.sampling import native_sampler
 
     if request.param == "kernels" and native.library() is None:
         pytest.skip("no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(cpu_sampler, "kernels", lambda logits: None)
+            patch.setattr(native_sampler, "kernels", lambda logits: None)
         yield
 
 

@@ -23,7 +23,7 @@ from api.answers.json_calls import (
 )
 from api.answers.python_calls import read_pythonic
 from api.answers.scanner import SPACE, Scan, Scanner
-from api.answers.tagged_calls import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_functions, read_glm
+from api.answers.tagged_arguments import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_functions, read_glm
 
 HARMONY = "openai"
 """The format in which gpt-oss writes thinking, calls and content alike."""

@@ -23,7 +23,7 @@ from api.answers.json_calls import (
     SectionMarks,
 )
 from api.answers.scanner import NO_NAME, Tool
-from api.answers.tagged_calls import (
+from api.answers.tagged_arguments import (
     END_FUNCTION,
     END_TOOL_CALL,
     FUNCTION,
@@ -35,7 +35,7 @@ from api.answers.tagged_calls import (
     types_of,
 )
 from api.errors import ApiError, invalid
-from api.grammar.grammar import Grammar, compile_checked
+from api.grammar.compile import Grammar, compile_checked
 from api.grammar.json_schema import WHITESPACE, enforced_schema
 from api.grammar.lark import TEXT, Lark, literal, one_of
 

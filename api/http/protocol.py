@@ -16,7 +16,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.errors import ApiError, tgi
-from api.http.limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
+from api.http.connection_limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
 from api.http.middleware import REQUEST_ID_HEADER
 from api.http.sse import CYCLE
 from api.http.unread import UNREAD, Unread, UnreadAnswers

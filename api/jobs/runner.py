@@ -13,12 +13,12 @@ from api.errors import ApiError, cut, failed, internal_error, model_not_found, o
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.reply import Frame, Reply
-from api.jobs.result import ChatJob, GenerateJob, validate_job
+from api.jobs.validated_job import ChatJob, GenerateJob, validate_job
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.pool_registry import names_own
-from api.streams.answer import address
+from api.streams.describe_answer import address
 from api.streams.stream import Stream
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS

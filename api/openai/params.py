@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from api.answers.call_formats import HARMONY
 from api.errors import invalid, quoted
 from api.event_loop import offload
-from api.grammar.grammar import Grammar, describes_json
+from api.grammar.compile import Grammar, describes_json
 from api.openai.request_schemas import ChatRequest, CompletionRequest, OpenAIRequest
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
-from api.requests.chat_grammar import answer_grammar, reading_beside
+from api.requests.answer_grammar import answer_grammar, reading_beside
 from api.requests.chat_prompt import Chat, join_parts, reasoning_variables, render_prompt, template_messages
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool

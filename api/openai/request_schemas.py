@@ -10,8 +10,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from api.errors import invalid, quoted
-from api.grammar.grammar import Grammar
-from api.grammar.response_format import FIELDS, read_grammar
+from api.grammar.compile import Grammar
+from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.requests.chat_prompt import EFFORTS, TOOL_PROMPT, ChatMessage
 from api.requests.fields import (

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from api.errors import asking_broker, invalid
 from api.event_loop import Pace
-from api.grammar.grammar import describes_json
+from api.grammar.compile import describes_json
 from api.http.openapi import OPENAI
 from api.openai.params import from_completion, read_chat, read_prompts
 from api.openai.render import echoed_prompt

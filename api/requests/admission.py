@@ -16,7 +16,7 @@ from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
-from api.streams.answer import address, keep_as_asked
+from api.streams.describe_answer import address, keep_as_asked
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker import request_scripts

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from api.grammar.grammar import CompiledGrammar, Grammar
+from api.grammar.compile import CompiledGrammar, Grammar
 from api.prompts.control_texts import Guarded
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import SamplingParams, StoppingParams

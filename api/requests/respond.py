@@ -16,7 +16,7 @@ from api.http.sse import Feed
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
 from api.requests.service_terms import on_terms
-from api.streams.answer import describe_answer
+from api.streams.describe_answer import describe_answer
 from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms

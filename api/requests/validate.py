@@ -6,7 +6,7 @@ from typing import Any
 
 from api.errors import ApiError, invalid, quoted, too_long
 from api.event_loop import offload
-from api.grammar.grammar import CompiledGrammar, compile_grammar
+from api.grammar.compile import CompiledGrammar, compile_grammar
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.params import GenerationParams, Limits, sampling_params

@@ -12,13 +12,13 @@ from starlette.requests import Request
 
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
-from api.grammar.grammar import Grammar
-from api.grammar.response_format import ANY_OBJECT, read_named_schema
+from api.grammar.compile import Grammar
+from api.grammar.read import ANY_OBJECT, read_named_schema
 from api.http.body import schema_error
 from api.openai.params import CHARS_OF_MESSAGE, CHAT_NAMES, ChatParams, read_chat
 from api.openai.request_schemas import ChatRequest
-from api.openai.response_items import Item
-from api.openai.response_object import response_id
+from api.openai.responses_items import Item
+from api.openai.responses_object import response_id
 from api.requests.chat_prompt import ChatMessage
 from api.requests.fields import SamplingFields
 from api.requests.pool import Pool

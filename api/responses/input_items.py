@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.errors import invalid, quoted
-from api.openai.response_items import Item, item_id
+from api.openai.responses_items import Item, item_id
 
 ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

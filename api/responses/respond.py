@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from api.json import to_json
 from api.openai.params import ChatParams
-from api.openai.response_items import Item
-from api.openai.response_object import RENDERER, ResponseObjectRenderer
+from api.openai.responses_items import Item
+from api.openai.responses_object import RENDERER, ResponseObjectRenderer
 from api.requests.pool import Pool
 from api.requests.respond import new_answer, prompt_headers, submit_and_respond
 from api.responses.request_schemas import ResponsesRequest

@@ -15,8 +15,8 @@ from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
 from api.openai.params import CHARS_OF_MESSAGE
-from api.openai.response_object import ResponseFrames
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
+from api.openai.responses_object import ResponseFrames
 from api.requests.pool_registry import pool_and_body
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate

@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from api.errors import asking_broker, unavailable
 from api.event_loop import offload
-from api.openai.response_items import Item
-from api.openai.response_object import ResponseObjectRenderer
+from api.openai.responses_items import Item
+from api.openai.responses_object import ResponseObjectRenderer
 from api.requests.pool import Pool
 from api.resume import attach
 from api.resume.attach import Admitted, find_own

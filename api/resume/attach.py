@@ -16,11 +16,11 @@ from starlette.requests import Request
 
 from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
 from api.http.sse import Feed, RestOfFeed
-from api.openai import respond, response_object
+from api.openai import respond, responses_object
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry, pools_of
 from api.requests.respond import AnswerRenderer, owner_of
-from api.streams.answer import address, keep_as_asked
+from api.streams.describe_answer import address, keep_as_asked
 from api.streams.fill import Filler, Sources
 from api.streams.http_response import TokenStream
 from api.streams.offers import supersede
@@ -99,7 +99,7 @@ def cancelled_answer(request_id: str) -> ApiError:
 def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
     """The renderer of the route that an answer was requested from."""
     if answer.response is not None:
-        return response_object.RENDERER
+        return responses_object.RENDERER
     return respond.RENDERER if family_of(answer.route) is openai else render.RENDERER
 
 

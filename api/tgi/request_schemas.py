@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from api.errors import invalid
-from api.grammar.response_format import GRAMMAR_SCHEMA, read_tgi_grammar
+from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.openai.request_schemas import OPENAI_FIELDS
 from api.requests.fields import (

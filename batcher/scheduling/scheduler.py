@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batcher.scheduling.placement import WorkerSet
-from batcher.scheduling.plans import PendingPlan, next_plan, set_lengths
+from batcher.scheduling.plan_builder import PendingPlan, next_plan, set_lengths
 from batcher.scheduling.preemption import move_standby
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue

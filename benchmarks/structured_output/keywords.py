@@ -21,7 +21,7 @@ import llguidance
 
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer
-from api.grammar.grammar import Grammar, compile_checked
+from api.grammar.compile import Grammar, compile_checked
 
 FOLDER = "tests/draft2020-12"
 

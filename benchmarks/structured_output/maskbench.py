@@ -22,7 +22,7 @@ import llguidance
 from tokenizers import Tokenizer
 
 from api.errors import ApiError
-from api.grammar.grammar import Grammar, compile_checked
+from api.grammar.compile import Grammar, compile_checked
 from benchmarks.structured_output.cases import Case, read_cases
 from common import model_files
 

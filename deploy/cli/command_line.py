@@ -20,7 +20,7 @@ from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
 from common.startup import exit_when_unservable
-from deploy.launcher import checks, launcher
+from deploy.launcher import launcher, prepare
 from deploy.launcher.fleet import KINDS, MODULES, command
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ def suggestion(word: str) -> str:
 
 
 def serve(argv: list[str]) -> int:
-    settings = checks.read_settings(argv, "tokenfleet serve", sentence(COMMANDS["serve"].help))
+    settings = prepare.read_settings(argv, "tokenfleet serve", sentence(COMMANDS["serve"].help))
     logs.set_up("serve", settings.log_level, settings.json_output)
-    for line in flags.unheeded(checks.name_model(argv)):
+    for line in flags.unheeded(prepare.name_model(argv)):
         log.warning("%s", line)
     if {"--env", "-e"} & set(argv):
         run_module("deploy.cli.doctor", argv)
@@ -93,7 +93,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     )  # other users can read a command line, and this one has a key
     incarnation = new_incarnation(own.name)
     logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
-    settings = checks.prepare(settings, kind)
+    settings = prepare.prepare(settings, kind)
     names = {"PROCESS_NAME": own.name, "INCARNATION": incarnation}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)

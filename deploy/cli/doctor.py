@@ -25,7 +25,7 @@ from common.process import machine
 from common.process.machine import list_gpus
 from common.settings.settings import SettingError, Settings
 from deploy.cli.client import print_lines
-from deploy.launcher import checks
+from deploy.launcher import prepare
 
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))
@@ -61,8 +61,8 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings. Returns 1 if one of them is a failure. Raises SettingError."""
-    settings = checks.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
-    checks.set_hub_variables(settings)
+    settings = prepare.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
+    prepare.set_hub_variables(settings)
     findings = dict(examine(settings))
     print_lines(table(findings))
     return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
@@ -116,7 +116,7 @@ def check_torch(_: Settings) -> Finding:
             f"{error.name} is not installed: gateways and batchers can run here, workers cannot",
             "pip install -e '.[worker]'",
         )
-    if checks.NVIDIA.exists() and build.endswith("+cpu"):
+    if prepare.NVIDIA.exists() and build.endswith("+cpu"):
         return Finding(
             "warn",
             f"{found} is built for CPU only, and this machine has a GPU",
@@ -126,10 +126,10 @@ def check_torch(_: Settings) -> Finding:
 
 
 def check_gpu(settings: Settings) -> Finding:
-    found = [f"{gpu.name}, {gpu.memory_bytes // checks.MIB} MiB, {gpu.driver}" for gpu in list_gpus()]
+    found = [f"{gpu.name}, {gpu.memory_bytes // prepare.MIB} MiB, {gpu.driver}" for gpu in list_gpus()]
     if found:
         return Finding("ok", "; ".join(found))
-    if checks.NVIDIA.exists():
+    if prepare.NVIDIA.exists():
         return Finding(
             "warn", "there is a GPU, but its driver does not answer", "look at `nvidia-smi` and `dmesg`"
         )
@@ -139,7 +139,7 @@ def check_gpu(settings: Settings) -> Finding:
 
 
 def check_bfloat16(settings: Settings) -> Finding:
-    if checks.NVIDIA.exists() and settings.device != "cpu":
+    if prepare.NVIDIA.exists() and settings.device != "cpu":
         return Finding("ok", "depends on the GPU")
     if machine.has_bfloat16():
         return Finding("ok", f"supported by this processor ({machine.num_cores()} cores)")
@@ -167,7 +167,7 @@ def check_compiler(_: Settings) -> Finding:
 
 def check_kernels(settings: Settings) -> Finding:
     """Check what the engine needs, besides torch, to be fast on a GPU."""
-    if not checks.NVIDIA.exists() or settings.device == "cpu":
+    if not prepare.NVIDIA.exists() or settings.device == "cpu":
         return Finding("ok", "none needed without a GPU")
     try:
         found = f"FlashInfer {version('flashinfer-python')}"
@@ -213,9 +213,9 @@ def find_nvcc() -> str | None:
 def check_memory(settings: Settings) -> Finding:
     available_bytes = machine.available_bytes()
     found = f"{in_gib(available_bytes)} available"
-    if checks.caches_on_gpu(settings):
+    if prepare.caches_on_gpu(settings):
         return Finding("ok", found)
-    checks.check_memory(settings)
+    prepare.check_memory(settings)
     weight_bytes = sum(file.stat().st_size for file in weights(settings))
     wanted_bytes = settings.num_workers * (settings.cpu_cache_bytes + weight_bytes)
     wanted = f"{in_gib(wanted_bytes)} needed for caches and weights (NUM_WORKERS={settings.num_workers})"
@@ -253,13 +253,13 @@ def check_files(settings: Settings) -> Finding:
 
 
 def check_port(settings: Settings) -> Finding:
-    checks.check_port(settings)
+    prepare.check_port(settings)
     return Finding("ok", f"{settings.listen_host}:{settings.port} is free")
 
 
 def check_broker(settings: Settings) -> Finding:
     if settings.redis_url is not None:
-        checks.check_broker(settings)
+        prepare.check_broker(settings)
         return Finding("ok", "answers, and is new enough")
     try:
         return Finding("ok", f"embedded: {get_binary_path().name}")
@@ -272,7 +272,7 @@ def check_broker(settings: Settings) -> Finding:
 
 
 def check_model(settings: Settings) -> Finding:
-    path = model_files.find_local(settings.model_id, settings.revision, checks.weights_dtype(settings))
+    path = model_files.find_local(settings.model_id, settings.revision, prepare.weights_dtype(settings))
     if path is None:
         return Finding(
             "warn",
@@ -297,7 +297,7 @@ def check_model(settings: Settings) -> Finding:
 
 def weights(settings: Settings) -> list[Path]:
     try:
-        path = model_files.find_local(settings.model_id, settings.revision, checks.weights_dtype(settings))
+        path = model_files.find_local(settings.model_id, settings.revision, prepare.weights_dtype(settings))
     except SettingError:
         return []  # check_model reports it
     return model_files.weight_files(path) if path else []

@@ -10,8 +10,8 @@ from common import model_files
 from common.settings.flags import FlagParser, flag_of
 from common.settings.settings import SettingError, Settings
 from common.settings.types import convert
-from deploy.launcher import checks
-from deploy.launcher.checks import progress
+from deploy.launcher import prepare
+from deploy.launcher.prepare import progress
 
 SWITCHES = {
     "auto_convert": "accepted: safetensors are served, and GGUF is always converted",
@@ -62,8 +62,8 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 
 def download(settings: Settings) -> int:
-    checks.set_hub_variables(settings)
-    dtype = checks.weights_dtype(settings)
+    prepare.set_hub_variables(settings)
+    dtype = prepare.weights_dtype(settings)
     path = model_files.find_local(settings.model_id, settings.revision, dtype)
     if path is not None:
         print(f"{settings.model_id} is here already", file=sys.stderr)

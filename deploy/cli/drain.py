@@ -14,7 +14,7 @@ from common.process.logs import first_incarnation, plural
 from common.settings.flags import FlagParser
 from common.settings.settings import Settings
 from deploy.cli.client import ServerError, print_error
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import running_url
 
 POLL_S = 0.5
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
     if settings.redis_url is None:
         settings = settings.model_copy(update={"redis_url": running_url()})
-    checks.check_broker(settings)
+    prepare.check_broker(settings)
     try:
         asyncio.run(drain(settings, flags.worker))
     except ServerError as error:

@@ -10,7 +10,7 @@ from common.process import machine
 from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.preloaded_process import PreloadedProcess, family, resident_bytes
 from deploy.launcher.socket_keeper import SocketKeeper
@@ -136,7 +136,7 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     memory of a worker that has loaded the model; 0: not known, as on macOS.
     """
     num_ranks = settings.num_shard or 1
-    may_load = num_ranks == 1 and not checks.caches_on_gpu(settings) and worker_bytes > 0
+    may_load = num_ranks == 1 and not prepare.caches_on_gpu(settings) and worker_bytes > 0
     if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
         return [PRELOAD_FLAG, LOAD_FLAG]
     return (
@@ -153,7 +153,7 @@ def fits_in_memory(settings: Settings, process_bytes: int) -> bool:
     """Whether memory has room for twice such a process besides all caches. Caches on CPU count as a whole:
     they take their pages only as they are used.
     """
-    caches_bytes = 0 if checks.caches_on_gpu(settings) else settings.num_workers * settings.cpu_cache_bytes
+    caches_bytes = 0 if prepare.caches_on_gpu(settings) else settings.num_workers * settings.cpu_cache_bytes
     return machine.available_bytes() - caches_bytes >= 2 * process_bytes
 
 

@@ -24,7 +24,7 @@ from common.messages.plan import WorkerDied
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import embedded
 from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet
 from deploy.launcher.preloaded_process import PROC, family
@@ -57,13 +57,13 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    checks.check_ranks()
-    checks.check_port(settings)
-    checks.check_memory(settings)
+    prepare.check_ranks()
+    prepare.check_port(settings)
+    prepare.check_memory(settings)
     if settings.redis_url is not None:
-        checks.check_broker(settings)
-    settings = checks.with_model(settings)
-    log.info("%s", checks.describe_access(settings))
+        prepare.check_broker(settings)
+    settings = prepare.with_model(settings)
+    log.info("%s", prepare.describe_access(settings))
     own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
     die_with_parent()
     setproctitle.setproctitle(f"tokenfleet supervise {word}")
-    settings = checks.prepare(settings, kind)
+    settings = prepare.prepare(settings, kind)
     return asyncio.run(run(build_fleet(settings, None, {kind: 1})))
 
 

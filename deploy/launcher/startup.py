@@ -12,7 +12,7 @@ from common.broker.client import ERRORS, broker_url, check_broker
 from common.broker.pool_client import PoolClient
 from common.process.logs import first_incarnation
 from common.settings.settings import SettingError, Settings
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from deploy.launcher.fleet import LocalFleet
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ async def wait_for_broker(settings: Settings) -> None:
 
 
 async def is_healthy(settings: Settings) -> bool:
-    host, port = checks.local_address(settings)
+    host, port = prepare.local_address(settings)
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -149,7 +149,7 @@ async def is_healthy(settings: Settings) -> bool:
 
 def last_lines(settings: Settings) -> str:
     """The last lines of a start: the URLs of the fleet, and a first request."""
-    url = checks.base_url(settings)
+    url = prepare.base_url(settings)
     return "\n".join(
         [
             f"Tokenfleet serves {settings.model_name} at {url}",

@@ -20,7 +20,7 @@ from common.process.logs import next_incarnation, plural
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
-from gpu_worker.agent.plans import PlanHandler, PlanStream
+from gpu_worker.agent.grants import PlanHandler, PlanStream
 from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler

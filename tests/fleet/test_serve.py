@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from common.settings.settings import Settings
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended, title
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import PATIENCE_S, wait_until_sync
@@ -83,7 +83,7 @@ def test_processes_have_names_restart_and_drain(
         everybody = fleet.processes()
         assert fleet.launcher.wait(PATIENCE_S) == 0
         wait_until_sync(lambda: have_ended(everybody))
-        checks.check_port(
+        prepare.check_port(
             Settings(hostname="127.0.0.1", port=fleet.settings["port"])
         )  # a next fleet may start at once
 

@@ -13,13 +13,18 @@ import torch
 from gpu_worker.engine.attention.kv_cache import FLOATS8, raw, write_kv
 from gpu_worker.engine.cuda.linear import BlockLinear, Fp8Linear, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.sampling.cuda_sampler import sample_on_cuda
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.sampler import sample_in_groups
+from gpu_worker.engine.sampling.triton_sampler import sample_on_cuda
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
-from tests.unit.gpu_worker.engine.sampling.test_cpu_sampler import SHAPES, compare, logits_of, random_request
-from tests.unit.gpu_worker.engine.sampling.test_cuda_sampler import same_weights  # noqa: F401
+from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
+    SHAPES,
+    compare,
+    logits_of,
+    random_request,
+)
+from tests.unit.gpu_worker.engine.sampling.test_triton_sampler import same_weights  # noqa: F401
 
 QWEN = 151_936
 VOCABULARIES = {"cuda": (QWEN, 50_257), "cpu": (500,)}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError

@@ -37,8 +37,8 @@ from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.tp_model import connect_shards
-from gpu_worker.engine.parallel.tp_plan import TpPlan
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.protocol import UnservableModel, first_cause
 from gpu_worker.rank import RankInfo

@@ -28,7 +28,7 @@ from gpu_worker.engine.cuda.linear import (
 )
 from gpu_worker.engine.model.config import quantization_of, quantizes
 from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
-from gpu_worker.engine.parallel.tp_plan import TensorShards
+from gpu_worker.engine.parallel.shards import TensorShards
 from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks, ReadBlocks
 from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, method_of, read_tensors
 from gpu_worker.engine.quantization.gguf_blocks import converted_blocks

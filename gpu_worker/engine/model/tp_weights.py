@@ -28,8 +28,8 @@ from gpu_worker.engine.model.weights import (
     without_quantization,
 )
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.shards import Interval, TensorShards, TpPlan, make_tp_plan
 from gpu_worker.engine.parallel.tp_model import sharded_class
-from gpu_worker.engine.parallel.tp_plan import Interval, TensorShards, TpPlan, make_tp_plan
 from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors
 from gpu_worker.protocol import UnservableModel
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.tp_plan import (
+from gpu_worker.engine.parallel.shards import (
     EMBEDDING,
     GATHERED,
     SPLIT,

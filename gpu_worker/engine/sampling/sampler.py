@@ -13,8 +13,7 @@ import torch
 
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.sampling import cpu_sampler
-from gpu_worker.engine.sampling.cuda_sampler import greedy_output, sample_on_cuda
+from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.multinomial import (
     SamplerOutput,
     empty_output,
@@ -25,6 +24,7 @@ from gpu_worker.engine.sampling.multinomial import (
     write_raw_logprobs,
 )
 from gpu_worker.engine.sampling.penalties import adjust_scores
+from gpu_worker.engine.sampling.triton_sampler import greedy_output, sample_on_cuda
 from gpu_worker.engine.sampling.truncation import SamplingTensors, truncated_sample, typical_sample
 
 SampleFunction = Callable[[torch.Tensor, SamplingTensors, int], SamplerOutput]
@@ -39,9 +39,9 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> Sa
 
     One request for each row; None is greedy without penalties.
     """
-    library = cpu_sampler.kernels(logits)
+    library = native_sampler.kernels(logits)
     if library:
-        return cpu_sampler.sample_natively(library, logits, requests)
+        return native_sampler.sample_natively(library, logits, requests)
     if logits.is_cuda and any(requests):
         return sample_on_cuda(logits, requests)
     return sample_in_groups(logits, requests)

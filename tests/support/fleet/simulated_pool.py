@@ -2,7 +2,7 @@
 
 import random
 
-from batcher.scheduling.plans import PendingPlan
+from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence

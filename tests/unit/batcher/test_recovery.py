@@ -14,7 +14,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.workers import WorkerRegistry, WorkerState
+from batcher.worker_registry import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient

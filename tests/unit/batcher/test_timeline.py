@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from api.admin.routes_timeline import read_timelines
 from batcher import timeline
-from batcher.scheduling.plans import PendingPlan
+from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter

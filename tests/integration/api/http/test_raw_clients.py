@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from api.http import unread as unread_module
-from api.http.limits import NUM_RESERVED
+from api.http.connection_limits import NUM_RESERVED
 from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left, serving
@@ -175,7 +175,7 @@ async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(bro
 async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
     broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.http.limits.LOG_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("api.http.connection_limits.LOG_INTERVAL_S", 3600.0)
     async with batching(broker.url), answering(broker.url, ANSWER, max_connections=64) as (_, gateway, http):
         flood = []
         for i in range(2000):

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from api.streams.answer import FINGERPRINT
+from api.streams.describe_answer import FINGERPRINT
 from common.messages.records import unpack_ids
 from common.messages.request import StoppingParams
 from deploy.launcher.embedded_broker import Broker

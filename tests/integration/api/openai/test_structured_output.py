@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.grammar.grammar import Grammar, compile_checked
-from api.grammar.response_format import ANY_OBJECT
+from api.grammar.compile import Grammar, compile_checked
+from api.grammar.read import ANY_OBJECT
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering

@@ -8,7 +8,7 @@ import pytest
 
 from api.openai import routes
 from api.prompts.tokenizer import ModelTokenizer
-from api.tgi import routes_platforms
+from api.tgi import routes_clouds
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
@@ -69,7 +69,7 @@ async def test_a_long_text_that_is_truncated_is_served(broker: Broker) -> None:
             "/vertex",
             {"instances": [{"inputs": "a"}] * 100_000},
             "`instances` must have 1 to 1024 items. Given: 100000",
-            routes_platforms,
+            routes_clouds,
             "read_instance",
         ),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer, find_dead_end, tokens_to_try
-from api.grammar.grammar import Grammar, compile_checked, compile_unchecked
+from api.grammar.compile import Grammar, compile_checked, compile_unchecked
 
 CLOSED = {"type": "object", "additionalProperties": False}
 TWO: Any = [

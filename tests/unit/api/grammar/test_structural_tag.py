@@ -9,8 +9,8 @@ import pytest
 
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer
-from api.grammar.grammar import compile_checked, compile_grammar
-from api.grammar.response_format import read_response_format, read_structured_outputs
+from api.grammar.compile import compile_checked, compile_grammar
+from api.grammar.read import read_response_format, read_structured_outputs
 from common import model_files
 from tests.support.tokenizer import model_tokenizer
 from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text

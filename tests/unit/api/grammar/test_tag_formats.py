@@ -7,8 +7,8 @@ import pytest
 
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer
-from api.grammar.grammar import Grammar, compile_checked
-from api.grammar.response_format import read_response_format
+from api.grammar.compile import Grammar, compile_checked
+from api.grammar.read import read_response_format
 from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
 
 AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}

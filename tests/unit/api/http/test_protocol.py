@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from api.http.limits import LIMITS, ConnectionLimits
+from api.http.connection_limits import LIMITS, ConnectionLimits
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
 from api.http.unread import UNREAD, UnreadAnswers
 from common.settings.settings import Settings

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from batcher.scheduling.pace import StepTimes
-from batcher.scheduling.plans import next_plan
+from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from common.messages.plan import Report

@@ -3,7 +3,7 @@
 import pytest
 
 from batcher.scheduling import scheduler
-from batcher.scheduling.plans import next_plan
+from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.plan import Plan

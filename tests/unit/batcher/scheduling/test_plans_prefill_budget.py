@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from batcher.scheduling.pace import StepTimes
-from batcher.scheduling.plans import mixed_prefill_tokens, next_plan, takes_whole_steps
+from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan, takes_whole_steps
 from batcher.scheduling.replica import WorkerLimits
 from tests.unit.batcher.scheduling.test_replica import make_replica, make_sequence
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.plans import next_plan
+from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.preemption import importance
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PREEMPT, PlacedRow

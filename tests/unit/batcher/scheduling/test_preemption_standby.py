@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.plans import next_plan
+from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.preemption import max_standby, standby_rows
 from batcher.scheduling.replica import Replica, WorkerLimits
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from batcher.scheduling.plans import next_plan, set_lengths
+from batcher.scheduling.plan_builder import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from common.messages.plan import WorkerCapacity

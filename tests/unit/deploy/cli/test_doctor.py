@@ -14,7 +14,7 @@ from common.process import machine
 from common.settings.settings import Settings
 from deploy.cli import doctor
 from deploy.cli.doctor import Finding
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.support.machine import fake_nvml
@@ -26,7 +26,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No GPU; an empty cache of models."""
-    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setattr(prepare, "NVIDIA", tmp_path / "nvidiactl")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
@@ -122,7 +122,7 @@ def test_missing_torch_is_a_warning_with_its_installation(monkeypatch: pytest.Mo
 def test_torch_for_cpu_beside_a_gpu_is_a_warning(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu")
     assert found("torch").level == "ok"
-    checks.NVIDIA.touch()
+    prepare.NVIDIA.touch()
     assert found("torch").level == "warn"
     assert "driver does not answer" in found("GPU").found
 
@@ -135,7 +135,7 @@ def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer compiles them, with nvcc and a C++ compiler; Triton needs Python's headers."""
     assert found("kernels").level == "ok"
-    checks.NVIDIA.touch()
+    prepare.NVIDIA.touch()
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(nowhere / "bin"))

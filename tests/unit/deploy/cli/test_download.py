@@ -9,7 +9,7 @@ import pytest
 
 from common import model_files
 from deploy.cli import download
-from deploy.launcher import checks
+from deploy.launcher import prepare
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.unit.deploy.cli.test_doctor import model
 
@@ -154,7 +154,7 @@ def test_an_unavailable_model_is_one_error_line(argv: list[str], words: str) -> 
 
 
 def test_progress_outside_a_terminal_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    with checks.progress() as show:
+    with prepare.progress() as show:
         show("looking up this")
         show("[converting] that")
     assert capsys.readouterr().err == "looking up this\n[converting] that\n"
@@ -165,7 +165,7 @@ def test_progress_is_one_live_line_in_a_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with checks.progress() as show:
+    with prepare.progress() as show:
         show("[converting] that")
     error = capsys.readouterr().err
     assert "[converting] that" in error and "0:00:00" in error and "\x1b[2K" in error

@@ -11,8 +11,8 @@ import pytest
 from api.answers import harmony
 from api.answers.call_formats import CALL_FORMATS
 from api.answers.scanner import Tool
-from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
+from api.grammar.force import CallChoice, after_thinking, call_grammar
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import Settings

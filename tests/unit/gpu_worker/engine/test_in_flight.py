@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling import native_sampler
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import prompts
@@ -86,7 +86,7 @@ def test_no_operation_waits_for_the_device_before_a_step_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES[family])
-    monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)  # as on a GPU
+    monkeypatch.setattr(native_sampler, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
     with Waits() as waits:
         played = run(engine)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player

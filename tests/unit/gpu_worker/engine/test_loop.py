@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from gpu_worker.engine import loop
 from gpu_worker.engine.batch.rows import Rows

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine

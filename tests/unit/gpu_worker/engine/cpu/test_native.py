@@ -17,7 +17,7 @@ from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompt
 from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.attention import test_cpu_paged as attention
 from tests.unit.gpu_worker.engine.cpu import test_packed_linear as products
-from tests.unit.gpu_worker.engine.sampling import test_cpu_sampler as choice
+from tests.unit.gpu_worker.engine.sampling import test_native_sampler as choice
 
 pytestmark = pytest.mark.usefixtures("library")
 

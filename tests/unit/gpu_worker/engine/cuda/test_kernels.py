@@ -10,7 +10,7 @@ import torch
 from gpu_worker.engine.attention.kv_cache import FLOATS8, fill_kv, write_kv
 from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, BlockLinear
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.sampling.cuda_sampler import ALIGNMENT, greedy
+from gpu_worker.engine.sampling.triton_sampler import ALIGNMENT, greedy
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
 
 HOPPER, WARP = 90, 32

@@ -20,7 +20,7 @@ from gpu_worker.engine.cuda.linear import (
     multiplies_blocks,
 )
 from gpu_worker.engine.model.quantized_linears import blocks_of, find_blocks, replace_linears, shard_blocks
-from gpu_worker.engine.parallel.tp_plan import make_tp_plan
+from gpu_worker.engine.parallel.shards import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.quantization.weight import ScaledFloats
 from tests.support.engine import fake_products, quantized_models

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from common import model_files
-from common.gguf_header import check_gguf
+from common.gguf_check import check_gguf
 from common.process import machine
 from common.settings.settings import SettingError
 from gpu_worker.engine.model import gguf_convert as convert

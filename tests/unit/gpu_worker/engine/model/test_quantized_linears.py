@@ -14,7 +14,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.linear import Fp8Linear, fuse_linears, round_rows
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.quantized_linears import check_fp8, multiply_fp8, quantize_linears
-from gpu_worker.engine.parallel.tp_plan import make_tp_plan
+from gpu_worker.engine.parallel.shards import make_tp_plan
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
 from tests.support.engine.tiny_engine import NEW_TOKENS, play

@@ -20,7 +20,7 @@ from gpu_worker.engine.model import weights as dummy
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.tp_weights import equalize_replicas
 from gpu_worker.engine.model.weights import meta_model
-from gpu_worker.engine.parallel.tp_plan import make_tp_plan
+from gpu_worker.engine.parallel.shards import make_tp_plan
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.tp_plan import split_evenly, split_heads
+from gpu_worker.engine.parallel.shards import split_evenly, split_heads
 from gpu_worker.protocol import UnservableModel
 from gpu_worker.rank import RankInfo, local_ranks
 from tests.support.engine import multi_rank_engine, rank_memory, tiny_models

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from api.grammar.grammar import Grammar, compile_unchecked
+from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from gpu_worker.engine.sampling.grammar import Matcher, Matchers
 from tests.support.engine import tiny_tokenizers

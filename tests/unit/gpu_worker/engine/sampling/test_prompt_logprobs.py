@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling import prompt_logprobs as module
 from gpu_worker.engine.sampling.multinomial import raw_logprobs
 from gpu_worker.engine.sampling.prompt_logprobs import score_tokens
@@ -67,7 +67,7 @@ def test_bits_do_not_depend_on_the_number_of_scored_tokens() -> None:
 
 def test_torch_copies_a_bounded_number_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_sizes: list[int] = []
-    monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)
+    monkeypatch.setattr(native_sampler, "kernels", lambda logits: None)
     monkeypatch.setattr(
         module,
         "raw_logprobs",

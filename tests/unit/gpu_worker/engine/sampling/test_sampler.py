@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.in_flight import StepSamples
-from gpu_worker.engine.sampling import cpu_sampler, sampler
+from gpu_worker.engine.sampling import native_sampler, sampler
 from tests.support.engine.sample_requests import (
     BAD_WORDS,
     CASES,
@@ -127,6 +127,6 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
     assert [request(sampling) for sampling in without_effect] == [None, None]
     assert request(None, min_new_tokens=3) is None  # the row has more
     monkeypatch.setattr(sampler, "sample_group", None)
-    monkeypatch.setattr(cpu_sampler, "native_request", None)
+    monkeypatch.setattr(native_sampler, "native_request", None)
     logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()

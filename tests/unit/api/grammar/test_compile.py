@@ -8,7 +8,7 @@ import pytest
 
 from api.errors import ApiError
 from api.grammar.check import BYTES, byte_tokenizer
-from api.grammar.grammar import (
+from api.grammar.compile import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_DEPTH,
     Grammar,

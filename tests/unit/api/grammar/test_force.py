@@ -12,11 +12,11 @@ import pytest
 
 from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, ReasoningFormat
 from api.answers.scanner import Tool
-from api.answers.tagged_calls import PAIR, PARAMETER
+from api.answers.tagged_arguments import PAIR, PARAMETER
 from api.errors import ApiError
 from api.grammar.check import BYTES
-from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar
-from api.grammar.grammar import Grammar, compile_grammar
+from api.grammar.compile import Grammar, compile_grammar
+from api.grammar.force import CallChoice, after_thinking, call_grammar
 from common import model_files
 from tests.support.tool_calls.answers import Answer, Reading
 from tests.support.tool_calls.golden import SCHEMA

@@ -6,7 +6,7 @@ import pytest
 from common.model_files import NotConverted
 from common.process import machine
 from common.settings.settings import SettingError, Settings
-from deploy.launcher import checks
+from deploy.launcher import prepare
 
 GIB = 2**30
 
@@ -15,11 +15,11 @@ def test_caches_of_all_workers_must_fit_in_memory_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 3 * GIB)
-    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
-    checks.check_memory(Settings(num_workers=3))
+    monkeypatch.setattr(prepare, "NVIDIA", tmp_path / "nvidiactl")
+    prepare.check_memory(Settings(num_workers=3))
     for device in ("cpu", "auto"):
         with pytest.raises(SettingError) as refusal:
-            checks.check_memory(Settings(num_workers=4, device=device))
+            prepare.check_memory(Settings(num_workers=4, device=device))
         words = "1024 MiB for each of 4 (NUM_WORKERS), but only 3072 MiB of memory are available"
         assert str(refusal.value) == f"KV_CACHE_BYTES: {words}"
 
@@ -28,39 +28,39 @@ def test_caches_on_a_gpu_are_not_checked_by_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 0)
-    monkeypatch.setattr(checks, "NVIDIA", tmp_path)
+    monkeypatch.setattr(prepare, "NVIDIA", tmp_path)
     for device in ("cuda", "auto"):
-        checks.check_memory(Settings(device=device))
+        prepare.check_memory(Settings(device=device))
     with pytest.raises(SettingError):
-        checks.check_memory(Settings(device="cpu"))
+        prepare.check_memory(Settings(device="cpu"))
 
 
 def test_auto_dtype_is_float32_on_a_processor_without_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that `serve` converts a GGUF file once, as its workers will load it."""
-    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setattr(prepare, "NVIDIA", tmp_path / "nvidiactl")
     monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
-    assert checks.weights_dtype(Settings()) == checks.weights_dtype(Settings(device="cpu")) == "float32"
-    assert checks.weights_dtype(Settings(dtype="bfloat16")) == "bfloat16"
-    assert checks.weights_dtype(Settings(device="cuda")) == "auto"
+    assert prepare.weights_dtype(Settings()) == prepare.weights_dtype(Settings(device="cpu")) == "float32"
+    assert prepare.weights_dtype(Settings(dtype="bfloat16")) == "bfloat16"
+    assert prepare.weights_dtype(Settings(device="cuda")) == "auto"
     monkeypatch.setattr(machine, "has_bfloat16", lambda: True)
-    assert checks.weights_dtype(Settings()) == "auto"
+    assert prepare.weights_dtype(Settings()) == "auto"
 
 
 def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    checks.check_ranks()
+    prepare.check_ranks()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingError, match="WORLD_SIZE: is set by torchrun"):
-        checks.check_ranks()
+        prepare.check_ranks()
 
 
 def test_a_gateway_waits_for_the_model_that_a_worker_converts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(checks, "POLL_S", 0.0)
+    monkeypatch.setattr(prepare, "POLL_S", 0.0)
     answers = [NotConverted("model_id", "x.gguf is converted by a worker first")] * 2
 
     def with_model(settings: Settings) -> Settings:
@@ -68,16 +68,16 @@ def test_a_gateway_waits_for_the_model_that_a_worker_converts(
             raise answers.pop()
         return settings
 
-    monkeypatch.setattr(checks, "with_model", with_model)
-    assert checks.wait_for_model(Settings()) == Settings()
+    monkeypatch.setattr(prepare, "with_model", with_model)
+    assert prepare.wait_for_model(Settings()) == Settings()
     assert [line for line in caplog.messages if "converted by a worker" in line] == [
         "waiting for the model: MODEL_ID: x.gguf is converted by a worker first"
     ]
 
 
 def test_who_may_send_requests_is_said_without_the_key() -> None:
-    assert "need no key" in checks.describe_access(Settings())
-    said = checks.describe_access(Settings(api_key="secret"))
+    assert "need no key" in prepare.describe_access(Settings())
+    said = prepare.describe_access(Settings(api_key="secret"))
     assert "must carry the key" in said and "secret" not in said
 
 
@@ -94,6 +94,6 @@ def test_who_may_send_requests_is_said_without_the_key() -> None:
     ],
 )
 def test_the_pages_that_may_call_are_named(settings: dict[str, Any], said: str) -> None:
-    assert f"of web pages, {said} send them (CORS_ALLOW_ORIGIN)" in checks.describe_access(
+    assert f"of web pages, {said} send them (CORS_ALLOW_ORIGIN)" in prepare.describe_access(
         Settings(**settings)
     )

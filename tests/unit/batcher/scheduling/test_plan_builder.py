@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.plans import PendingPlan
+from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from tests.support.fleet.simulated_pool import Pool, sharing_request
 from tests.unit.batcher.scheduling.test_kv_blocks_prefix_cache import check_blocks

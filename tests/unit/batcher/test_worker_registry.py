@@ -11,7 +11,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from batcher.workers import KnownWorker, WorkerRegistry, WorkerState
+from batcher.worker_registry import KnownWorker, WorkerRegistry, WorkerState
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.plan import Plan, Report

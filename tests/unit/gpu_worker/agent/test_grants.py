@@ -12,7 +12,7 @@ from common.messages.codec import encode
 from common.messages.plan import HeldRow, Plan
 from common.messages.records import RECORD, pack_ids
 from common.metrics import catalogue
-from gpu_worker.agent import plans
+from gpu_worker.agent import grants as grants_module
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import (
     KEYS,
@@ -61,7 +61,7 @@ async def test_a_worker_is_ready_once_a_batcher_has_taken_it_up(
 ) -> None:
     """When it has loaded its model it can serve nobody yet."""
     ready = threading.Event()
-    monkeypatch.setattr(plans, "READY", ready)
+    monkeypatch.setattr(grants_module, "READY", ready)
     running = asyncio.create_task(agent.run())
     await wait_until(lambda: redis.exists(KEYS.worker("w0-1")))
     assert not ready.is_set()

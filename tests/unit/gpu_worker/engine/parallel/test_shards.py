@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from gpu_worker.engine.parallel.tp_plan import make_tp_plan
+from gpu_worker.engine.parallel.shards import make_tp_plan
 from tests.support.engine.tiny_models import FAMILIES
 
 

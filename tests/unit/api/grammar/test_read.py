@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from api.errors import ApiError
-from api.grammar.grammar import Grammar
-from api.grammar.response_format import ANY_OBJECT, read_response_format, read_structured_outputs
+from api.grammar.compile import Grammar
+from api.grammar.read import ANY_OBJECT, read_response_format, read_structured_outputs
 from api.openai.request_schemas import ChatRequest
 
 SCHEMA = {"type": "object"}

@@ -17,7 +17,7 @@ from api.openai.request_schemas import ChatRequest
 from api.openai.respond import ChunkFeed
 from api.requests.pool import Pool
 from api.requests.validate import validate
-from api.streams.answer import describe_answer
+from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from api.tgi import render
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest

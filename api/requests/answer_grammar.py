@@ -7,8 +7,8 @@ from dataclasses import replace
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.event_loop import LONG_SIZE, offload
 from api.grammar.check import can_begin
-from api.grammar.forced_calls import CallChoice, after_thinking, call_grammar, either
-from api.grammar.grammar import CompiledGrammar, Grammar, compile_grammar
+from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
+from api.grammar.force import CallChoice, after_thinking, call_grammar, either
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.tools import ToolChoice
 from common.messages.answer import Reading

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from api.errors import ApiError, cut, invalid, quoted
-from api.grammar.grammar import MAX_SCHEMA_DEPTH, Grammar, depth_of
+from api.grammar.compile import MAX_SCHEMA_DEPTH, Grammar, depth_of
 
 ANY_OBJECT = '{"type": "object"}'
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from common import model_files
-from common.gguf_header import check_gguf
+from common.gguf_check import check_gguf
 from common.settings.settings import SettingError
 from tests.support.gguf.tiny_gguf import HIDDEN, LAYERS, TYPES, VOCAB, damage, write
 

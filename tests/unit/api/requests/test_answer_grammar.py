@@ -7,8 +7,8 @@ import llguidance
 import pytest
 
 from api.grammar.check import byte_tokenizer
-from api.grammar.grammar import CompiledGrammar, Grammar
-from api.requests.chat_grammar import answer_grammar, reading_beside
+from api.grammar.compile import CompiledGrammar, Grammar
+from api.requests.answer_grammar import answer_grammar, reading_beside
 from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
 from common.messages.answer import Reading
 from tests.support.tokenizer import model_tokenizer

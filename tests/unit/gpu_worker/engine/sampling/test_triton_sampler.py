@@ -16,12 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.sampling import cuda_sampler, multinomial, truncation
-from gpu_worker.engine.sampling.cuda_sampler import RowParameters, sample_on_cuda, sampling_arguments
+from gpu_worker.engine.sampling import multinomial, triton_sampler, truncation
 from gpu_worker.engine.sampling.sampler import sample_in_groups
+from gpu_worker.engine.sampling.triton_sampler import RowParameters, sample_on_cuda, sampling_arguments
 from tests.support.engine.sample_requests import request
 from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
-from tests.unit.gpu_worker.engine.sampling.test_cpu_sampler import SHAPES, compare, logits_of, random_request
+from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
+    SHAPES,
+    compare,
+    logits_of,
+    random_request,
+)
 
 UNIT = 2.0**40
 SIZES = (1, 15, 60, 1000)
@@ -208,7 +213,7 @@ def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch)
         return (arguments[0][:, 0],) * 3
 
     monkeypatch.setitem(sys.modules, f"{KERNELS}.sample", SimpleNamespace(sample_rows=launch))
-    monkeypatch.setattr(cuda_sampler, "greedy", lambda logits: launch(logits)[:2])
+    monkeypatch.setattr(triton_sampler, "greedy", lambda logits: launch(logits)[:2])
     random = np.random.default_rng(0)
     requests = [random_request(random, 50, 2) for _ in range(256)]
     plain = [

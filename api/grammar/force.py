@@ -19,7 +19,7 @@ from api.grammar.call_rules import (
     harmony_final,
 )
 from api.grammar.check import find_error
-from api.grammar.grammar import MAX_GRAMMAR_BYTES
+from api.grammar.compile import MAX_GRAMMAR_BYTES
 from api.grammar.lark import TEXT, Lark, escaped
 
 LINES = r"/\n{0,2}/"

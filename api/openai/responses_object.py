@@ -14,7 +14,7 @@ from api.errors import failed
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.openai.choice import TextPiece, new_choices
-from api.openai.response_items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
+from api.openai.responses_items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream

@@ -11,7 +11,7 @@ import torch
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
 from gpu_worker.engine.sampling.sampler import sample_in_groups
 from tests.support.engine.fixed_grammar import FixedGrammar
@@ -109,7 +109,7 @@ def test_kernels_sample_the_same_ids_as_torch(
         num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
         requests = [random_request(random, size, num_words) for _ in range(num_rows)]
         compare(
-            cpu_sampler.sample_natively(library, logits, requests),
+            native_sampler.sample_natively(library, logits, requests),
             sample_in_groups(logits, requests),
             requests,
         )
@@ -123,7 +123,7 @@ def test_kernels_score_prompts_as_torch_does(size: int, dtype: torch.dtype, libr
         logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
         for num_tops in (0, min(size, 4)):
             for found, expected in zip(
-                cpu_sampler.score_natively(library, logits, ids, num_tops),
+                native_sampler.score_natively(library, logits, ids, num_tops),
                 raw_logprobs(logits, ids, num_tops),
                 strict=True,
             ):
@@ -140,7 +140,7 @@ def test_plainly_greedy_rows_get_the_likeliest_token(
     logits = (torch.randn(5, size) * 8).to(dtype)
     logits[0, size // 2 :] = 40.0
     logits[1, : size // 2] = -math.inf
-    found = cpu_sampler.sample_natively(library, logits, [None] * 5)
+    found = native_sampler.sample_natively(library, logits, [None] * 5)
     assert found.ids.tolist() == [size // 2, *logits[1:].max(-1).indices.tolist()]
     expected = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
     torch.testing.assert_close(found.logprobs.double(), expected, rtol=0, atol=1e-5)
@@ -151,11 +151,11 @@ def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
     random = np.random.default_rng(0)
     requests = [random_request(random, 3000, 94) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    expected = cpu_sampler.sample_natively(library, logits, requests)
+    expected = native_sampler.sample_natively(library, logits, requests)
     for broken in (math.nan, math.inf, -math.inf):
         mixed = logits.clone()
         mixed[::2] = broken
-        found = cpu_sampler.sample_natively(library, mixed, requests)
+        found = native_sampler.sample_natively(library, mixed, requests)
         assert found.ids[1::2].tolist() == expected.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
@@ -168,5 +168,5 @@ def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
     ]
     assert all(
         token % 2 == 0 or token < 7
-        for token in cpu_sampler.sample_natively(library, logits, sampled_rows).ids.tolist()
+        for token in native_sampler.sample_natively(library, logits, sampled_rows).ids.tolist()
     )

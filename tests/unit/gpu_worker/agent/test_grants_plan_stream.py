@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from common.broker.keys import parse_stream_id
-from gpu_worker.agent.plans import Entry, PlanStream, StreamId
+from gpu_worker.agent.grants import Entry, PlanStream, StreamId
 from tests.support.waiting import wait_until
 
 

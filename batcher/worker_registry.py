@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
-from batcher.scheduling.plans import PendingPlan
+from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.broker import batcher_scripts, worker_scripts
