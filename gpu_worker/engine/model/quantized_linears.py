@@ -107,7 +107,9 @@ def shard_floats(weight: ScaledFloats, shards: TensorShards | None, rank: int) -
 def shard_blocks(
     whole: Mapping[str, Blocks], shards: Mapping[str, TensorShards], rank: int
 ) -> Mapping[str, Blocks]:
-    """A rank's part of each layer's blocks [outputs, inputs]; none where the blocks would be too small."""
+    """A rank's part of each layer's blocks [outputs, inputs] of any dtype; none where the blocks would be too
+    small.
+    """
 
     def read(layer: str) -> Blocks | None:
         blocks, own = whole.get(layer), shards.get(f"{layer}.weight")
@@ -143,8 +145,8 @@ def use_fp8(
     shards: Mapping[str, TensorShards],
     rank: int,
 ) -> None:
-    """Make linear layers multiply 8-bit floats; `shards`: how weights [...] are split between ranks. The head
-    and routers stay plain, and so do experts that are one parameter.
+    """Make linear layers multiply 8-bit floats; `shards`: how weights [...] of any dtype are split between
+    ranks. The head and routers stay plain, and so do experts that are one parameter.
     """
     multiplied = multiplies_fp8(device, model.dtype)
     if quantizes(config, settings):
@@ -180,7 +182,7 @@ def rounds(name: str, linear: nn.Linear) -> bool:
 
 def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
     """Make linear layers multiply the 8-bit floats of a checkpoint that have one scale, or one for each
-    output; `shards`: how parameters [...] are split between ranks.
+    output; `shards`: how parameters [...] of any dtype are split between ranks.
     """
     if quantization_of(config) is None:
         return

@@ -9,8 +9,8 @@
 #include "structs.h"
 #include "vector.h"
 
-// The number of this thread in an OpenMP region, and of all its threads. Not every system that has the runtime
-// has its header, too.
+// The number of this thread in an OpenMP region, and of all its threads. Not every system that has the
+// runtime has its header, too.
 #if defined(_OPENMP)
 extern "C" int omp_get_thread_num();
 extern "C" int omp_get_num_threads();
