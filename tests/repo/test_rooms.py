@@ -36,7 +36,7 @@ FLOORS = {
         "process",
         "loop",
         "housekeeping recovery",
-        "terminals workers",
+        "terminals worker_registry",
         "inbox timeline",
         "actions failure_detector lease scheduling",
     ],
@@ -51,7 +51,7 @@ FLOORS = {
     "common": [
         "startup",
         "metrics model_files",
-        "broker gguf_header model_config",
+        "broker gguf_check model_config",
         "settings",
         "detokenize messages process",
     ],
