@@ -24,7 +24,7 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.loop import AgentLink
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.protocol import EngineFailure, LoadProgress, PeerClosed
 from gpu_worker.rank import RankInfo
 

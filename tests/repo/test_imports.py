@@ -68,7 +68,7 @@ def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-for module in ("batcher", "deploy.launcher.launcher", "gpu_worker", "api"):
+for module in ("batcher", "deploy.launcher.launcher", "gpu_worker", "gpu_worker.engine.process", "api"):
     package = importlib.import_module(module)
     for item in pkgutil.iter_modules(getattr(package, "__path__", [])):
         if item.name not in ("__main__", "engine"):

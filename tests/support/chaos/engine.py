@@ -21,9 +21,9 @@ import setproctitle
 from common.messages.records import pack_ids, unpack_ids
 from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.loop import AgentLink
 from gpu_worker.protocol import Grant, LoadProgress, PeerClosed, Ready, StartRow, StepResult
 from tests.support.chaos.engine_loop import run
 

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.loop import AgentLink
 from gpu_worker.protocol import Grant, StepResult
 
 KEEPALIVE_S = 5.0

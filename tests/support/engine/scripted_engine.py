@@ -17,7 +17,7 @@ import redis
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids
-from gpu_worker.engine.loop import AgentLink
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.protocol import SAMPLE, StartRow, StepResult, encode
 
 LOGPROB, DURATION_MS = -1.5, 10.0

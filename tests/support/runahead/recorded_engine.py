@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from common.process.parent_death import die_with_parent
 from gpu_worker.engine import process
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.in_flight import LaunchPace
-from gpu_worker.engine.loop import AgentLink
 from gpu_worker.protocol import Frame, Grant, PeerClosed, Ready, StepResult
 from tests.support.chaos.engine_loop import run
 

@@ -11,9 +11,9 @@ import pytest
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from gpu_worker.engine import loop
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.loop import AgentLink
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.protocol import Frame, FrameDecoder, Grant, PeerClosed, StepResult, encode
 from tests.support.chaos.random_delays import RandomDelays
