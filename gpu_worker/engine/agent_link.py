@@ -1,5 +1,5 @@
-"""The engine's side of the protocol (gpu_worker/protocol.py). It imports no torch, so that an engine can report
-to its agent before it has imported the rest.
+"""The engine's side of the protocol (gpu_worker/protocol.py). It imports no torch, so that an engine can
+report to its agent before it has imported the rest.
 """
 
 import contextlib
