@@ -1,7 +1,7 @@
 """Grammar: what an answer must look like, from a client's words to llguidance's form.
 
-`response_format.py` reads it from a request. Here it is compiled, and `check.py` says whether it can be
-served: others are refused before they are queued. `forced_calls.py` adds calls and thinking. Workers compile
+`read.py` reads it from a request. Here it is compiled, and `check.py` says whether it can be
+served: others are refused before they are queued. `force.py` adds calls and thinking. Workers compile
 llguidance's form for their model's vocabulary.
 """
 

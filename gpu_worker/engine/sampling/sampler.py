@@ -1,7 +1,7 @@
 """The sampler: logits to tokens. `sample` is the entry.
 
-On CPU native kernels sample all rows in one call (cpu_sampler.py), on CUDA one Triton kernel does
-(cuda_sampler.py): the work is only queued, without waiting for the device. Else torch samples, and tests
+On CPU native kernels sample all rows in one call (native_sampler.py), on CUDA one Triton kernel does
+(triton_sampler.py): the work is only queued, without waiting for the device. Else torch samples, and tests
 compare both with it. Rows are grouped by the function that samples them, and each group passes, in this
 order: bias, bans, penalties and grammar (penalties.py), temperature (here), truncation by top-k, top-p, min-p
 and typical-p (truncation.py), and the draw of a token (multinomial.py).

@@ -34,7 +34,7 @@ KEEPS_ALL = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
 def test_choices_follow_the_distribution(name: str) -> None:
     """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together.
 
-    Torch samples the same ids as the kernels, which is tested apart (test_cpu_sampler.py).
+    Torch samples the same ids as the kernels, which is tested apart (test_native_sampler.py).
     """
     num, logits = 2000, logits_of(2)
     requests = [
