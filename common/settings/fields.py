@@ -87,9 +87,9 @@ class SettingFields(BaseModel):
     max_head_bytes: Annotated[Count, Field(ge=1024, le=2**24)] = 64 * 2**10
     """longest head of a request: its request line and headers (bytes)"""
     head_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 20.0
-    """a client that has not sent a whole head so long after it connected or began one is cut off (s)"""
+    """time in which a client must send a whole head, from its connection or first byte on (s)"""
     body_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 60.0
-    """a client that has not sent a whole body so long after its head is cut off (s)"""
+    """time in which a client must send a whole body, from the end of its head on (s)"""
     keep_alive_timeout_s: Annotated[Seconds, Field(ge=1)] = 620.0
     """how long a connection without a request is kept: longer than clients and proxies keep theirs (s)"""
     max_connections: Count | None = None
@@ -125,9 +125,9 @@ class SettingFields(BaseModel):
     disable_grammar_support: bool = False
     """requests for structured output (JSON schemas, regexes, grammars) are refused"""
     request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
-    """a request that is not finished after so long ends with an error (s)"""
+    """time for a request to finish; then it ends with an error (s)"""
     write_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
-    """a client that takes nothing of its answer for so long is cut off, and its request cancelled (s)"""
+    """time without reading its answer after which a client is cut off, its request cancelled (s)"""
     max_unread_bytes: Count = 256 * 2**20
     """unread answers in a gateway (bytes); beyond it the client that read nothing for longest is cut off"""
     response_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
@@ -171,9 +171,9 @@ class SettingFields(BaseModel):
     inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 100.0
     """longest step with prompts beside rows that decode (ms; 0: no bound), but for interrupted answers"""
     waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS, once so many wait per decoding row"""
+    """waiting prompts per decoding row that take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS"""
     max_waiting_tokens: Number | None = None
-    """prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS, once one has waited so many steps"""
+    """steps that a prompt waits until prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS"""
     horizon: Count = 256
     """most steps granted ahead; 32 are usual, more where grants take long to arrive"""
     speculate: Annotated[Number, Field(le=15)] = 0
@@ -205,11 +205,11 @@ class SettingFields(BaseModel):
     heartbeat_s: Annotated[Seconds, Field(ge=0.01)] = 0.5
     """time between two heartbeats of a process (s)"""
     worker_ttl_s: Seconds = 5.0
-    """a worker without a heartbeat for so long is declared dead; at least twice HEARTBEAT_S (s)"""
+    """time without a heartbeat after which a worker is declared dead; at least twice HEARTBEAT_S (s)"""
     stopped_grace_s: Seconds = 0.5
-    """a process that is stopped (SIGSTOP) for so long is ended and started again (0: it is waited for) (s)"""
+    """time after which a stopped process (SIGSTOP) is ended and started again; 0: never (s)"""
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
-    """an engine is killed when a step takes so long, and 20 times what warm-up says of such a step (s)"""
+    """time of a step after which an engine is killed, if also 20 times what warm-up measured (s)"""
     worker_grace_s: Seconds = 30.0
     """how long requests are accepted, and wait, without any worker or batcher (s)"""
     gateway_grace_s: Seconds = 30.0
