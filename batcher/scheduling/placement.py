@@ -49,7 +49,7 @@ class Placement:
     """The workers that may be given rows.
 
     Attributes:
-        levels: number of rows → the workers that have so many.
+        levels: number of rows → the workers that have that number.
         with_batch: workers with rows of the class `batch`; the one that changed last is at the end.
         changes: worker → number of its last change, the newest at the end.
         refusal: tokens, at the shortest and the longest horizon, that no worker had room for, and the number

@@ -25,8 +25,8 @@ end
 -- needs: lib/now
 -- Places of live requests: how many of each class and tenant the stream `requests` has, and what they weigh.
 -- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant. So
--- what an entry took comes back when it is deleted, whoever does it; and a sum that does not fit the stream,
--- as after entries of an older version, is counted anew.
+-- what an entry took comes back when it is deleted, whichever script does it. A sum that does not fit the
+-- stream, as after entries of an older version, is counted anew.
 local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
 local CLASS_INDEX = {}
 for index, class in ipairs(CLASSES) do CLASS_INDEX[class] = index end

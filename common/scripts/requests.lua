@@ -88,7 +88,7 @@ return {'admitted', id}
 --- offer
 -- needs: lib/places, lib/spill
 -- Offer a request as its gateway knows it: what was shown to a client is a fact, whatever the broker has
--- lost. A request that is gone, and with `reopen` one that ended with other tokens, is queued again, behind
+-- lost. A request that is gone, and with `reopen` one that ended with other tokens, is queued again, after
 -- its tokens. A run that began before the last of them, and did not make them, is void: its attempt is over,
 -- and the batcher is told.
 -- KEYS request, tokens, requests, places, clock, control
@@ -193,7 +193,7 @@ return answer
 -- read. The message is sent even without `request`: the batcher may know a request that the broker has lost.
 -- KEYS request, control
 -- ARGV payload, reader
--- `reader`: the number of the reader that is gone, 0 for the first, or '' for a cancel whoever reads.
+-- `reader`: the number of the reader that is gone, 0 for the first, or '' for any reader.
 -- Returns 1, or 0 when the request is not known, has its terminal or has another reader.
 local known = redis.call('TYPE', request).ok == 'hash'
 if known and redis.call('HEXISTS', request, 'terminal') == 1 then return 0 end

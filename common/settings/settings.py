@@ -80,7 +80,7 @@ class Settings(SettingFields):
         read_overrides(self.override_generation_config or "{}")
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError(
-                "demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
+                "demo", "lets everybody who sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
             )
 
     def check_tokens(self) -> None:

@@ -9,7 +9,7 @@ from common.metrics import catalogue
 from gpu_worker.protocol import Grant, StepResult
 
 COUNTED_AT_ONCE = 64
-"""At most so many steps are counted together: the code that counts is not in the processor's caches."""
+"""Steps that are counted together at most: the code that counts is not in the processor's caches."""
 
 
 class BatchMetrics:

@@ -22,7 +22,7 @@ from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import Outbox
 
 SPILL_EVERY = 64
-"""Once in so many flushes every live row is spilled and the log is trimmed: this bounds the log."""
+"""Number of flushes after which every live row is spilled and the log is trimmed: this bounds the log."""
 SPILLED, HOLE = 1, 0
 """Answers of the script `flush` for a spill; any other number refuses it."""
 

@@ -113,7 +113,7 @@ def latent_kernel(generation: int) -> str:
 
 
 def planned_heads(heads: int, longest: int) -> int:
-    """How many query heads a step over latents is planned for, whose longest row has so many tokens. The
+    """How many query heads a step over latents is planned for; `longest`: tokens of its longest row. The
     kernel takes 64 or 128 pairs of token and head at a time. Where such a tile ends between the heads of one
     token, it leaves out the last key of that token if a tile of keys begins there, and FlashInfer refuses the
     plan: a power of two divides all tiles.
@@ -138,7 +138,7 @@ def workspace_bytes(geometry: Geometry, processors: int, max_rows: int) -> int:
 
 
 def tile_of(queries: int, dim: int) -> int:
-    """How many queries a program computes, where so many share a K head and their keys."""
+    """How many queries a program computes; `queries`: how many share a K head and its keys."""
     if queries <= SMALL_TILE:
         return SMALL_TILE
     return MEDIUM_TILE if queries <= MEDIUM_TILE or dim >= 256 else LARGE_TILE

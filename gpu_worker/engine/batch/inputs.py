@@ -14,8 +14,8 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
 MAX_PADDING = 512
-"""Rows that decode are padded to the longest of their span: at most to twice their own length, or by so many
-tokens.
+"""Rows that decode are padded to the longest of their span: at most to twice their own length, or by this
+number of tokens.
 """
 
 

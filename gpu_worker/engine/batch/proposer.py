@@ -11,7 +11,7 @@ from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
 
 MIN_MATCH, MAX_MATCH = 2, 8
-"""At least and at most so many of the row's last ids are looked up."""
+"""How many of the row's last ids are looked up, at least and at most."""
 LEAST_RIGHT_SHARE = 0.35
 """Proposals pay if at least this share is right: a wrong one costs part of a token's time."""
 TRIAL_PROPOSALS = 12

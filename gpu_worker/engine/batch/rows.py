@@ -34,7 +34,7 @@ from gpu_worker.engine.batch.step_result import (
 from gpu_worker.protocol import Grant
 
 PATIENCE = 16
-"""One of so many steps begins with the prompt that has waited longest, unless it was the first since then."""
+"""One step in this number begins with the prompt that has waited longest, unless it was first since then."""
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
 MAX_SCORED_TOKENS = 256

@@ -72,7 +72,7 @@ class PackedBlocks:
 
 
 def pack_blocks(blocks: Blocks, panel: int, pages: LargePages) -> PackedBlocks:
-    """Pack blocks in panels of so many outputs."""
+    """Pack blocks in panels of `panel` outputs."""
     factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
     tensors = [
         move(pack_quants(in_panels(blocks.quants, panel), blocks.bits), pages),

@@ -23,7 +23,7 @@ FP8_CAPABILITY = (8, 9)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_MULTIPLE = 16
-"""Matrices of 8-bit floats have multiples of so many rows and columns."""
+"""Rows and columns of matrices of 8-bit floats are multiples of this."""
 LEAST_MAXIMUM = 1e-12
 """A row of smaller numbers is rounded as if this were its largest."""
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

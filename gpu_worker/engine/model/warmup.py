@@ -23,12 +23,12 @@ NUM_MEASURED = 3
 TOKENS_MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
 CUDA_TOKENS = 8192
-"""Prompt tokens of the largest step on CUDA, unless set otherwise: products of so many rows are bound by
+"""Prompt tokens of the largest step on CUDA, unless set otherwise: products of that many rows are bound by
 arithmetic.
 """
 
 PROPOSING_TOKENS = 256
-"""A step has room for all proposals of all rows up to so many tokens: their logits take memory. As far as
+"""Tokens up to which a step has room for all proposals of all rows: their logits take memory. As far as
 reading weights from memory takes the time, such a step takes hardly longer than one of a single token.
 """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 LARGEST_BLOCK = 128
-"""Inputs: the kernels expand so many at once."""
+"""Inputs of a block: the kernels expand that many at once."""
 SMALLEST_BLOCK = 16
 """Inputs: two words of quants of 4 bits."""
 

@@ -99,5 +99,5 @@ def read_bnb4(fields: Fields, config: Config) -> Weight:
 
 
 def scaled(numbers: torch.Tensor, factors: torch.Tensor, size: int) -> torch.Tensor:
-    """float32 [numbers], each times the factor of its block of so many; factors float32 [blocks]"""
+    """float32 [numbers], each times the factor of its block of `size` numbers; factors float32 [blocks]"""
     return numbers * factors.repeat_interleave(size)[: len(numbers)]

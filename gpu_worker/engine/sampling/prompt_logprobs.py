@@ -13,7 +13,7 @@ from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
 MAX_LOGITS = 2**25
 """Most logits of prompts in one step: with their float32 copies a few hundred MB."""
 MAX_CHUNK_LOGITS = 2**24
-"""Torch copies at most so many of them at a time."""
+"""Logits that torch copies at a time, at most."""
 
 
 def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:

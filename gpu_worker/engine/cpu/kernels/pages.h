@@ -69,7 +69,7 @@ template <class T> struct Chunk {
         }
     }
 
-    // Copies numbers of type S, of `RUN` keys at a time: so many lie next to each other in a block.
+    // Copies numbers of type S, of `RUN` keys at a time, which lie next to each other in a block.
     template <class S, int RUN> static void copy(
         Chunk& to, const Step& step, const Cache& cache, KeyRange seen, int head, int width) {
         int size = step.block_size, dim = cache.key_dim;

@@ -96,7 +96,7 @@ struct TokenRanking {
         return tokens[place];
     }
 
-    // Weight of the first so many.
+    // Weight of the first `count`.
     int64_t mass(int count) {
         int bucket = std::lower_bound(starts, starts + BUCKETS, count) - starts - 1;
         if (count == starts[bucket + 1]) return masses[bucket + 1];

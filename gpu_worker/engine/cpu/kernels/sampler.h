@@ -171,7 +171,7 @@ struct RowSampler {
         return request.num_tops ? std::min(bound, bound_of(request.num_tops)) : bound;
     }
 
-    // A score that at least so many reach.
+    // A score that at least `count` reach.
     float bound_of(int count) {
         maxima.resize(scores.padded() / 32);
         if (count > (int)maxima.size()) return EXCLUDED;

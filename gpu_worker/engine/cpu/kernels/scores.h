@@ -43,7 +43,7 @@ inline int64_t sum(Ints x) {
 
 inline float log_of(int64_t weights) { return (float)std::log((double)weights / ONE); }
 
-// Whole stretches of scores; NaN behind the vocabulary and where the model's logit is NaN: such a token is
+// Whole stretches of scores; NaN after the vocabulary and where the model's logit is NaN: such a token is
 // never sampled.
 struct Scores {
     std::vector<float> values;
@@ -124,7 +124,7 @@ inline void apply_penalties(Scores& scores, const SampleRequest& request) {
     });
 }
 
-// The tokens that a grammar, or a list of ids, allows; those behind the mask's end stay as they are.
+// The tokens that a grammar, or a list of ids, allows; those after the mask's end stay as they are.
 inline void apply_mask(Scores& scores, const SampleRequest& request) {
     float* x = scores.begin();
     for (int i = 0; i < std::min<int64_t>(request.mask.count * 32, scores.size); i++)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 FEW = 16
-"""Rows of the smallest tile: a matrix unit multiplies at least so many."""
+"""Rows of the smallest tile: a matrix unit multiplies no fewer."""
 OPTIONS = {"num_stages": 4, "enable_fp_fusion": False}
 """No fused products and sums: scale and offset are rounded one after the other, as dequantising does."""
 
