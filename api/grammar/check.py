@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import llguidance
-import numpy as np
 
 from api.grammar.lark import TEXT, regex
 from api.prompts.tokenizer import ModelTokenizer
@@ -244,10 +243,10 @@ def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
 
 def tokens_to_try(mask: bytes, end: int) -> list[int]:
     """The bytes and tokens of a mask that are tried; those that close soonest come first."""
-    flags = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:end]
-    allowed: list[int] = np.flatnonzero(flags).tolist()
+    bits = int.from_bytes(mask, "little")
+    allowed = [token for token in range(end) if bits >> token & 1]
     if len(allowed) > FREE:
-        return [byte for byte in FREE_TEXT if flags[byte]] or allowed[:1]
+        return [byte for byte in FREE_TEXT if bits >> byte & 1] or allowed[:1]
     for members in CLASSES:
         if len(alike := [token for token in allowed if token in members]) > MANY:
             allowed = [token for token in allowed if token not in alike[1:]]

@@ -21,6 +21,7 @@ ALLOWED = {
 AT_HOME = {
     "torch": "gpu_worker/engine",
     "transformers": "gpu_worker/engine",
+    "numpy": "gpu_worker",
     "fastapi": "api",
     "starlette": "api",
 }
