@@ -23,12 +23,16 @@ LOCAL_NAME = re.compile(r"[^.]*|.+\.(localhost|local|internal)")
 """Names of hosts that nobody can register in the public DNS. As in Ollama."""
 
 
+def sent_key(request: Request) -> tuple[str, bytes]:
+    """The scheme in small letters, and the API key, of the header `Authorization`; empty without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower(), key.strip().encode("latin-1")
+
+
 async def check_key(key: str, request: Request) -> None:
     """Raises ApiError (401) unless the client sent the key."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if not (
-        scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode("latin-1"), key.encode())
-    ):
+    scheme, sent = sent_key(request)
+    if not (scheme == "bearer" and secrets.compare_digest(sent, key.encode())):
         why = "Incorrect API key: expected the header `Authorization: Bearer <key>`"
         raise ApiError(401, "unauthorized", why)
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import invalid
+from api.http.auth import sent_key
 from api.http.middleware import request_id
 from api.http.sse import Feed
 from api.requests.metrics import ARRIVED_S, durations
@@ -60,11 +61,9 @@ def read_seconds(text: str) -> float:
 
 def owner_of(request: Request, request_id: str) -> str:
     """Digest of the API key that a client sent, another one for each request; empty without a key."""
-    _, _, key = request.headers.get("authorization", "").partition(" ")
-    if not key.strip():
-        return ""
+    _, key = sent_key(request)
     salt = request_id.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
-    return hashlib.blake2b(key.strip().encode("latin-1"), key=salt, digest_size=16).hexdigest()
+    return hashlib.blake2b(key, key=salt, digest_size=16).hexdigest() if key else ""
 
 
 def prompt_headers(settings: Settings, num_chars: int) -> dict[str, str]:

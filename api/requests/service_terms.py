@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from api.errors import invalid, quoted
+from api.http.auth import sent_key
 from api.http.openapi import json_body
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate
 from common.settings.settings import Settings
@@ -154,5 +155,5 @@ def on_terms(
 
 def key_digest(request: Request) -> str:
     """A name for the owner of the API key that a client sent; empty without a key."""
-    key = request.headers.get("authorization", "").partition(" ")[2].strip()
-    return hashlib.blake2b(key.encode("latin-1"), digest_size=8).hexdigest() if key else ""
+    _, key = sent_key(request)
+    return hashlib.blake2b(key, digest_size=8).hexdigest() if key else ""
