@@ -20,7 +20,7 @@ from starlette.responses import Response
 from api.admin.processes import ProcessList, describe_health, list_processes
 from api.errors import ApiError, asking_broker, cut, quoted
 from api.http.auth import is_loopback
-from api.http.openapi import FLEET, error_responses
+from api.http.openapi import FLEET, error_responses, only
 from api.json import to_json
 from api.requests.pool import Pool
 from api.requests.pool_registry import own_pool
@@ -38,7 +38,7 @@ KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
 )
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
+router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 503), tags=[FLEET])
 VERSION = version("tokenfleet")
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut
-from api.http.openapi import FLEET, RequestId, error_responses
+from api.http.openapi import FLEET, RequestId, error_responses, only
 from api.json import to_json
 from api.requests.pool_registry import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -21,7 +21,7 @@ SIBLINGS_MS = 5000
 """All choices of a request are queued within this time."""
 CHOICE_MARKS = (".", "#")
 """Between the id of a request, or of a job, and the number of a choice."""
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 403, 503)}, tags=[FLEET])
+router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 503), tags=[FLEET])
 
 
 Entry = tuple[bytes, dict[bytes, bytes]]

@@ -105,6 +105,11 @@ def error_responses(model: type[BaseModel], descriptions: dict[int, str]) -> Err
     }
 
 
+def only(responses: ErrorResponses, *statuses: int) -> ErrorResponses:
+    """The error responses of a route that has these statuses alone."""
+    return {status: responses[status] for status in statuses}
+
+
 @cache
 def json_schema(model: type[BaseModel], mode: Any) -> dict[str, Any]:
     """The JSON schema of a model; schemas that it refers to are under `$defs` (see `hoist_definitions`)."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
 from api.http.middleware import request_id
-from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream
+from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream, only
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
 from api.openai.params import CHARS_OF_MESSAGE
@@ -36,7 +36,7 @@ from api.responses.stored import (
 from api.resume import attach
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
-STORED_ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 403, 500, 503)}
+STORED_ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 500, 503)
 STORED_ERRORS |= error_responses(
     OpenAIError, {404: "There is no such response, or it belongs to another API key"}
 )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut
-from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
+from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
 from api.json import to_json
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
@@ -23,7 +23,7 @@ STATES: tuple[State, ...] = get_args(State)
 """From the earliest to the latest: the state of a request is the earliest of its choices'."""
 FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
 """Of a request's hash; all but the first may be missing."""
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 403, 503)}
+ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "There is no such request, or it belongs to another API key"})
 router = APIRouter(responses=ERRORS, tags=[RESUME])
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import invalid, quoted
 from api.http.error_handlers import error_response
 from api.http.middleware import REQUEST_ID_HEADER
-from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses
+from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
 from api.resume import attach
 from api.resume.attach import LAST_EVENT_ID, find_own
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -25,7 +25,7 @@ LAST_EVENT_ID_PARAMETER = {
     "description": "The `id` of the last frame that the client has. Default: it has none.",
     "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
-ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (401, 403, 422, 503)}
+ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {

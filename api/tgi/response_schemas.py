@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses
+from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses, only
 from api.openai.response_schemas import CAUSES
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -145,9 +145,5 @@ ERROR_RESPONSES = error_responses(
 )
 """All error responses by status."""
 
-TOKENIZE_ERRORS: ErrorResponses = {
-    status: ERROR_RESPONSES[status] for status in (400, 401, 403, 404, 413, 415, 422, 500, 503)
-}
-GENERATE_ERRORS: ErrorResponses = {
-    status: ERROR_RESPONSES[status] for status in (400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)
-}
+TOKENIZE_ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 404, 413, 415, 422, 500, 503)
+GENERATE_ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)
