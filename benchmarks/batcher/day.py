@@ -20,7 +20,8 @@ from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from benchmarks.batcher.prefix import STEP_MS, TICK_MS, TOKEN_MS
 from common.messages.plan import WorkerCapacity
-from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, request
+from tests.support.broker_state import make_capacity
+from tests.support.fleet.simulated_pool import Pool, request
 
 NUM_WORKERS, NUM_ROWS, NUM_BLOCKS, STEP_TOKENS = 4, 16, 2000, 512
 DEATH_MS = 60_000.0
@@ -81,16 +82,7 @@ class TimedPool(Pool):
         return name
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(
-            incarnation=name,
-            name=name,
-            model="m",
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            max_batch_prefill_tokens=STEP_TOKENS,
-            context=8192,
-        )
+        return make_capacity(name, NUM_BLOCKS, name=name, max_batch_prefill_tokens=STEP_TOKENS)
 
     def run_until(self, now_ms: float) -> None:
         """Run the steps that begin before this time, then report."""

@@ -20,8 +20,9 @@ from batcher.scheduling.replica import WorkerLimits
 from benchmarks.serve import Figures, load
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import Settings
+from tests.support.broker_state import make_capacity
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, request
+from tests.support.fleet.simulated_pool import Pool, request
 
 STREAMS, REQUESTS = 16, 256
 LOADS = ((128, 64), (128, 32), (512, 64))
@@ -54,15 +55,8 @@ class TimedPool(Pool):
         self.worker = self.workers["w0"]
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(
-            incarnation=name,
-            name=name,
-            model="m",
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            num_blocks=self.num_blocks,
-            max_batch_prefill_tokens=MAX_PREFILL,
-            context=4096,
+        return make_capacity(
+            name, self.num_blocks, name=name, max_batch_prefill_tokens=MAX_PREFILL, context=4096
         )
 
     def send(self, number: int) -> None:

@@ -23,11 +23,12 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.messages.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
-from common.messages.plan import Plan, Report, WorkerCapacity
+from common.messages.plan import Plan, Report
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.broker_state import make_capacity
 
-NUM_ROWS, BLOCK_SIZE, NUM_BLOCKS = 256, 16, 6000
+NUM_ROWS, NUM_BLOCKS = 256, 6000
 PROMPT_TOKENS, MEAN_ANSWER, MAX_ANSWER = 128, 128, 1024
 NUM_SYSTEMS, SHARING = 64, 0.2
 REPORTS_A_DECISION = 8
@@ -100,17 +101,7 @@ class FullPool:
         self.prompt = pack_ids(range(PROMPT_TOKENS))
         self.num_ended = 0
         for name in self.workers:
-            capacity = WorkerCapacity(
-                name,
-                name,
-                model="m",
-                dtype="float32",
-                block_size=BLOCK_SIZE,
-                num_blocks=NUM_BLOCKS,
-                max_batch_prefill_tokens=512,
-                context=8192,
-                prefix_caching=True,
-            )
+            capacity = make_capacity(name, NUM_BLOCKS, name=name, prefix_caching=True)
             self.scheduler.workers.add(Replica(capacity, self.scheduler.limits))
         self.add(num_workers * NUM_ROWS)
         self.decide()

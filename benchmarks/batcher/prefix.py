@@ -19,7 +19,8 @@ from batcher.scheduling.placement import Placement
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from common.messages.plan import WorkerCapacity
-from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
+from tests.support.broker_state import make_capacity
+from tests.support.fleet.simulated_pool import Pool, sharing_request
 from tests.support.fleet.simulated_worker import generated_id
 
 NUM_WORKERS, NUM_BLOCKS = 4, 6000
@@ -40,17 +41,7 @@ class TimedPool(Pool):
         self.first_ms: dict[str, float] = {}
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(
-            name,
-            name,
-            model="m",
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            max_batch_prefill_tokens=512,
-            context=8192,
-            prefix_caching=True,
-        )
+        return make_capacity(name, NUM_BLOCKS, name=name, prefix_caching=True)
 
     def run_until(self, now_ms: float) -> None:
         """Run the steps that begin before this time, then report."""

@@ -22,11 +22,12 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from benchmarks.batcher.lives import CostlessWorker, Stopwatch
 from common.messages.block_hashes import HASH_BYTES, root_hash
-from common.messages.plan import Report, WorkerCapacity
+from common.messages.plan import Report
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.broker_state import make_capacity
 
-WORKERS, ROWS, BLOCK_SIZE, NUM_BLOCKS = 8, 64, 16, 4500
+WORKERS, ROWS, NUM_BLOCKS = 8, 64, 4500
 STEP_MS, LOAD = 20.0, 0.8
 PROMPT_TOKENS, SHARED_TOKENS, SHARING, NUM_SYSTEMS = 512, 256, 0.2, 16
 MEAN_ANSWER, MAX_ANSWER = 128, 1024
@@ -75,17 +76,7 @@ class TimedPool:
         self.waits_ms = array("d")
         self.num_cached = 0
         for name in self.workers:
-            capacity = WorkerCapacity(
-                name,
-                name,
-                model="m",
-                dtype="float32",
-                block_size=BLOCK_SIZE,
-                num_blocks=NUM_BLOCKS,
-                max_batch_prefill_tokens=512,
-                context=8192,
-                prefix_caching=True,
-            )
+            capacity = make_capacity(name, NUM_BLOCKS, name=name, prefix_caching=True)
             self.scheduler.workers.add(Replica(capacity, self.scheduler.limits))
 
     def step(self) -> None:

@@ -27,11 +27,11 @@ from common.broker.keys import Keys
 from common.broker.lua import load_script
 from common.messages.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
 from common.messages.codec import decode, encode
-from common.messages.plan import Plan, Report, WorkerCapacity
+from common.messages.plan import Plan, Report
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import brokers
-from tests.support.broker_state import start_worker
+from tests.support.broker_state import make_capacity, start_worker
 from tests.support.fleet.batchers import batcher
 
 LEAST_LIVES = 3000.0
@@ -78,17 +78,7 @@ class Pool:
         await self.redis.script_load(load_script("admit"))
         await self.redis.set(KEYS.gateway("g"), 1)
         for name in self.workers:
-            capacity = WorkerCapacity(
-                name,
-                name,
-                model="m",
-                dtype="float32",
-                block_size=16,
-                num_blocks=NUM_BLOCKS,
-                max_batch_prefill_tokens=512,
-                context=8192,
-                prefix_caching=True,
-            )
+            capacity = make_capacity(name, NUM_BLOCKS, name=name, prefix_caching=True)
             await start_worker(self.redis, name, encode(capacity))
         for _ in self.workers:
             await self.send([], NUM_ROWS)

@@ -1,6 +1,7 @@
 """Broker state as gateways and workers write it: queued requests, workers with logs, committed tokens."""
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -26,8 +27,9 @@ def make_request(request_id: str, num_prompt: int = 4, channel: str = "", width:
     return Generate(request_id, "d", prompt_ids, StoppingParams(20), top_n_tokens=width - 1, channel=channel)
 
 
-def make_capacity(incarnation: str, num_blocks: int = 30) -> WorkerCapacity:
-    return WorkerCapacity(incarnation, "w0", "m", "float32", 16, num_blocks, 512, 8192)
+def make_capacity(incarnation: str, num_blocks: int = 30, **fields: Any) -> WorkerCapacity:
+    capacity = WorkerCapacity(incarnation, "w0", "m", "float32", 16, num_blocks, 512, 8192)
+    return replace(capacity, **fields)
 
 
 async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
