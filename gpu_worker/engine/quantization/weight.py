@@ -9,9 +9,6 @@ import torch
 
 from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
 
-SHORT = (torch.float16, torch.bfloat16)
-"""Types of scales whose products with quants and zeros are exact in float32."""
-
 Config = Mapping[str, Any]
 """What config.json says of the quantisation."""
 Fields = Mapping[str, torch.Tensor]

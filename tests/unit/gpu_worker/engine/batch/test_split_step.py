@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.settings.settings import Settings
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_engine import engine_of
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 
 NEW_TOKENS = 12
@@ -41,14 +41,7 @@ class ScarceBackend:
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     tiny_models.save(tmp_path, *FAMILIES["Qwen3"])
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_cache_bytes": 2**23,
-        "max_batch_prefill_tokens": 64,
-        "block_size": 8,
-        "threads": 1,
-    }
-    engine = Engine(Settings(model_id=str(tmp_path), **settings))
+    engine = engine_of(tmp_path)
     engine.runs_ahead = request.param
     return engine
 
