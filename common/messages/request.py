@@ -75,6 +75,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How a beam search looks for the sequences of the highest score. Tokens are not drawn.
+
+    Attributes:
+        width: sequences that are extended in each step, and that it finds.
+        length_penalty: a sequence's score is the sum of its log-probabilities, divided by its length in
+            generated tokens to this power.
+        early_stopping: 1 ends it once `width` sequences have ended; 0 once no open one promises a better
+            score at its present length; 2 once none can reach a better one (transformers' True, False and
+            "never").
+        diversity: TensorRT-LLM's `beamSearchDiversityRate`; 0 is off.
+    """
+
+    width: int = wire_field("w")
+    length_penalty: float = wire_field("l", default=1.0)
+    early_stopping: int = wire_field("e", default=0)
+    diversity: float = wire_field("d", default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class StoppingParams:
     """What ends a request. The engine compares ids and counts tokens, the agent compares stop strings.
     Tokens of all attempts count.
@@ -117,6 +137,8 @@ class Generate:
         class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of choices of its answer; each is a request with the same prompt.
+        beams: None is no beam search. One has no tokens before its end, then those of all its sequences
+            (beams.py).
     """
 
     request_id: str = wire_field("id")
@@ -137,6 +159,7 @@ class Generate:
     cache_salt: str = wire_field("cs", default="")
     block_hashes: bytes = wire_field("bh", default=b"")
     num_choices: int = wire_field("ns", default=1)
+    beams: BeamParams | None = wire_field("bm", default=None)
 
     @property
     def service_class(self) -> str:

@@ -100,7 +100,7 @@ EXAMPLES = [
         }
         | {"tl": 1000}
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "sh": 5}
-        | {"cs": "salt", "bh": b"hashes", "ns": 4},
+        | {"cs": "salt", "bh": b"hashes", "ns": 4, "bm": None},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Resume("r1"), {"v": 1, "id": "r1"}),
