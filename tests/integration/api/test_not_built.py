@@ -1,0 +1,109 @@
+"""docs/not-built.md is the one list of what is missing: what it names is refused by name, request or setting."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.settings.settings import SettingError, Settings
+from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids
+
+PAGE = Path(__file__).parents[3] / "docs" / "not-built.md"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def schema(keyword: str, value: object) -> dict[str, Any]:
+    json_schema = {"name": "s", "schema": {"type": "array", keyword: value}}
+    return user("Hi") | {"response_format": {"type": "json_schema", "json_schema": json_schema}}
+
+
+def tag(tag_format: dict[str, Any]) -> dict[str, Any]:
+    return user("Hi") | {"response_format": {"type": "structural_tag", "format": tag_format}}
+
+
+REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
+    "images": [
+        (CHAT, user([{"type": "text", "text": "What?"}, IMAGE_PART]), "text only"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
+    ],
+    "adapters (LoRA)": [
+        ("/generate", {"inputs": "a", "parameters": {"adapter_id": "x"}}, "`adapter_id`"),
+    ],
+    "built-in tools": [(RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search")],
+    "`conversation`": [(RESPONSES, {"input": "a", "conversation": "c"}, "`conversation`")],
+    "`prompt`": [(RESPONSES, {"input": "a", "prompt": {"id": "p"}}, "`prompt`")],
+    "`truncation: auto`": [(RESPONSES, {"input": "a", "truncation": "auto"}, "`truncation`")],
+    "`context_management`": [
+        (RESPONSES, {"input": "a", "context_management": [{"type": "compaction"}]}, "`context_management`")
+    ],
+    "styles of single models": [(CHAT, tag({"type": "qwen_xml", "json_schema": {}}), "qwen_xml")],
+    "formats that": [(CHAT, tag({"type": "dispatch", "rules": []}), "dispatch")],
+    "keywords that llguidance lacks": [
+        (CHAT, schema("not", {}), "not"),
+        (CHAT, schema("uniqueItems", True), "uniqueItems"),
+        (CHAT, schema("if", {}), "if"),
+    ],
+}
+"""Words of the page → route, body, and words of the error."""
+SETTINGS: dict[str, list[tuple[list[str], str]]] = {
+    "adapters (LoRA)": [(["--lora-adapters", "a=b"], "adapters"), (["--enable-lora"], "adapters")],
+    "speculation by another model": [(["--speculative-config", '{"model": "m"}'], "no other model")],
+}
+"""Words of the page → command line, and words of the error."""
+NOT_ASKED = {
+    "the rank of a token": "null stands in its place",
+    "any_order": "a field inside a format: tests/unit/api/grammar",
+    "a regex that could go on": "tests/unit/api/grammar",
+    "of rows with a grammar": "such rows decode without proposals",
+    "retrieving as a stream": "tests/integration/api/responses",
+    "`standard`": "no request can ask for it",
+    "only one gateway knew": "no request can ask for it",
+    "Redis Cluster": "tests/fleet and tests/unit/common/broker ask a node",
+    "the image for CUDA": "it needs a GPU",
+    "has not run on a GPU": "it needs a GPU",
+    "the tokens of a row that are checked in one step": "it is slower, not refused",
+    "whose heads FlashInfer does not serve": "it needs a GPU",
+    "prompts over latents": "it needs a GPU",
+    "quantised experts": "dequantised at load",
+}
+"""Words of the page → why no test here asks for it."""
+
+
+def missing_things() -> list[str]:
+    """What the page's table lists, each thing by itself."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
+    return [thing for row in rows for thing in re.split(r"[;.] ", row.split("|")[2].strip()) if thing]
+
+
+def test_each_missing_thing_is_asked_for() -> None:
+    """A thing that the page names has a request or a setting here, or a reason why none can ask."""
+    known = [*REQUESTS, *SETTINGS, *NOT_ASKED]
+    text = PAGE.read_text()
+    assert [words for words in known if words not in text] == []
+    assert [thing for thing in missing_things() if not any(words in thing for words in known)] == []
+
+
+@pytest.mark.parametrize("words", REQUESTS)
+async def test_a_request_for_it_is_refused_by_name(broker: Broker, words: str) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
+        for path, body, name in REQUESTS[words]:
+            response = await client.post(path, json=body)
+            assert response.status_code in (400, 422), response.text
+            assert name in response.text
+        assert not worker.seen
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_a_setting_for_it_is_refused_by_name(words: str) -> None:
+    for arguments, name in SETTINGS[words]:
+        with pytest.raises(SettingError, match=name):
+            Settings.read(arguments, {})
