@@ -33,12 +33,26 @@ def context_length(path: Path) -> int:
     return length
 
 
-def eos_ids(path: Path) -> list[int]:
-    """Return the ids that end a sequence, from the generation, model or tokenizer config, in this order."""
+def eos_ids(path: Path, tokenizer: Path | None = None) -> list[int]:
+    """Return the ids that end a sequence: from the generation, model or tokenizer config, in this order, and
+    the one of the tokenizer in another directory.
+    """
+    known = configured_eos_ids(path)
+    tokenizer = tokenizer or path
+    if known and tokenizer == path:
+        return known
+    return [*known, *(token_id for token_id in tokenizer_eos_ids(tokenizer) if token_id not in known)]
+
+
+def configured_eos_ids(path: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = read_json(path / name).get("eos_token_id")
         if value is not None:
             return list(value) if isinstance(value, list) else [int(value)]
+    return []
+
+
+def tokenizer_eos_ids(path: Path) -> list[int]:
     token = read_json(path / "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     return [item["id"] for item in added_tokens(path) if item["content"] == text]
@@ -61,3 +75,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other
         raise SettingError("model_id", f"{file} is no tokenizer, or damaged: {error!s:.200}") from error
+
+
+def check_vocabulary(tokenizer: Tokenizer, path: Path) -> None:
+    """Check that the model in the directory `path` has an embedding for each id of a tokenizer that
+    TOKENIZER_NAME names. Raises SettingError.
+    """
+    config = read_json(path / "config.json")
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise SettingError("tokenizer_name", f"is not served: {path / 'config.json'} has no vocab_size")
+    num_ids = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if num_ids > size:
+        cause = f"its tokenizer has ids up to {num_ids - 1}, and the model's embedding only {size} ids"
+        raise SettingError("tokenizer_name", f"is not served: {cause}")

@@ -91,10 +91,11 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
     path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
     return ModelTokenizer.load(
         path,
+        model_files.find_tokenizer(settings.tokenizer_name, path, dtype=settings.dtype),
         settings.tokenizer_config_path,
         settings.chat_template,
         load_sampling_defaults(path, settings),
-        budget or TextBudget(settings.max_tokenized_bytes),
+        budget or TextBudget(settings.max_tokenized_bytes, settings.validation_workers),
         settings.control_tokens_in_messages,
     )
 

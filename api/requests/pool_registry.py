@@ -168,6 +168,7 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
         "model_id": worker.model_id or worker.model,
         "served_model_name": (name,),
         "revision": None,
+        "tokenizer_name": worker.tokenizer_name or None,
         "tokenizer_config_path": None,
         "chat_template": None,
         "override_generation_config": None,

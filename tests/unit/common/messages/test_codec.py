@@ -176,7 +176,8 @@ EXAMPLES = [
     ),
     (
         WorkerCapacity(
-            *("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True, True)
+            *("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True, True),
+            tokenizer_name="dir/t",
         ),
         {
             "v": 1,
@@ -192,7 +193,7 @@ EXAMPLES = [
             "w": 1,
             "mi": "dir/m",
         }
-        | {"dv": "cpu", "pc": True, "sb": True},
+        | {"dv": "cpu", "pc": True, "sb": True, "tn": "dir/t"},
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),
