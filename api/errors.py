@@ -79,6 +79,11 @@ def tgi(error: ApiError) -> tuple[int, dict[str, Any]]:
     return error.status, {"error": text, "error_type": error.error_type}
 
 
+def kserve(error: ApiError) -> tuple[int, dict[str, Any]]:
+    status, body = tgi(error)
+    return status, {"error": body["error"]}
+
+
 def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = OPENAI_STATUS.get(error.status, error.status)
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -88,7 +93,9 @@ def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 def family_of(path: str) -> Family:
     """The API family of the route with this path."""
-    return openai if path in ("/v1", "/detokenize") or path.startswith("/v1/") else tgi
+    if path in ("/v1", "/detokenize") or path.startswith("/v1/"):
+        return openai
+    return kserve if path == "/v2" or path.startswith("/v2/") else tgi
 
 
 # --- causes -------------------------------------------------------------------------------------------------

@@ -140,16 +140,10 @@ def render_broker(info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def check_health(pool: Pool) -> None:
-    """Raises ApiError (503) if a request would not be served now."""
-    await pool.admission.check()
-    await pool.batcher.check()
-
-
 async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
     """The object `health` of `GET /fleet`."""
     try:
-        await check_health(pool)
+        await pool.check()
     except ApiError as error:
         return {"state": "bad", "text": error.text}
     state, text = judge_processes(listed, pool.settings.num_workers)

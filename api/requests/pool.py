@@ -83,6 +83,11 @@ class Pool:
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
             yield self
 
+    async def check(self) -> None:
+        """Raises ApiError (503) if a request would not be served now."""
+        await self.admission.check()
+        await self.batcher.check()
+
 
 def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:
     """The tokenizer of the settings' model; with `budget`, it shares that of others. Raises SettingError."""
