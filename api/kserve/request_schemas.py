@@ -24,7 +24,9 @@ ALIASES = {
 """Parameters of the open inference protocol, and of Triton's backends → TGI's names."""
 WITHOUT_PLACE = ("details", "decoder_input_details", "top_n_tokens")
 """Parameters that ask for what tensors of text have no place for."""
-DATA_SCHEMA = {"items": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 255}]}}
+DATA_SCHEMA: dict[str, Any] = {
+    "items": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 255}]}
+}
 
 
 class KServeParameters(GenerateParameters):

@@ -14,7 +14,19 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, kserve, openai, quoted, tgi
+from api.errors import (
+    ApiError,
+    Family,
+    asking_broker,
+    cut,
+    failed,
+    family_of,
+    invalid,
+    kserve,
+    openai,
+    quoted,
+    tgi,
+)
 from api.http.sse import Feed, RestOfFeed
 from api.kserve import render as kserve_render
 from api.openai import respond, responses_object
@@ -34,7 +46,7 @@ from common.messages.codec import WireError, decode, encode
 
 LAST_EVENT_ID = "Last-Event-ID"
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
-RENDERERS = {
+RENDERERS: dict[Family, AnswerRenderer] = {
     tgi: tgi_render.RENDERER,
     kserve: kserve_render.RENDERER,
     openai: respond.RENDERER,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,10 +68,15 @@ def test_another_tokenizer_is_a_directory_a_file_or_a_hub_id(
     model.mkdir()
     own.mkdir()
     write(own, tokenizer={})
-    for name in (own, own / "tokenizer.json"):
-        assert model_files.find_tokenizer(str(name), model) == own
-    asked = []
-    monkeypatch.setattr(model_files, "download", lambda name, *rest: asked.append((name, *rest)) or own)
+    for path in (own, own / "tokenizer.json"):
+        assert model_files.find_tokenizer(str(path), model) == own
+    asked: list[Any] = []
+
+    def download(*given: Any) -> Path:
+        asked.append(given)
+        return own
+
+    monkeypatch.setattr(model_files, "download", download)
     assert model_files.find_tokenizer("org/tokenizer", model) == own
     assert asked == [("org/tokenizer", None, model_files.no_progress, model_files.TOKENIZER_FILES)]
     for name, cause in ((str(model), r"has no tokenizer\.json"), ("/nowhere", "does not exist")):

@@ -21,7 +21,7 @@ from tests.support.tokenizer import TOKENIZER, ids
 MODEL = "/v2/models/org/some-model"
 VERSIONED = f"{MODEL}/versions/7"
 NAMES = {"model_name": "org/some-model", "model_version": "1"}
-OWN = {"served_model_name": ("org/some-model",)}
+OWN: dict[str, Any] = {"served_model_name": ("org/some-model",)}
 
 
 def repeat(request: Generate) -> Answer:
@@ -68,7 +68,7 @@ async def test_infer_answers_texts_with_texts_as_the_protocol_says(broker: Broke
     inputs = [as_texts("a", ["one", "two"], ["three", "four"], shape=[2, 2])]
     async with answering(broker.url, repeat, **OWN) as (_, _, client):
         answer = await client.post(f"{MODEL}/infer", json={"inputs": inputs})
-        named = {"inputs": [*inputs, as_texts("b", "five", shape=[])], "id": "4"}
+        named: dict[str, Any] = {"inputs": [*inputs, as_texts("b", "five", shape=[])], "id": "4"}
         named |= {"outputs": [{"name": "x"}, {"name": "y"}], "parameters": {"return_full_text": True}}
         second = await client.post(f"{VERSIONED}/infer", json=named)
     texts = [f" about {word}é" for word in ("one", "two", "three", "four")]
