@@ -25,6 +25,8 @@ OPENAI_TYPES = {
     429: "rate_limit_exceeded",
 }
 OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+LOADING_S = 5
+"""When to ask again for a model that is still loaded, in seconds."""
 ADMITTED = (408, 424)
 """Statuses of requests that were admitted and then failed, or missed their deadline."""
 
@@ -123,8 +125,9 @@ def conflict(what: str) -> ApiError:
     return ApiError(409, "conflict", f"another {what} has this id", code="conflict")
 
 
-def unavailable(why: str) -> ApiError:
-    return ApiError(503, "unavailable", f"Service unavailable: {why}", code="unavailable")
+def unavailable(why: str, retry_after_s: int | None = None) -> ApiError:
+    text = f"Service unavailable: {why}"
+    return ApiError(503, "unavailable", text, code="unavailable", retry_after_s=retry_after_s)
 
 
 def internal_error(text: str = "Internal error") -> ApiError:

@@ -22,6 +22,7 @@ from common import model_files
 from common.broker import worker_scripts
 from common.broker.client import ERRORS, describe_error
 from common.broker.heartbeat import Heartbeat
+from common.broker.keys import STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
@@ -140,7 +141,7 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
         log.info(text)
 
     async with PoolClient.connect(settings) as pool:
-        heartbeat = Heartbeat(pool, "starting", incarnation, settings.worker_ttl_s)
+        heartbeat = Heartbeat(pool, STARTING, incarnation, settings.worker_ttl_s)
         async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
             return await engine.ready(progress)
 

@@ -23,6 +23,8 @@ METRICS_TTL_MS = 7 * 86_400_000
 """Of a pool's metrics, after they were last counted."""
 
 POOLS = "tf:pools"
+STARTING = "starting"
+"""Kind of the heartbeats of a worker that still loads its model."""
 """Sorted set: pool → Redis time of its batcher's last heartbeat, in s; members leave after an hour. It is the
 only key that belongs to no pool.
 """
