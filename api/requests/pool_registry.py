@@ -60,8 +60,8 @@ class PoolRegistry:
         return [self.own, *(found.pool for found in self.foreign.values())]
 
     async def find(self, model: str | None) -> Pool:
-        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, and 503 while its first worker
-        loads, or where the broker or the model's files cannot be read.
+        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`; 503 while its first worker
+        loads, and where the broker or the model's files cannot be read.
         """
         if not model or names_own(model, self.own.settings):
             return self.own
