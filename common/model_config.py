@@ -68,19 +68,20 @@ def added_tokens(path: Path) -> list[dict[str, Any]]:
     return tokens
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a model's directory. Raises SettingError."""
+def read_tokenizer(path: Path, setting: str = "model_id") -> Tokenizer:
+    """The tokenizer in the directory that a setting names. Raises SettingError."""
     file = path / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other
-        raise SettingError("model_id", f"{file} is no tokenizer, or damaged: {error!s:.200}") from error
+        raise SettingError(setting, f"{file} is no tokenizer, or damaged: {error!s:.200}") from error
 
 
-def check_vocabulary(tokenizer: Tokenizer, path: Path) -> None:
-    """Check that the model in the directory `path` has an embedding for each id of a tokenizer that
-    TOKENIZER_NAME names. Raises SettingError.
+def read_other_tokenizer(tokenizer_path: Path, path: Path) -> Tokenizer:
+    """The tokenizer that TOKENIZER_NAME names, for the model in the directory `path`: that must have an
+    embedding for each of its ids. Raises SettingError.
     """
+    tokenizer = read_tokenizer(tokenizer_path, "tokenizer_name")
     config = read_json(path / "config.json")
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
@@ -89,3 +90,4 @@ def check_vocabulary(tokenizer: Tokenizer, path: Path) -> None:
     if num_ids > size:
         cause = f"its tokenizer has ids up to {num_ids - 1}, and the model's embedding only {size} ids"
         raise SettingError("tokenizer_name", f"is not served: {cause}")
+    return tokenizer

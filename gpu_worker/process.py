@@ -26,7 +26,7 @@ from common.broker.keys import STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
-from common.model_config import check_vocabulary, read_tokenizer
+from common.model_config import read_other_tokenizer, read_tokenizer
 from common.process import parent_death
 from common.process.preload import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
 from common.settings.settings import SettingError, Settings
@@ -123,10 +123,9 @@ async def serve(
 def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
     """The tokenizer for the model in a directory. Raises SettingError."""
     found = model_files.find_tokenizer(settings.tokenizer_name, directory, log.info, settings.dtype)
-    tokenizer = read_tokenizer(found)
-    if settings.tokenizer_name is not None:
-        check_vocabulary(tokenizer, directory)
-    return tokenizer
+    if settings.tokenizer_name is None:
+        return read_tokenizer(found)
+    return read_other_tokenizer(found, directory)
 
 
 async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:

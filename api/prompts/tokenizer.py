@@ -270,7 +270,8 @@ class ModelTokenizer:
         one. Raises SettingError.
         """
         own_path = tokenizer_path or path
-        tokenizer = model_config.read_tokenizer(own_path)
+        setting = "model_id" if own_path == path else "tokenizer_name"
+        tokenizer = model_config.read_tokenizer(own_path, setting)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special_ids = model_config.special_ids(own_path)

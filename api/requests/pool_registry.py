@@ -154,7 +154,7 @@ class PoolRegistry:
             return False
         for member in await redis.zrange(keys.processes, 0, -1):
             kind, _, process = member.decode().partition(":")
-            if kind == STARTING and await redis.exists(keys.process(kind, process)):
+            if kind == STARTING and await redis.exists(keys.starting(process)):
                 return True
         return False
 

@@ -118,6 +118,9 @@ class Keys:
     def gateway(self, gateway: str) -> str:
         return self.process("gateway", gateway)
 
+    def starting(self, incarnation: str) -> str:
+        return self.process(STARTING, incarnation)
+
     def plans(self, incarnation: str) -> str:
         return self.key("plans", incarnation)
 

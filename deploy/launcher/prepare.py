@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from common import model_files
 from common.broker import client
-from common.model_config import check_vocabulary, read_tokenizer
+from common.model_config import read_other_tokenizer
 from common.process import machine
 from common.settings.settings import SettingError, Settings
 
@@ -131,7 +131,7 @@ def with_model(settings: Settings) -> Settings:
         own = model_files.find_tokenizer(settings.tokenizer_name, path, show, weights_dtype(settings))
     changed: dict[str, Any] = {"model_id": os.fspath(path)}
     if settings.tokenizer_name is not None:
-        check_vocabulary(read_tokenizer(own), path)
+        read_other_tokenizer(own, path)  # refuses one that does not fit
         changed["tokenizer_name"] = os.fspath(own)
     names = tuple(dict.fromkeys((*settings.served_model_name, settings.model_id)))
     return settings.model_copy(update=changed | {"served_model_name": names})

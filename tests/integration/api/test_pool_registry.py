@@ -176,7 +176,7 @@ async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: 
     async with gateway_of_default(broker.url) as (_, client):
         starting = Heartbeat(PoolClient(redis, KEYS), STARTING, "w0-1", ttl_s=60)
         async with starting.sending(30, lambda: {"doing": "loading"}):
-            await wait_until(lambda: redis.exists(KEYS.process(STARTING, "w0-1")))
+            await wait_until(lambda: redis.exists(KEYS.starting("w0-1")))
             response = await client.post("/v1/completions", json=body)
             named = await client.post("/v2/models/b/generate", json={"text_input": "Count."})
         gone = await client.post("/v1/completions", json=body)

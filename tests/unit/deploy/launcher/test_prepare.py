@@ -93,6 +93,9 @@ def test_the_tokenizer_is_found_and_must_fit_the_model(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*config.json has no vocab_size"):
         prepare.with_model(settings)
+    (tokenizer / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*tokenizer.json is no tokenizer, or damaged"):
+        prepare.with_model(settings)
 
 
 def test_who_may_send_requests_is_said_without_the_key() -> None:
