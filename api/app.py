@@ -29,6 +29,9 @@ from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_i
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
+from api.kserve.routes import info_router as kserve_info
+from api.kserve.routes import ready_router as kserve_ready
+from api.kserve.routes import router as kserve
 from api.lifecycle import Gateway
 from api.openai.routes import models_router as models
 from api.openai.routes import router as openai
@@ -52,13 +55,16 @@ ROUTERS = (
     generate,
     platforms,
     tokenize,
+    kserve,
     openai,
     responses,
     stored_responses,
     resume,
     requests,
     health,
+    kserve_ready,
     info,
+    kserve_info,
     vllm_version,
     models,
     detokenize,
@@ -67,8 +73,11 @@ ROUTERS = (
     metrics,
     timeline,
 )
-REFUSED_WHILE_DRAINING = (generate, platforms, openai, responses, stored_responses, resume, health)
-WITHOUT_KEY = (health, info, vllm_version, models, page, metrics)
+REFUSED_WHILE_DRAINING = (
+    *(generate, platforms, kserve, openai, responses, stored_responses, resume),
+    *(health, kserve_ready),
+)
+WITHOUT_KEY = (health, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
 
 
 def build(

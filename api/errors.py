@@ -25,6 +25,8 @@ OPENAI_TYPES = {
     429: "rate_limit_exceeded",
 }
 OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+LOADING_S = 5
+"""When to ask again for a model that is still loaded, in seconds."""
 ADMITTED = (408, 424)
 """Statuses of requests that were admitted and then failed, or missed their deadline."""
 
@@ -79,6 +81,11 @@ def tgi(error: ApiError) -> tuple[int, dict[str, Any]]:
     return error.status, {"error": text, "error_type": error.error_type}
 
 
+def kserve(error: ApiError) -> tuple[int, dict[str, Any]]:
+    status, body = tgi(error)
+    return status, {"error": body["error"]}
+
+
 def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = OPENAI_STATUS.get(error.status, error.status)
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -88,7 +95,9 @@ def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 def family_of(path: str) -> Family:
     """The API family of the route with this path."""
-    return openai if path in ("/v1", "/detokenize") or path.startswith("/v1/") else tgi
+    if path in ("/v1", "/detokenize") or path.startswith("/v1/"):
+        return openai
+    return kserve if path == "/v2" or path.startswith("/v2/") else tgi
 
 
 # --- causes -------------------------------------------------------------------------------------------------
@@ -116,8 +125,9 @@ def conflict(what: str) -> ApiError:
     return ApiError(409, "conflict", f"another {what} has this id", code="conflict")
 
 
-def unavailable(why: str) -> ApiError:
-    return ApiError(503, "unavailable", f"Service unavailable: {why}", code="unavailable")
+def unavailable(why: str, retry_after_s: int | None = None) -> ApiError:
+    text = f"Service unavailable: {why}"
+    return ApiError(503, "unavailable", text, code="unavailable", retry_after_s=retry_after_s)
 
 
 def internal_error(text: str = "Internal error") -> ApiError:

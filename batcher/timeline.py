@@ -62,6 +62,8 @@ class TimelineWriter:
 
     def record_plan(self, published: PendingPlan) -> None:
         catalogue.PLANS.add()
+        if published.joins:
+            catalogue.BATCH_CONCAT.add(1, published.joins)
         capacity = published.replica.capacity
         for row in published.rows:
             sequence = row.sequence

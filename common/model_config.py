@@ -33,12 +33,26 @@ def context_length(path: Path) -> int:
     return length
 
 
-def eos_ids(path: Path) -> list[int]:
-    """Return the ids that end a sequence, from the generation, model or tokenizer config, in this order."""
+def eos_ids(path: Path, tokenizer: Path | None = None) -> list[int]:
+    """Return the ids that end a sequence: from the generation, model or tokenizer config, in this order, and
+    the one of the tokenizer in another directory.
+    """
+    known = configured_eos_ids(path)
+    tokenizer = tokenizer or path
+    if known and tokenizer == path:
+        return known
+    return [*known, *(token_id for token_id in tokenizer_eos_ids(tokenizer) if token_id not in known)]
+
+
+def configured_eos_ids(path: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = read_json(path / name).get("eos_token_id")
         if value is not None:
             return list(value) if isinstance(value, list) else [int(value)]
+    return []
+
+
+def tokenizer_eos_ids(path: Path) -> list[int]:
     token = read_json(path / "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     return [item["id"] for item in added_tokens(path) if item["content"] == text]
@@ -54,10 +68,26 @@ def added_tokens(path: Path) -> list[dict[str, Any]]:
     return tokens
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a model's directory. Raises SettingError."""
+def read_tokenizer(path: Path, setting: str = "model_id") -> Tokenizer:
+    """The tokenizer in the directory that a setting names. Raises SettingError."""
     file = path / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other
-        raise SettingError("model_id", f"{file} is no tokenizer, or damaged: {error!s:.200}") from error
+        raise SettingError(setting, f"{file} is no tokenizer, or damaged: {error!s:.200}") from error
+
+
+def read_other_tokenizer(tokenizer_path: Path, path: Path) -> Tokenizer:
+    """The tokenizer that TOKENIZER_NAME names, for the model in the directory `path`: that must have an
+    embedding for each of its ids. Raises SettingError.
+    """
+    tokenizer = read_tokenizer(tokenizer_path, "tokenizer_name")
+    config = read_json(path / "config.json")
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise SettingError("tokenizer_name", f"is not served: {path / 'config.json'} has no vocab_size")
+    num_ids = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if num_ids > size:
+        cause = f"its tokenizer has ids up to {num_ids - 1}, and the model's embedding only {size} ids"
+        raise SettingError("tokenizer_name", f"is not served: {cause}")
+    return tokenizer

@@ -1,8 +1,9 @@
 """Model files: where they are. No torch; common/model_config.py reads the small ones.
 
-`resolve` returns the directory of MODEL_ID, with config.json, tokenizer.json and weights. A GGUF file is
-converted once, into a cache folder that all processes share. Files of cache folders are run and served, so
-no other user may write to them, whatever the umask.
+`resolve` returns the directory of MODEL_ID, with config.json and weights. `find_tokenizer` returns the one
+with tokenizer.json, which is another with TOKENIZER_NAME. A GGUF file is converted once, into a cache folder
+that all processes share. Files of cache folders are run and served, so no other user may write to them,
+whatever the umask.
 """
 
 import fcntl
@@ -33,10 +34,11 @@ HEAD_BYTES = 2**20
 EXACT_DTYPE = "float32"
 CONVERTED = "models"
 """The cache folder of converted files."""
-REQUIRED_FILES = ("config.json", "tokenizer.json")
+CONFIG_FILE, TOKENIZER_FILE = REQUIRED_FILES = ("config.json", "tokenizer.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.jinja", "*.py"]  # *.py is run with TRUST_REMOTE_CODE only
 WEIGHT_FILES = "*.safetensors"
+TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template.*", "*.jinja"]
 HUB_TIMEOUT_S = 3.0
 PROGRESS_S = 2.0
 
@@ -114,6 +116,29 @@ def resolve(
     )
 
 
+def find_tokenizer(
+    name: str | None, model: Path, progress: Progress = no_progress, dtype: str = "auto"
+) -> Path:
+    """Return the directory of the tokenizer that TOKENIZER_NAME names, after downloading it if need be; by
+    default that of the model. Raises SettingError if there is none.
+    """
+    if name is None:
+        check_files(model, TOKENIZER_FILE)
+        return model
+    path = Path(name).expanduser()
+    try:
+        if path.name == TOKENIZER_FILE and path.is_file():
+            return path.parent.resolve()
+        if path.is_dir() or (name != BUNDLED and path.suffix != ".gguf" and HUB_ID.fullmatch(name)):
+            folder = path if path.is_dir() else download(name, None, progress, TOKENIZER_FILES)
+            return check_files(folder, TOKENIZER_FILE)
+        return resolve(name, progress=progress, dtype=dtype)
+    except NotConverted:
+        raise
+    except SettingError as error:
+        raise SettingError("tokenizer_name", error.cause) from error
+
+
 def find_local(model_id: str, revision: str | None, dtype: str) -> Path | None:
     """Return the directory of a model, or None if it must be downloaded or converted first.
 
@@ -149,11 +174,10 @@ def weight_files(path: Path) -> list[Path]:
     return files if all(file.is_file() for file in files) else []
 
 
-def check_files(path: Path) -> Path:
-    """Return the absolute path. Raises SettingError if a required file is missing."""
-    missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
-    if missing:
-        raise SettingError("model_id", f"{path} has no {' and no '.join(missing)}")
+def check_files(path: Path, name: str = CONFIG_FILE) -> Path:
+    """Return the absolute path. Raises SettingError if the file `name` is not in it."""
+    if not (path / name).is_file():
+        raise SettingError("model_id", f"{path} has no {name}")
     return path.resolve()
 
 

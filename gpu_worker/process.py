@@ -16,15 +16,17 @@ from pathlib import Path
 
 import setproctitle
 import uvloop
+from tokenizers import Tokenizer
 
 from common import model_files
 from common.broker import worker_scripts
 from common.broker.client import ERRORS, describe_error
 from common.broker.heartbeat import Heartbeat
+from common.broker.keys import STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
-from common.model_config import read_tokenizer
+from common.model_config import read_other_tokenizer, read_tokenizer
 from common.process import parent_death
 from common.process.preload import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
 from common.settings.settings import SettingError, Settings
@@ -88,6 +90,7 @@ async def serve(
         weightless=settings.makes_weights,
         dtype=settings.dtype,
     )
+    tokenizer = find_tokenizer(settings, directory)
     own = RankInfo.read(os.environ)
     ranks = [own] if own.world_size > 1 else local_ranks(gpu_claims.num_ranks(settings))
     # torchrun has chosen the GPUs of its ranks
@@ -105,7 +108,7 @@ async def serve(
         preloaded,
     )
     try:
-        table = RowTable(read_tokenizer(directory))
+        table = RowTable(tokenizer)
         ready = await wait_for_engine(settings, engine, incarnation)
         return await serve_engine(
             settings, engine, table, capacity(settings, ready, name, incarnation, directory)
@@ -115,6 +118,14 @@ async def serve(
         return 1
     finally:
         engine.kill()
+
+
+def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
+    """The tokenizer for the model in a directory. Raises SettingError."""
+    found = model_files.find_tokenizer(settings.tokenizer_name, directory, log.info, settings.dtype)
+    if settings.tokenizer_name is None:
+        return read_tokenizer(found)
+    return read_other_tokenizer(found, directory)
 
 
 async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
@@ -129,7 +140,7 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
         log.info(text)
 
     async with PoolClient.connect(settings) as pool:
-        heartbeat = Heartbeat(pool, "starting", incarnation, settings.worker_ttl_s)
+        heartbeat = Heartbeat(pool, STARTING, incarnation, settings.worker_ttl_s)
         async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
             return await engine.ready(progress)
 
@@ -183,6 +194,7 @@ def capacity(
         name=name,
         model=directory.name,
         model_id=settings.model_id,
+        tokenizer_name=settings.tokenizer_name or "",
         dtype=ready.dtype,
         block_size=ready.block_size,
         num_blocks=num_blocks,

@@ -9,6 +9,7 @@ from typing import Any
 from api.errors import ApiError
 from api.requests.monitors import SILENT_S, BatcherMonitor
 from api.requests.pool import Pool
+from common.broker.keys import STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
@@ -21,7 +22,7 @@ FIGURES = {
     "gateway": ("streams",),
     "batcher": ("waiting", "rows"),
     "worker": WORKER_FIGURES,
-    "starting": (*WORKER_FIGURES, "num_blocks"),
+    STARTING: (*WORKER_FIGURES, "num_blocks"),
     "jobworker": ("running",),
 }
 """Kinds of processes → the numbers in their heartbeats; a missing number is 0."""
@@ -113,7 +114,7 @@ def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] |
     host, state = heartbeat.get(b"host", b"").decode(), heartbeat.get(b"state", b"").decode()
     figures = {name: int(heartbeat.get(name.encode(), b"0")) for name in ("pid", *FIGURES.get(kind, ()))}
     process: dict[str, Any] = {"host": host, "state": state or "ready"} | figures
-    if kind == "starting":
+    if kind == STARTING:
         return process | {"kind": "worker", "state": "starting"}
     if kind == "worker":
         try:
@@ -140,16 +141,10 @@ def render_broker(info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def check_health(pool: Pool) -> None:
-    """Raises ApiError (503) if a request would not be served now."""
-    await pool.admission.check()
-    await pool.batcher.check()
-
-
 async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
     """The object `health` of `GET /fleet`."""
     try:
-        await check_health(pool)
+        await pool.check()
     except ApiError as error:
         return {"state": "bad", "text": error.text}
     state, text = judge_processes(listed, pool.settings.num_workers)

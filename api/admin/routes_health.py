@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from api.admin.processes import check_health
 from api.errors import ApiError
 from api.http.openapi import HEALTH
 from api.requests.pool_registry import own_pool
@@ -32,7 +31,7 @@ PAGE_HEADERS = {
 async def health(request: Request) -> Response:
     """Returns 200 with an empty body if a worker, a batcher and the broker are live, else 503."""
     try:
-        await check_health(own_pool(request))
+        await own_pool(request).check()
     except ApiError as error:
         raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()

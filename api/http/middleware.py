@@ -39,6 +39,7 @@ COUNTED_ROUTES = (
     "/invocations",
     "/vertex",
 )
+COUNTED_PREFIX = "/v2/models/"
 
 
 def client_request_id(scope: Scope) -> str:
@@ -95,7 +96,8 @@ async def note_arrival(
     send: Send,
 ) -> None:
     """Count a request for tokens when it arrives, and let it wait for its turn if many arrive at once."""
-    if scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
+    path = scope["path"]
+    if scope["method"] == "POST" and (path in COUNTED_ROUTES or path.startswith(COUNTED_PREFIX)):
         count_arrival()
         await turns.wait_turn()
     await app(scope, receive, send)

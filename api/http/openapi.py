@@ -16,6 +16,7 @@ from common.settings.settings import Settings
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 TGI = "TGI API"
+KSERVE = "KServe API"
 OPENAI = "OpenAI API"
 RESUME = "Resuming"
 FLEET = "Fleet"
@@ -23,6 +24,11 @@ HEALTH = "Health"
 TAGS = [
     {"name": OPENAI, "description": "Chats, completions and responses, as OpenAI's API and vLLM have them."},
     {"name": TGI, "description": "The API of text-generation-inference."},
+    {
+        "name": KSERVE,
+        "description": "The open inference protocol of KServe and Triton, version 2. Each path may have "
+        "`/versions/{version}` after the model's name.",
+    },
     {
         "name": RESUME,
         "description": "Requests and streams after a lost connection or a gateway's death, for clients that "

@@ -10,6 +10,7 @@ import ctypes
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, control_texts
 from common import model_config
+from common.process.machine import num_cores
 from common.settings.fields import SettingFields
 
 Result = TypeVar("Result")
@@ -45,13 +47,15 @@ BYTE_LEVEL = {chr(number): number for number in PRINTABLE} | {
 
 
 class Lane:
-    """Room for `max_bytes` of text that is tokenized at once; first come, first served. A larger text takes
-    the whole lane.
+    """Room for `max_texts` texts, and `max_bytes` of them, that are tokenized at once; first come, first
+    served. A larger text takes all the bytes.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_texts: int) -> None:
         self.max_bytes = max_bytes
+        self.max_texts = max_texts
         self.num_bytes = 0
+        self.num_texts = 0
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> int:
@@ -73,21 +77,35 @@ class Lane:
 
     def release(self, size: int) -> None:
         self.num_bytes -= size
+        self.num_texts -= 1
         self.start_next()
 
     def start_next(self) -> None:
-        while self.waiting and self.num_bytes + self.waiting[0][0] <= self.max_bytes:
+        while self.waiting and self.has_room(self.waiting[0][0]):
             size, turn = self.waiting.popleft()
             self.num_bytes += size
+            self.num_texts += 1
             turn.set_result(None)
+
+    def has_room(self, size: int) -> bool:
+        return self.num_texts < self.max_texts and self.num_bytes + size <= self.max_bytes
 
 
 class TextBudget:
-    """Runs work on texts: up to LONG_SIZE at once, longer work in a thread when its lane has room."""
+    """Runs work on texts: up to LONG_SIZE at once, longer work in a thread when its lane has room.
 
-    def __init__(self, max_bytes: int = SettingFields().max_tokenized_bytes) -> None:
-        self.short = Lane(max_bytes // 4)
-        self.long = Lane(max_bytes - max_bytes // 4)
+    Attributes:
+        num_threads: how many threads there are. Texts of the long lane leave one of them to the short lane,
+            unless there is only one.
+    """
+
+    def __init__(
+        self, max_bytes: int = SettingFields().max_tokenized_bytes, num_threads: int | None = None
+    ) -> None:
+        self.num_threads = num_threads or num_cores() + 1
+        self.short = Lane(max_bytes // 4, self.num_threads)
+        self.long = Lane(max_bytes - max_bytes // 4, max(1, self.num_threads - 1))
+        self.threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="tokenize")
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
         """The result of `work` on `size` bytes, or its exception. If the caller is cancelled, its room is
@@ -98,7 +116,8 @@ class TextBudget:
         is_short = size <= SHORT_BYTES
         lane = self.short if is_short else self.long
         taken = await lane.acquire(size)
-        thread = asyncio.ensure_future(asyncio.to_thread(work if is_short else then_trimmed(work)))
+        loop = asyncio.get_running_loop()
+        thread = loop.run_in_executor(self.threads, work if is_short else then_trimmed(work))
         thread.add_done_callback(lambda _: lane.release(taken))
         return await asyncio.shield(thread)
 
@@ -240,19 +259,24 @@ class ModelTokenizer:
     def load(
         cls,
         path: Path,
+        tokenizer_path: Path | None = None,
         tokenizer_config_path: str | None = None,
         chat_template_path: str | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
         budget: TextBudget | None = None,
         control_tokens_in_messages: bool = False,
     ) -> "ModelTokenizer":
-        """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
-        tokenizer = model_config.read_tokenizer(path)
+        """Load the tokenizer of the model in the directory `path`, from `tokenizer_path` if it is another
+        one. Raises SettingError.
+        """
+        own_path = tokenizer_path or path
+        setting = "model_id" if own_path == path else "tokenizer_name"
+        tokenizer = model_config.read_tokenizer(own_path, setting)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        special_ids = model_config.special_ids(path)
-        chat_template = ChatTemplate.load(path, tokenizer_config_path, chat_template_path)
-        ending_ids = frozenset(model_config.eos_ids(path))
+        special_ids = model_config.special_ids(own_path)
+        chat_template = ChatTemplate.load(own_path, tokenizer_config_path, chat_template_path)
+        ending_ids = frozenset(model_config.eos_ids(path, own_path))
         return cls(
             backend=tokenizer,
             special_ids=special_ids,

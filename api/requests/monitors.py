@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from api.errors import ApiError, asking_broker, unavailable
+from api.errors import LOADING_S, ApiError, asking_broker, unavailable
 from api.requests.params import Limits
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.heartbeat import Heartbeat
@@ -120,7 +120,7 @@ class WorkerMonitor(Monitor):
         if self.last_error:
             raise unavailable(self.last_error)
         if self.ready_s is None:
-            raise unavailable("no worker is ready yet")
+            raise unavailable("no worker is ready yet", LOADING_S)
         gone_s = time.monotonic() - self.ready_s
         if gone_s > self.settings.worker_grace_s:
             raise unavailable(f"no worker for {gone_s:.0f} s")

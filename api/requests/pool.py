@@ -83,6 +83,11 @@ class Pool:
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
             yield self
 
+    async def check(self) -> None:
+        """Raises ApiError (503) if a request would not be served now."""
+        await self.admission.check()
+        await self.batcher.check()
+
 
 def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:
     """The tokenizer of the settings' model; with `budget`, it shares that of others. Raises SettingError."""
@@ -91,10 +96,11 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
     path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
     return ModelTokenizer.load(
         path,
+        model_files.find_tokenizer(settings.tokenizer_name, path, dtype=settings.dtype),
         settings.tokenizer_config_path,
         settings.chat_template,
         load_sampling_defaults(path, settings),
-        budget or TextBudget(settings.max_tokenized_bytes),
+        budget or TextBudget(settings.max_tokenized_bytes, settings.validation_workers),
         settings.control_tokens_in_messages,
     )
 

@@ -9,12 +9,12 @@ from typing import TypeVar, cast
 
 from starlette.requests import Request
 
-from api.errors import asking_broker, cut, model_not_found, unavailable
+from api.errors import LOADING_S, asking_broker, cut, model_not_found, unavailable
 from api.http import body
 from api.requests.fields import ServedFields
 from api.requests.pool import Pool, load_tokenizer
 from common import model_files
-from common.broker.keys import POOLS, Keys
+from common.broker.keys import POOLS, STARTING, Keys
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
@@ -60,8 +60,8 @@ class PoolRegistry:
         return [self.own, *(found.pool for found in self.foreign.values())]
 
     async def find(self, model: str | None) -> Pool:
-        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, 503 where the broker or the
-        model's files cannot be read.
+        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`; 503 while its first worker
+        loads, and where the broker or the model's files cannot be read.
         """
         if not model or names_own(model, self.own.settings):
             return self.own
@@ -86,6 +86,8 @@ class PoolRegistry:
         if name not in self.foreign:
             async with asking_broker():
                 worker = await self.find_worker(name)
+                if worker is None and await self.is_loading(name):
+                    raise unavailable(f"the worker of pool {cut(name)} still loads its model", LOADING_S)
             if worker is None:
                 return None
             async with self.lock:
@@ -145,6 +147,17 @@ class PoolRegistry:
                     return decode(WorkerCapacity, capacity)
         return None
 
+    async def is_loading(self, name: str) -> bool:
+        """Whether there is such a pool, and a worker of it that is not ready for the first time yet."""
+        keys, redis = Keys(name), self.own.client.redis
+        if await redis.zscore(POOLS, name) is None:
+            return False
+        for member in await redis.zrange(keys.processes, 0, -1):
+            kind, _, process = member.decode().partition(":")
+            if kind == STARTING and await redis.exists(keys.starting(process)):
+                return True
+        return False
+
 
 def names_own(model: str, settings: Settings) -> bool:
     """Whether a client that names `model` means the gateway's own pool.
@@ -168,6 +181,7 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
         "model_id": worker.model_id or worker.model,
         "served_model_name": (name,),
         "revision": None,
+        "tokenizer_name": worker.tokenizer_name or None,
         "tokenizer_config_path": None,
         "chat_template": None,
         "override_generation_config": None,

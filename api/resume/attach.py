@@ -14,8 +14,21 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from api.errors import ApiError, asking_broker, cut, failed, family_of, invalid, openai, quoted
+from api.errors import (
+    ApiError,
+    Family,
+    asking_broker,
+    cut,
+    failed,
+    family_of,
+    invalid,
+    kserve,
+    openai,
+    quoted,
+    tgi,
+)
 from api.http.sse import Feed, RestOfFeed
+from api.kserve import render as kserve_render
 from api.openai import respond, responses_object
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry, pools_of
@@ -25,7 +38,7 @@ from api.streams.fill import Filler, Sources
 from api.streams.http_response import TokenStream
 from api.streams.offers import supersede
 from api.streams.stream import Stream
-from api.tgi import render
+from api.tgi import render as tgi_render
 from common.broker import request_scripts
 from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
@@ -33,6 +46,12 @@ from common.messages.codec import WireError, decode, encode
 
 LAST_EVENT_ID = "Last-Event-ID"
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+RENDERERS: dict[Family, AnswerRenderer] = {
+    tgi: tgi_render.RENDERER,
+    kserve: kserve_render.RENDERER,
+    openai: respond.RENDERER,
+}
+"""By the API family of the route that an answer was requested from."""
 READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
 """How long and how often an answer is read again that has fewer frames than its client says."""
 
@@ -100,7 +119,7 @@ def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
     """The renderer of the route that an answer was requested from."""
     if answer.response is not None:
         return responses_object.RENDERER
-    return respond.RENDERER if family_of(answer.route) is openai else render.RENDERER
+    return RENDERERS[family_of(answer.route)]
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:

@@ -35,7 +35,7 @@ ERRORS |= error_responses(
 )
 router = APIRouter(responses=ERRORS, tags=[RESUME])
 RESUMABLE = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Routes whose POST may have `Last-Event-ID`."""
+"""Routes whose POST may have `Last-Event-ID`; KServe's …/generate_stream, too."""
 
 
 @router.get(
@@ -78,8 +78,8 @@ async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     """Middleware: a POST with `Last-Event-ID` becomes `GET /requests/{x-request-id}/stream`. Its body, which
     repeats the earlier one, is not read.
     """
-    is_post = scope.get("method") == "POST" and scope["path"] in RESUMABLE
-    headers = Headers(scope=scope) if is_post else Headers()
+    is_post = scope.get("method") == "POST"
+    headers = Headers(scope=scope) if is_post and is_resumable(scope["path"]) else Headers()
     if LAST_EVENT_ID not in headers:
         await app(scope, receive, send)
     elif REQUEST_ID_HEADER not in headers:
@@ -89,3 +89,7 @@ async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         path = f"/requests/{headers[REQUEST_ID_HEADER]}/stream"
         scope.update(method="GET", path=path, raw_path=path.encode())
         await app(scope, receive, send)
+
+
+def is_resumable(path: str) -> bool:
+    return path in RESUMABLE or (path.startswith("/v2/models/") and path.endswith("/generate_stream"))

@@ -124,7 +124,7 @@ async def info(request: Request) -> Response:
         max_stop_sequences=settings.max_stop_sequences,
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
-        validation_workers=settings.num_gateways,
+        validation_workers=pool.tokenizer.budget.num_threads,
         max_client_batch_size=limits.max_client_batch_size,
         router="tokenfleet",
         version=version("tokenfleet"),

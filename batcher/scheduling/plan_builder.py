@@ -10,6 +10,11 @@ from batcher.scheduling.sequence import PREEMPT, PlacedRow
 from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_ids
 
+BACKPRESSURE, WAIT_EXCEEDED, CHUNKING = "backpressure", "wait_exceeded", "chunking"
+"""Why prompts join rows that decode, as TGI counts it: by WAITING_SERVED_RATIO, by MAX_WAITING_TOKENS, or in
+chunks beside them.
+"""
+
 
 def mixed_prefill_tokens(replica: Replica) -> int:
     """Return the most prompt tokens of a step in which rows decode, up to the next plan.
@@ -19,6 +24,7 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     stands still, and when TGI's WAITING_SERVED_RATIO or MAX_WAITING_TOKENS says so.
     """
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
+    replica.whole_steps_for = ""
     if any(row.was_interrupted for row in islice(replica.running, limits.max_batch_size)):
         return most
     if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
@@ -26,29 +32,48 @@ def mixed_prefill_tokens(replica: Replica) -> int:
             row.added_at = replica.step  # a row that stands by waits for a place, not for its prefill
         rows = list(islice(replica.running, limits.max_batch_size))
         ages = [replica.step - row.added_at for row in rows if not row.is_prefilled]
-        if takes_whole_steps(limits, ages, len(rows) - len(ages)):
+        replica.whole_steps_for = whole_steps_reason(limits, ages, len(rows) - len(ages))
+        if replica.whole_steps_for:
             return most
     return replica.pace.times.prefill_tokens(limits.inter_token_target_ms, most)
 
 
-def takes_whole_steps(limits: WorkerLimits, ages: list[int], num_decoding: int) -> bool:
-    """Whether prompts take whole steps: enough of them wait for each row that decodes, or one has waited long
-    enough. `ages`: for each row whose prompt is not computed, how many steps ago it started.
+def whole_steps_reason(limits: WorkerLimits, ages: list[int], num_decoding: int) -> str:
+    """Why prompts take whole steps: enough of them wait for each row that decodes, or one has waited long
+    enough; empty if they do not. `ages`: for each row whose prompt is not computed, how many steps ago it
+    started.
     """
     ratio, most_steps = limits.waiting_served_ratio, limits.max_waiting_tokens
-    if not ages:
-        return False
-    are_many = ratio is not None and len(ages) >= ratio * num_decoding
-    return are_many or (most_steps is not None and max(ages) >= most_steps)
+    if ages and ratio is not None and len(ages) >= ratio * num_decoding:
+        return BACKPRESSURE
+    if ages and most_steps is not None and max(ages) >= most_steps:
+        return WAIT_EXCEEDED
+    return ""
+
+
+def join_reason(replica: Replica, starts: bool, before: str) -> str:
+    """Why prompts join the rows that decode with this plan; empty if none does.
+
+    Args:
+        starts: whether rows start with it.
+        before: why prompts took whole steps by the plan before.
+    """
+    reason = replica.whole_steps_for
+    joins = starts or reason not in ("", before)
+    is_decoding = joins and any(row.is_prefilled for row in replica.running)
+    return (reason or CHUNKING) if is_decoding else ""
 
 
 @dataclass(slots=True, eq=False)
 class PendingPlan:
-    """A plan that is not published yet. `rows` are those that start with it, in its order."""
+    """A plan that is not published yet. `rows` are those that start with it, in its order; `joins` is why
+    prompts join others with it.
+    """
 
     replica: Replica
     plan: Plan
     rows: list[PlacedRow]
+    joins: str = ""
 
     def withdraw(self, positions: Iterable[int]) -> list[PlacedRow]:
         """Remove the rows at these positions, as if they had never been placed. Return them."""
@@ -74,12 +99,14 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         replica.report_at = replica.until - replica.horizon // 2
         replica.is_short = False
     replica.plan += 1
+    before, mixed_tokens = replica.whole_steps_for, mixed_prefill_tokens(replica)
+    replica.joins = join_reason(replica, bool(starting), before)
     return Plan(
         epoch=epoch,
         number=replica.plan,
         until=replica.until,
         prefill_tokens=replica.capacity.max_batch_prefill_tokens,
-        mixed_prefill_tokens=mixed_prefill_tokens(replica),
+        mixed_prefill_tokens=mixed_tokens,
         starts=[new_row(row) for row in starting],
         blocks=blocks,
         stops=stops,

@@ -52,6 +52,8 @@ class Replica:
         due_stops: rows that the next plan may have to stop.
         is_short: a row may fill its blocks before the steps granted are over.
         starved: a row did not get all the blocks it needs for the steps granted.
+        whole_steps_for, joins: why prompts took whole steps by the last plan, and why prompts joined with it
+            rows that decode; empty if they did not.
         draining: it was told to end.
         evacuates: it drains, and its rows go to other workers.
     """
@@ -76,6 +78,8 @@ class Replica:
     due_stops: list[PlacedRow] = field(default_factory=list)
     is_short: bool = False
     starved: bool = False
+    whole_steps_for: str = ""
+    joins: str = ""
     draining: bool = False
     evacuates: bool = False
     next_row: int = 1

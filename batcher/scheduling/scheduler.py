@@ -214,7 +214,7 @@ class Scheduler:
         for replica in self.workers.take_changed():
             rows = placed.get(replica, [])
             if (plan := next_plan(replica, self.epoch, rows)) is not None:
-                yield PendingPlan(replica, plan, rows)
+                yield PendingPlan(replica, plan, rows, replica.joins)
             if replica.due_stops:  # a row that starts with this plan is stopped by the next
                 self.workers.note_change(replica)
 

@@ -23,6 +23,8 @@ METRICS_TTL_MS = 7 * 86_400_000
 """Of a pool's metrics, after they were last counted."""
 
 POOLS = "tf:pools"
+STARTING = "starting"
+"""Kind of the heartbeats of a worker that still loads its model."""
 """Sorted set: pool → Redis time of its batcher's last heartbeat, in s; members leave after an hour. It is the
 only key that belongs to no pool.
 """
@@ -115,6 +117,9 @@ class Keys:
 
     def gateway(self, gateway: str) -> str:
         return self.process("gateway", gateway)
+
+    def starting(self, incarnation: str) -> str:
+        return self.process(STARTING, incarnation)
 
     def plans(self, incarnation: str) -> str:
         return self.key("plans", incarnation)

@@ -109,6 +109,19 @@ class ResponseParts:
 
 
 @dataclass(frozen=True, slots=True)
+class InferOutputs:
+    """The outputs of an answer of KServe's …/infer.
+
+    Attributes:
+        id: the client's own name of the request.
+        outputs: (name, whether its one text is written as bytes, shape of its tensor of texts).
+    """
+
+    id: str | None = wire_field("i")
+    outputs: list[tuple[str, bool, list[int]]] = wire_field("o")
+
+
+@dataclass(frozen=True, slots=True)
 class HttpAnswer:
     """One answer over HTTP: all choices of all prompts, and how they are rendered.
 
@@ -126,6 +139,7 @@ class HttpAnswer:
         requests: of each choice, without its prompt.
         prefixes: for each prompt, the text with which its choices begin.
         response: of the Responses API.
+        infer: of KServe's …/infer.
     """
 
     request_id: str = wire_field("id")
@@ -141,6 +155,7 @@ class HttpAnswer:
     rendering: Rendering = wire_field("re")
     terms: ResumeTerms = wire_field("tm", default_factory=ResumeTerms)
     response: ResponseParts | None = wire_field("rp", default=None)
+    infer: InferOutputs | None = wire_field("in", default=None)
 
     @property
     def numbered(self) -> bool:

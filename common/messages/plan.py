@@ -140,7 +140,8 @@ class WorkerCapacity:
     """Capacity of a worker, measured at warm-up; field `capacity` of the hash `worker:{incarnation}`.
 
     Attributes:
-        model: its name for people; gateways of other pools find its tokenizer by `model_id`.
+        model: its name for people; gateways of other pools find its tokenizer by `model_id`, or else by
+            `tokenizer_name` if it is not the model's.
         context: longest sequence that the model supports, in tokens.
         eos_ids: packed ids that end a generation.
         prefix_caching: whether rows can start with blocks that other rows have computed.
@@ -161,6 +162,7 @@ class WorkerCapacity:
     model_id: str = wire_field("mi", default="")
     prefix_caching: bool = wire_field("pc", default=False)
     standby: bool = wire_field("sb", default=False)
+    tokenizer_name: str = wire_field("tn", default="")
 
     @property
     def max_total_tokens(self) -> int:

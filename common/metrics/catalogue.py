@@ -6,7 +6,7 @@ serves one pool.
 """
 
 from common.messages.request import SERVICE_CLASSES
-from common.metrics.primitives import INFINITY, Counter, Gauge, Histogram, Metric, Summary, exponential
+from common.metrics.primitives import INFINITY, Counter, Gauge, Histogram, Metric, exponential
 
 POOL = "pool"
 METHODS = {"method": ("prefill", "decode")}
@@ -62,6 +62,8 @@ FIRST_TOKEN_S = (
 )
 HOLD_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, INFINITY)
 SIZES = (*map(float, range(1, 1025)), INFINITY)
+SKIPPED = (*map(float, range(16)), INFINITY)
+"""SPECULATE is 15 at most."""
 REASONS = ("length", "eos_token", "stop_sequence", "cancelled", "error")
 FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template")
 
@@ -91,8 +93,10 @@ TIME_PER_TOKEN = Histogram(
 INPUT_LENGTH = Histogram("tgi_request_input_length", "Prompt length, in tokens")
 MAX_NEW_TOKENS = Histogram("tgi_request_max_new_tokens", "Maximum number of new tokens of a request")
 GENERATED_TOKENS = Histogram("tgi_request_generated_tokens", "Number of generated tokens of a request")
-SKIPPED_TOKENS = Summary(
-    "tgi_request_skipped_tokens", "Accepted speculative tokens; always 0: tokenfleet_accepted_tokens has them"
+SKIPPED_TOKENS = Histogram(
+    "tgi_request_skipped_tokens",
+    "Number of tokens that a row got in one step beyond its own, by speculation",
+    bounds=SKIPPED,
 )
 
 # Steps, counted by workers. TGI calls a step a batch.
@@ -129,7 +133,7 @@ BATCH_CONCAT_DURATION = Histogram(
 )
 BATCH_CONCAT = Counter(
     "tgi_batch_concat",
-    "Number of times that requests joined a running batch, by reason",
+    "Number of times that prompts joined a running batch, by reason",
     {"reason": ("backpressure", "wait_exceeded", "chunking")},
 )
 

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from common.metrics.catalogue import BY_NAME, COUNTED, POOL, TABLE
-from common.metrics.primitives import SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
+from common.metrics.primitives import SEPARATOR, SUM, Counter, Histogram, Labels, Metric
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TGI_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) tgi_\w+)_total ", re.MULTILINE)
 
 Sample = tuple[str, dict[str, str], float]
-ZEROS: tuple[Sample, ...] = (
-    *(("", {"quantile": quantile}, 0.0) for quantile in ("0", "0.5", "0.9", "0.95", "0.99", "0.999", "1")),
-    ("_sum", {}, 0.0),
-    ("_count", {}, 0.0),
-)
-"""A summary without observations."""
 Values = Mapping[str, float]
 Series = dict[Labels, dict[str, float]]
 Gauges = Mapping[str, Mapping[Labels, float]]
@@ -100,8 +94,6 @@ class FleetCollector(Collector):
             case Histogram():
                 for labels in all_labels(metric, series):
                     yield from histogram(metric, self.named(metric, labels), series.get(labels, {}))
-            case Summary():
-                yield from ZEROS
             case _:
                 for labels, value in self.gauges[metric.name].items():
                     yield "", self.named(metric, labels), value
@@ -135,7 +127,7 @@ def is_part(metric: Metric, part: str) -> bool:
     if isinstance(metric, Counter):
         return part == ""
     try:
-        return part == SUM or float(part) > 0
+        return part == SUM or float(part) >= 0
     except ValueError:
         return False
 

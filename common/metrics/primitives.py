@@ -17,7 +17,7 @@ TOTAL = -INFINITY
 SEPARATOR = "|"
 
 Labels = tuple[str, ...]
-Kind = Literal["counter", "histogram", "gauge", "summary"]
+Kind = Literal["counter", "histogram", "gauge"]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,13 +43,6 @@ class Metric:
 @dataclass(slots=True, eq=False)
 class Gauge(Metric):
     """A value that is read when metrics are requested."""
-
-
-@dataclass(slots=True, eq=False)
-class Summary(Metric):
-    """Quantiles. Only TGI's skipped tokens have this type: quantiles of processes cannot be added."""
-
-    kind: Kind = field(init=False, default="summary")
 
 
 @dataclass(slots=True, eq=False)

@@ -46,6 +46,8 @@ class SettingFields(BaseModel):
     """run the Python code that a checkpoint brings along"""
     huggingface_hub_cache: str | None = None
     """where hub models are kept (default: as huggingface_hub does)"""
+    tokenizer_name: str | None = None
+    """hub id or directory of another tokenizer, with its chat template (default: the model's own)"""
     tokenizer_config_path: str | None = None
     """a tokenizer_config.json whose chat template is used instead of the model's"""
     chat_template: str | None = None
@@ -106,6 +108,8 @@ class SettingFields(BaseModel):
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
     max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
     """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
+    validation_workers: Processes | None = None
+    """threads in which a gateway tokenizes all texts but short ones (default: its cores and one more)"""
     max_input_tokens: Count | None = None
     """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None

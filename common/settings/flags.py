@@ -9,6 +9,7 @@ which a test must not.
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from common.settings.fields import SettingFields
@@ -171,7 +172,7 @@ def is_list(name: str) -> bool:
 def is_switch(name: str) -> bool:
     if name in OTHERS.options:
         return OTHERS.options[name].kind is bool
-    return SettingFields.model_fields[name].annotation is bool
+    return SettingFields.model_fields[name].annotation in (bool, bool | None)
 
 
 def unheeded(argv: Sequence[str]) -> list[str]:
@@ -190,12 +191,14 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
         prog=prog, usage="%(prog)s [--setting X …]", description=description, allow_abbrev=False
     )
     parser.add_argument("--help-all", action="help", help=f"show this help and the {OF_OTHERS}")
+    own = f"tokenfleet {version('tokenfleet')}"
+    parser.add_argument("-V", "--version", action="version", version=own, help="show the version")
     texts = help_texts()
     for name, field in SettingFields.model_fields.items():
         if name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
         default = "" if field.default in (None, ()) else f", default {str(field.default).lower()}"
-        nargs = "+" if is_list(name) else "?" if field.annotation is bool else None
+        nargs = "+" if is_list(name) else "?" if is_switch(name) else None
         add(section, name, f"{texts[name]} [{name.upper()}{default}]", nargs)
     others = parser.add_argument_group(f"Understood, too: {OF_OTHERS}")
     for option in OTHERS.options.values():

@@ -1,14 +1,16 @@
-"""Help: what settings are for, for `--help` and for docs/settings.md.
+"""Help: what settings are for, for `--help` and for docs/settings.md; and what becomes of TGI's options.
 
-`python -m common.settings.help` prints the tables of docs/settings.md.
+`python -m common.settings.help` prints the tables of docs/settings.md and docs/from-tgi.md.
 """
 
 import ast
 import inspect
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from common.settings.fields import SettingFields
+from common.settings.option import OTHERS, SAME, TABLE, OptionRow, read_rows
 
 SECTIONS = {
     "model_id": "Model",
@@ -57,5 +59,35 @@ def shown(default: Any) -> str:
     return f"{default:_}" if type(default) is int and default >= 100_000 else str(default).lower()
 
 
+def table_of_tgi() -> str:
+    """A table in Markdown of all options of text-generation-inference, as rows of equal answers."""
+    lines = ["| option of TGI | here |", "|---|---|"]
+    for names, outcome in options_of_tgi():
+        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {outcome} |")
+    return "\n".join(lines)
+
+
+def options_of_tgi() -> Iterator[tuple[list[str], str]]:
+    """Names of options of text-generation-inference, and what becomes of them."""
+    for row in read_rows(TABLE.read_text(encoding="utf-8")):
+        if not row.server.startswith("vLLM"):
+            names = [word.partition(":")[0] for word in row.names.split()]
+            yield [shown_name(name, row) for name in names], outcome_of(names[0], row)
+
+
+def shown_name(name: str, row: OptionRow) -> str:
+    if name.startswith("-"):
+        return name
+    return f"--{name.replace('_', '-')}" if row.flag else name.upper()
+
+
+def outcome_of(name: str, row: OptionRow) -> str:
+    if row.answer == SAME:
+        return "the same"
+    if row.target is not None:
+        return f"`--{row.target.replace('_', '-')}`"
+    return OTHERS.options[name].outcome.replace("|", "\\|")
+
+
 if __name__ == "__main__":
-    print(tables())
+    print(f"{tables()}\n\n{table_of_tgi()}")

@@ -14,6 +14,8 @@ from common.settings.types import SettingError, convert
 TABLE = Path(__file__).with_name("options.txt")
 KINDS: dict[str, Any] = {"": str, "int": int, "float": float, "switch": bool, "secret": str}
 ANY = ("any",)
+SAME = "same"
+"""The answer for an option that is a setting of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,6 @@ class Option:
         known: if not empty, the only values that the other server knows, in small letters; the part before a
             colon counts, and dashes are as underscores.
         kind: type of its values.
-        same_as: a setting whose own value is accepted, too.
         variable: whether the variable is read.
         flag: whether there is a flag.
         secret: its value is not repeated.
@@ -36,7 +37,6 @@ class Option:
     accepts: tuple[str, ...]
     why: str
     kind: Any
-    same_as: str
     variable: bool
     flag: bool
     secret: bool
@@ -47,8 +47,6 @@ class Option:
         """What becomes of the option, for the help."""
         if self.accepts is ANY:
             return f"accepted: {self.why}"
-        if self.same_as:
-            return f"only what --{self.same_as.replace('_', '-')} says: {self.why}"
         accepted = " or ".join(self.accepts)
         return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
 
@@ -71,41 +69,53 @@ class OptionTable:
 
 def read_table(text: str) -> OptionTable:
     table = OptionTable()
-    for section, names, answer, note in read_rows(text):
-        flag, variable = "flags" in section, "variables" in section
-        for word in names.split():
-            if not answer.startswith("= "):
-                option = to_option(word, answer, note, flag, variable)
+    for row in read_rows(text):
+        for word in row.names.split() if row.answer != SAME else ():
+            if row.target is None:
+                option = to_option(word, row)
                 table.options[option.name] = option
             elif word.startswith("-"):
-                table.short[word] = answer[2:]
+                table.short[word] = row.target
             else:
-                table.flags |= {word: answer[2:]} if flag else {}
-                table.variables |= {word: answer[2:]} if variable else {}
+                table.flags |= {word: row.target} if row.flag else {}
+                table.variables |= {word: row.target} if row.variable else {}
     return table
 
 
-def read_rows(text: str) -> Iterator[tuple[str, str, str, str]]:
-    """The section, the names, the answer and the note of each row."""
-    section = note = ""
+class OptionRow(NamedTuple):
+    """A row of the table, of the section of one server; `flag` and `variable` say what its names are."""
+
+    server: str
+    flag: bool
+    variable: bool
+    names: str
+    answer: str
+    note: str
+
+    @property
+    def target(self) -> str | None:
+        """The setting or option of which the names are other names."""
+        return self.answer[2:] if self.answer.startswith("= ") else None
+
+
+def read_rows(text: str) -> Iterator[OptionRow]:
+    server = kinds = note = ""
     for line in filter(None, text.splitlines()):
         if line.startswith("["):
-            section = line.partition(":")[2]
+            server, _, kinds = line.strip("[]").partition(": ")
         elif not line.startswith("#"):
             names, answer, *notes = (cell.strip() for cell in line.split("|"))
             note = "".join(notes) or note
-            yield section, names, answer, note
+            yield OptionRow(server, "flags" in kinds, "variables" in kinds, names, answer, note)
 
 
-def to_option(word: str, answer: str, note: str, flag: bool, variable: bool) -> Option:
+def to_option(word: str, row: OptionRow) -> Option:
     name, _, kind = word.partition(":")
-    values, _, known = answer.partition(" of ")
-    same_as = values.removeprefix("as ") if values.startswith("as ") else ""
-    accepts = ANY if values == "any" else () if same_as or values == "none" else tuple(values.split(" or "))
+    values, _, known = row.answer.partition(" of ")
+    accepts = ANY if values == "any" else () if values == "none" else tuple(values.split(" or "))
     is_secret = kind == "secret"
-    return Option(
-        name, accepts, note, KINDS[kind], same_as, variable, flag, is_secret, known=tuple(known.split())
-    )
+    kind_of = KINDS[kind]
+    return Option(name, accepts, row.note, kind_of, row.variable, row.flag, is_secret, tuple(known.split()))
 
 
 OTHERS = read_table(TABLE.read_text(encoding="utf-8"))
@@ -121,7 +131,7 @@ class GivenValue(NamedTuple):
     text: str
 
 
-def check_option(option: Option, given: GivenValue, own: Any) -> None:
+def check_option(option: Option, given: GivenValue) -> None:
     """Raises SettingError where the option asks for what is not the case."""
     value = convert(option.kind, given.text, given.name)
     if option.known and with_underscores(given.text.split(":")[0]) not in map(with_underscores, option.known):
@@ -129,7 +139,7 @@ def check_option(option: Option, given: GivenValue, own: Any) -> None:
         raise SettingError(given.name, f"{given.text} is not one of {known}")
     if option.accepts is ANY:
         return
-    accepted = [own, *(convert(option.kind, text, given.name) for text in option.accepts)]
+    accepted = [convert(option.kind, text, given.name) for text in option.accepts]
     if value not in accepted:
         raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")
 

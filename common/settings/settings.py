@@ -50,7 +50,7 @@ class Settings(SettingFields):
             settings = cls.model_validate(texts)
         for name, value in given.items():
             if (option := OTHERS.options.get(name)) is not None:
-                check_option(option, value, getattr(settings, option.same_as, None))
+                check_option(option, value)
         settings.check()
         return settings
 
@@ -132,16 +132,10 @@ class Settings(SettingFields):
             return "127.0.0.1" if self.hostname == "localhost" else "0.0.0.0"
 
     def environ(self) -> dict[str, str]:
-        """The variables that give a child process these settings, and options that must be equal to one."""
-        values = self.model_dump(exclude_none=True)
-        values |= {
-            option.name: values[option.same_as]
-            for option in OTHERS.options.values()
-            if option.same_as and option.variable
-        }
+        """The variables that give a child process these settings."""
         return {
             name.upper(): ",".join(value) if isinstance(value, tuple) else str(value)
-            for name, value in values.items()
+            for name, value in self.model_dump(exclude_none=True).items()
         }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 WEEK_S = 7 * 86_400
@@ -19,6 +20,11 @@ KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 LOAD_FORMATS = dict.fromkeys(("safetensors", "fastsafetensors", "runai_streamer"), "auto")
 """vLLM's names of ways to read files of safetensors."""
+UNSERVED_METHODS = {
+    "exl2": "ExLlamaV2's layout of weights is not read; checkpoints of GPTQ and AWQ are",
+    "marlin": "weights packed for Marlin's kernel are not read; checkpoints of GPTQ and AWQ are",
+}
+"""Methods of TGI without transformers' quantizer → the reason why they are refused."""
 CALL_FORMAT_ALIASES = {
     "qwen3_xml": "qwen3_coder",
     "llama4_json": "llama3_json",
@@ -56,8 +62,13 @@ def to_level(text: str) -> str:
 
 
 def to_method(text: str) -> str:
-    """A method's name with dashes. Names of kernels (`awq_marlin`) are those of their method."""
-    return text.lower().removesuffix("_marlin").replace("_", "-")
+    """A method's name with dashes. Names of kernels (`awq_marlin`) are those of their method. Raises
+    PydanticCustomError for a method of TGI that is not served.
+    """
+    method = text.lower().removesuffix("_marlin").replace("_", "-")
+    if method in UNSERVED_METHODS:
+        raise PydanticCustomError("unserved", "{why}", {"why": UNSERVED_METHODS[method]})
+    return method
 
 
 def spelled(names: Mapping[str, str]) -> BeforeValidator:
@@ -84,6 +95,8 @@ Quantize = Annotated[
         "awq",
         "bitnet",
         "bitsandbytes",
+        "bitsandbytes-fp4",
+        "bitsandbytes-nf4",
         "compressed-tensors",
         "eetq",
         "fbgemm-fp8",
@@ -165,6 +178,8 @@ def one_line_errors(names: Mapping[str, str], texts: Mapping[str, str]) -> Itera
 
 def describe(error: Mapping[str, Any], text: str) -> str:
     limits = error.get("ctx", {})
+    if error["type"] == "unserved":
+        return f"{text} is not served: {limits['why']}"
     kind = error["type"].split("_")[0]
     if kind in ("greater", "less") and text.lower() == "nan":
         return f"{text!r} is not a number"

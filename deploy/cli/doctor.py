@@ -279,6 +279,8 @@ def check_model(settings: Settings) -> Finding:
             f"{settings.model_id} is not on this machine yet: the first start downloads or converts it",
             f"tokenfleet download-weights {settings.model_id}",
         )
+    if settings.tokenizer_name is None:
+        model_files.find_tokenizer(None, path)
     if not model_files.weight_files(path) and not settings.makes_weights:
         return Finding(
             "fail",

@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from common import model_files
 from common.broker import client
+from common.model_config import read_other_tokenizer
 from common.process import machine
 from common.settings.settings import SettingError, Settings
 
@@ -114,8 +116,8 @@ def check_broker(settings: Settings) -> None:
 
 
 def with_model(settings: Settings) -> Settings:
-    """Find the model, download or convert it where needed, and return the settings with its directory as
-    `model_id`: no other process has to look for it again.
+    """Find the model and its tokenizer, download or convert them where needed, and return the settings with
+    their directories: no other process has to look for them again.
     """
     set_hub_variables(settings)
     with progress(settings.json_output) as show:
@@ -126,8 +128,13 @@ def with_model(settings: Settings) -> Settings:
             weightless=settings.makes_weights,
             dtype=weights_dtype(settings),
         )
+        own = model_files.find_tokenizer(settings.tokenizer_name, path, show, weights_dtype(settings))
+    changed: dict[str, Any] = {"model_id": os.fspath(path)}
+    if settings.tokenizer_name is not None:
+        read_other_tokenizer(own, path)  # refuses one that does not fit
+        changed["tokenizer_name"] = os.fspath(own)
     names = tuple(dict.fromkeys((*settings.served_model_name, settings.model_id)))
-    return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": names})
+    return settings.model_copy(update=changed | {"served_model_name": names})
 
 
 def wait_for_model(settings: Settings) -> Settings:

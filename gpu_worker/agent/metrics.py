@@ -3,6 +3,7 @@ Steps are counted several at once, never token by token.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from common.metrics import catalogue
@@ -34,7 +35,6 @@ class BatchMetrics:
         self.count_steps()
         catalogue.BATCH_NEXT_SIZE.observe(len(grant.starts))
         if self.running:
-            catalogue.BATCH_CONCAT.add(1, "chunking")
             catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - started_s, "decode")
         self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
 
@@ -57,13 +57,13 @@ class BatchMetrics:
                 forwards[method_of(step)].append(step.duration_ms / 1000)
             self.move_rows(step)
             if step.proposed_tokens:
-                catalogue.PROPOSED_TOKENS.add(step.proposed_tokens)
-                num_rows = len({row for row, *_ in step.sampled})
-                catalogue.ACCEPTED_TOKENS.add(step.num_samples - num_rows)
+                count_proposals(step)
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)
         catalogue.TOKENS.add(sum(step.num_samples for step in steps))
+        if num_plain := sum(step.num_samples for step in steps if not step.proposed_tokens):
+            catalogue.SKIPPED_TOKENS.observe(0, times=num_plain)
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
         """Count steps of one method, each of which took the agent `text_s`."""
@@ -88,6 +88,16 @@ class BatchMetrics:
         if self.prefilling or self.running:
             catalogue.BATCH_COUNT.add(1, method)
             catalogue.BATCH_FAILURE.add(1, method)
+
+
+def count_proposals(step: StepResult) -> None:
+    """Count a step that checked proposed tokens: each row has one token of the step's own, and those accepted
+    beside it.
+    """
+    num_tokens = Counter(row for row, *_ in step.sampled)
+    catalogue.PROPOSED_TOKENS.add(step.proposed_tokens)
+    catalogue.ACCEPTED_TOKENS.add(step.num_samples - len(num_tokens))
+    catalogue.SKIPPED_TOKENS.observe_all(number - 1 for number in num_tokens.values())
 
 
 def method_of(step: StepResult) -> str:

@@ -66,7 +66,7 @@ class Engine:
         self.block_size = loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
         waits = communicator.world_size > 1
-        self.matchers = Matchers(loaded.directory, loaded.vocab_size, loaded.eos_ids, waits=waits)
+        self.matchers = Matchers(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, waits=waits)
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.rows = Rows(
             block_size=self.block_size,

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from common.settings.help import tables
-from common.settings.option import ANY, OTHERS
+from common.settings.help import table_of_tgi, tables
+from common.settings.option import OTHERS
 from common.settings.settings import Settings
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
@@ -35,8 +35,6 @@ MAX_TERMS = 65
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, "help", "help-all", "config", "no-", "schema"}
-EVERY_VALUE = "usage_stats"
-"""An option of TGI that accepts each of TGI's values."""
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
@@ -58,17 +56,11 @@ def test_every_flag_mentioned_exists() -> None:
     assert named - ours - FLAGS_OF_OTHERS - FLAGS_OF_COMMANDS == set()
 
 
-def test_the_options_of_tgi_that_may_be_refused_are_listed() -> None:
+def test_the_table_of_tgis_options_is_what_the_command_line_knows() -> None:
     page = (ROOT / "docs/from-tgi.md").read_text()
-    listed = re.search(r"Refused, unless they\s+(.*?) `tokenfleet serve --help-all`", page, re.DOTALL)
-    assert listed is not None
-    refused = {
-        option.name
-        for option in OTHERS.options.values()
-        if option.flag and option.variable and option.accepts is not ANY and option.name != EVERY_VALUE
-    }
-    named = re.findall(r"`--([a-z-]+)`", listed[1])
-    assert {name.replace("-", "_") for name in named} == refused
+    found = re.search(r"<!-- options -->\n(.*)\n<!-- /options -->", page, re.DOTALL)
+    assert found is not None
+    assert found[1] == table_of_tgi(), f"docs/from-tgi.md should say:\n{table_of_tgi()}"
 
 
 def test_flags_of_vllm_mean_what_the_table_says() -> None:

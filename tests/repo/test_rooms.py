@@ -20,6 +20,7 @@ FLOORS = {
         "app",
         "lifecycle responses",
         "admin jobs resume",
+        "kserve",
         "tgi",
         "openai",
         "requests",

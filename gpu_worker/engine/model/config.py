@@ -67,14 +67,23 @@ def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> N
     """Raises SettingError if QUANTIZE names another method than the checkpoint; plain weights can only become
     FP8.
     """
-    own = str(quantization.get("quant_method") if quantization else "not quantised").replace("_", "-")
-    if quantization is None and settings.quantize == MADE_AT_LOAD:
+    asked = settings.quantize
+    if quantization is None and asked in (None, MADE_AT_LOAD):
         return  # see `quantizes`
-    if settings.quantize not in (None, own):
-        raise SettingError(
-            "quantize",
-            f"{settings.quantize} is not served: weights are loaded as the checkpoint has them ({own})",
-        )
+    if quantization is None:
+        cause = f"this checkpoint's weights are plain, and only {MADE_AT_LOAD} is made of such at load"
+        raise SettingError("quantize", f"{asked} is not served: {cause}")
+    own = methods_of(quantization)
+    if asked not in (None, *own):
+        cause = f"weights are loaded as the checkpoint has them ({own[-1]})"
+        raise SettingError("quantize", f"{asked} is not served: {cause}")
+
+
+def methods_of(quantization: dict[str, Any]) -> list[str]:
+    """The names in QUANTIZE of a checkpoint's method; TGI's of bitsandbytes with 4 bits has their type."""
+    method = str(quantization.get("quant_method")).replace("_", "-")
+    four_bits = method == "bitsandbytes" and quantization.get("load_in_4bit")
+    return [method, *([f"{method}-{quantization.get('bnb_4bit_quant_type', 'fp4')}"] if four_bits else [])]
 
 
 def refusal_of(config: Any, text: Any) -> str:

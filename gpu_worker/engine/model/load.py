@@ -112,11 +112,12 @@ def assemble(
     block_size = settings.block_size or BLOCK_SIZES[device.type]
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
     context = int(model_config.context_length(path) * (settings.rope_factor or 1))
+    tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     geometry = Geometry(list(layers.values()), block_size, dtype, kv_dtype)
     max_rows = max_decoded_tokens(settings.max_batch_size)
     backend = choose_backend(geometry, device, max_rows, -(-context // block_size))
     return LoadedModel(
-        directory=path,
+        tokenizer=tokenizer,
         model=model,
         attentions=list(layers),
         geometry=backend.geometry,
@@ -124,7 +125,7 @@ def assemble(
         backend=backend,
         ropes=rope.replace_ropes(model),
         context=context,
-        eos_ids=model_config.eos_ids(path),
+        eos_ids=model_config.eos_ids(path, tokenizer),
         vocab_size=config.vocab_size,
         recompute_length=rope.recompute_length(model),
     )

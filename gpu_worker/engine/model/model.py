@@ -19,14 +19,14 @@ class LoadedModel:
     """A model that is ready to compute steps.
 
     Attributes:
-        directory: where its files are.
+        tokenizer: the directory of its tokenizer.json.
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
         recompute_length: a sequence beyond this length needs every K computed anew.
         cache: set by `attach`.
     """
 
-    directory: Path
+    tokenizer: Path
     model: Any
     attentions: list[Any]
     geometry: Geometry

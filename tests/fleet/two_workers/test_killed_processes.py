@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -213,4 +214,6 @@ async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
             await asyncio.to_thread(fleet.restarted, name, old)
         assert [ids[:MAX_NEW_TOKENS] for ids in await load.whole()] == undisturbed
         metrics = f"{fleet.base_url}/metrics"
-        await wait_until(lambda: "tokenfleet_accepted_tokens_total{" in httpx.get(metrics).text)
+        for name in (r"tokenfleet_accepted_tokens_total\{.*\}", "tgi_request_skipped_tokens_sum"):
+            shown = re.compile(rf"^{name} [1-9]", re.MULTILINE)
+            await wait_until(lambda shown=shown: shown.search(httpx.get(metrics).text) is not None)  # type: ignore[misc]

@@ -1,8 +1,9 @@
 """A pool of another model, of another family, served beside the first by the same gateways: it is named by
-`model`.
+`model`. Its tokenizer is none of its own (TOKENIZER_NAME).
 """
 
-import shutil
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,31 +13,43 @@ import redis
 import torch
 
 from benchmarks.client import stream
-from common import model_files
 from common.broker.keys import Keys
-from tests.support.engine import tiny_models
+from tests.support.engine import tiny_models, tiny_tokenizers
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 
 SETTINGS = {"dtype": "float32", "kv_cache_bytes": "64MiB", "threads": 1, "num_jobs": 0}
 NEW_TOKENS = 40
+VOCABULARY = 640
+"""Ids of the tiny model; its tokenizer has some fewer."""
+
+
+TEMPLATE = "{% for message in messages %}<|im_end|>{{ message.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a random Phi-3 with the first model's tokenizer. It computes every K anew beyond 32 tokens."""
+    """Make a random Phi-3 without a tokenizer. It computes every K anew beyond 32 tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     name, sizes = tiny_models.FAMILIES["Phi3-longrope"]
-    tiny_models.save(folder, name, sizes | {"vocab_size": 49_152})
-    first = model_files.resolve("smollm2")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(first / file, folder / file)
+    tiny_models.save(folder, name, sizes | {"vocab_size": VOCABULARY})
+    (folder / "tokenizer.json").unlink()
     return folder
 
 
 @pytest.fixture(scope="module")
-def fleets(fleet: Fleet, tiny: Path) -> Iterator[tuple[Fleet, Fleet]]:
-    with Fleet(**SETTINGS, redis_url=fleet.redis_url, pool="tiny", model_id=tiny) as second:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizers.byte_level(folder)
+    config = {"chat_template": TEMPLATE, "eos_token": tiny_tokenizers.END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleets(fleet: Fleet, tiny: Path, tokenizer: Path) -> Iterator[tuple[Fleet, Fleet]]:
+    own = {"pool": "tiny", "model_id": tiny, "tokenizer_name": tokenizer}
+    with Fleet(**SETTINGS, redis_url=fleet.redis_url, **own) as second:
         yield fleet, second
 
 
@@ -53,18 +66,18 @@ def complete(fleet: Fleet, model: str) -> str:
     return choice.choices[0].text
 
 
-def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
+def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path, tokenizer: Path) -> None:
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
-    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
-    prompt = tokenizer.encode("The sky is").ids
+    own = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    prompt = own.encode("The sky is").ids
     ids = tiny_models.generate(
         AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), prompt, NEW_TOKENS
     )
     assert (
         complete(fleets[0], "tiny")
-        == tokenizer.decode(ids, skip_special_tokens=True)
+        == own.decode(ids, skip_special_tokens=True)
         != complete(fleets[0], "smollm2")
     )
     client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none")
@@ -77,11 +90,31 @@ def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet], tiny: Pat
     assert complete(fleets[1], str(tiny)) == complete(fleets[0], "tiny")
 
 
+def test_chats_and_grammars_are_in_the_other_tokenizer(fleets: tuple[Fleet, Fleet], tokenizer: Path) -> None:
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "The sky"}],
+        extra_body={"structured_outputs": {"regex": "[ab]{4}"}},
+    )
+    assert answer.usage and answer.usage.prompt_tokens == len(own.encode("<|im_end|>The sky").ids)
+    assert re.fullmatch("[ab]{4}", answer.choices[0].message.content or "")
+    assert (
+        answer.choices[0].finish_reason == "stop"
+    )  # the tokenizer's own end, which the model's config lacks
+
+
 @pytest.mark.slow
-async def test_two_pools_of_the_same_model_give_the_same_ids(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
+async def test_two_pools_of_the_same_model_give_the_same_ids(
+    fleets: tuple[Fleet, Fleet], tiny: Path, tokenizer: Path
+) -> None:
     first, second = fleets
     body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5, "ignore_eos": True, "details": True}}
-    with Fleet(**SETTINGS, redis_url=first.redis_url, pool="twin", model_id=tiny) as twin:
+    own = {"pool": "twin", "model_id": tiny, "tokenizer_name": tokenizer}
+    with Fleet(**SETTINGS, redis_url=first.redis_url, **own) as twin:
         answers = [await stream(f"{fleet.base_url}/generate_stream", body) for fleet in (second, twin)]
         assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 5
         with redis.Redis.from_url(first.redis_url) as client:

@@ -10,10 +10,12 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.errors import ApiError
+from api.errors import LOADING_S, ApiError
 from api.lifecycle import Gateway
 from api.requests.pool_registry import IDLE_S
-from common.broker.keys import POOLS, Keys
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import POOLS, STARTING, Keys
+from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
@@ -166,6 +168,23 @@ async def test_a_pool_without_a_live_worker_is_not_found(broker: Broker, redis: 
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "model_not_found"
         assert not gateway.pools.foreign
+
+
+async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: Broker, redis: Redis) -> None:
+    await redis.zadd(POOLS, {"b": 1})
+    body = {"model": "b", "prompt": "Count."}
+    async with gateway_of_default(broker.url) as (_, client):
+        starting = Heartbeat(PoolClient(redis, KEYS), STARTING, "w0-1", ttl_s=60)
+        async with starting.sending(30, lambda: {"doing": "loading"}):
+            await wait_until(lambda: redis.exists(KEYS.starting("w0-1")))
+            response = await client.post("/v1/completions", json=body)
+            named = await client.post("/v2/models/b/generate", json={"text_input": "Count."})
+        gone = await client.post("/v1/completions", json=body)
+    assert response.status_code == named.status_code == 503
+    assert response.headers["retry-after"] == named.headers["retry-after"] == str(LOADING_S)
+    assert response.json()["error"]["code"] == "unavailable"
+    assert "the worker of pool b still loads its model" in named.json()["error"]
+    assert gone.status_code == 404
 
 
 async def test_a_request_of_a_pool_whose_worker_is_away_is_asked_for_again_later(

@@ -54,6 +54,7 @@ async def test_503_before_a_worker_is_ready(broker: Broker) -> None:
     async with serving(broker.url) as (gateway, client):
         response = await client.post("/generate_stream", json=BODY)
         assert tgi_error(response) == (503, "unavailable") and "no worker is ready yet" in response.text
+        assert response.headers["retry-after"] == str(errors.LOADING_S)
 
 
 async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:

@@ -18,6 +18,7 @@ from common.messages.events import Timeline, TimelineEvent
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams
+from common.metrics import catalogue
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000
@@ -50,7 +51,9 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
     one.commit(b"\0" * RECORD.size * 37)
     writer.record_death("w0-1", [one])
     row = worker.start(one)
-    writer.record_plan(PendingPlan(worker, Plan(1, 3, 64, 64), [row]))
+    before = catalogue.BATCH_CONCAT.values["backpressure",]
+    writer.record_plan(PendingPlan(worker, Plan(1, 3, 64, 64), [row], joins="backpressure"))
+    assert catalogue.BATCH_CONCAT.values["backpressure",] == before + 1
     writer.record_report(
         worker, Report(2, 1, 3, 40, ended=[(row.number, "preempted", 41), (99, "length", 1)])
     )

@@ -29,6 +29,12 @@ def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
     assert model_config.eos_ids(path) == [7]
     write(path, generation_config={"eos_token_id": [8, 9]})
     assert model_config.eos_ids(path) == [8, 9]
+    other = write(
+        tmp_path / "other", tokenizer={"added_tokens": added}, tokenizer_config={"eos_token": "</s>"}
+    )
+    assert model_config.eos_ids(path, other) == [8, 9, 5]
+    write(path, generation_config={"eos_token_id": 5})
+    assert model_config.eos_ids(path, other) == [5]
     assert model_config.special_ids(path) == {5}
     assert model_config.context_length(path) == 99
 

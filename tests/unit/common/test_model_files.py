@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,9 +53,35 @@ def test_a_model_that_does_not_exist_is_refused(
 
 
 def test_a_directory_needs_its_files(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"has no tokenizer\.json"):
-        model_files.resolve(str(write(tmp_path, config={})))
-    assert model_files.resolve(str(write(tmp_path, tokenizer={}))) == tmp_path
+    with pytest.raises(SettingError, match=r"has no config\.json"):
+        model_files.resolve(str(tmp_path))
+    assert model_files.resolve(str(write(tmp_path, config={}))) == tmp_path
+    with pytest.raises(SettingError, match=r"^MODEL_ID: .* has no tokenizer\.json"):
+        model_files.find_tokenizer(None, tmp_path)
+    assert model_files.find_tokenizer(None, write(tmp_path, tokenizer={})) == tmp_path
+
+
+def test_another_tokenizer_is_a_directory_a_file_or_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = tmp_path / "model", tmp_path / "own"
+    model.mkdir()
+    own.mkdir()
+    write(own, tokenizer={})
+    for path in (own, own / "tokenizer.json"):
+        assert model_files.find_tokenizer(str(path), model) == own
+    asked: list[Any] = []
+
+    def download(*given: Any) -> Path:
+        asked.append(given)
+        return own
+
+    monkeypatch.setattr(model_files, "download", download)
+    assert model_files.find_tokenizer("org/tokenizer", model) == own
+    assert asked == [("org/tokenizer", None, model_files.no_progress, model_files.TOKENIZER_FILES)]
+    for name, cause in ((str(model), r"has no tokenizer\.json"), ("/nowhere", "does not exist")):
+        with pytest.raises(SettingError, match=f"^TOKENIZER_NAME: .*{cause}"):
+            model_files.find_tokenizer(name, model)
 
 
 def test_a_file_must_be_gguf(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ MAX_BYTES = 8 * SHORT_BYTES
 class Works:
     """Works that end when they are told to."""
 
-    def __init__(self) -> None:
-        self.budget = TextBudget(MAX_BYTES)
+    def __init__(self, num_threads: int = 8) -> None:
+        self.budget = TextBudget(MAX_BYTES, num_threads)
         self.running: list[str] = []
         self.ends: dict[str, threading.Event] = {}
         self.tasks: dict[str, asyncio.Task[str]] = {}
@@ -89,6 +89,21 @@ async def test_short_texts_have_a_lane_of_their_own(works: Works) -> None:
     await works.until("huge", "a", "b")
     await works.end("a")
     await works.until("huge", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "names"), [(1, ("long",)), (2, ("long", "a")), (3, ("long", "next", "a"))]
+)
+async def test_validation_workers_bound_the_threads(num_threads: int, names: tuple[str, ...]) -> None:
+    """One thread is left to the short lane, if there are several."""
+    works = Works(num_threads)
+    for name, size in (("long", 2), ("next", 2), ("last", 2), ("a", 1), ("b", 1), ("c", 1)):
+        works.start(name, size * SHORT_BYTES)
+    await works.until(*names)
+    for end in works.ends.values():
+        end.set()
+    assert await asyncio.gather(*works.tasks.values()) == list(works.tasks)
+    assert len(works.budget.threads._threads) <= num_threads
 
 
 async def test_a_caller_that_leaves_gives_its_room_back_when_its_work_has_ended(works: Works) -> None:

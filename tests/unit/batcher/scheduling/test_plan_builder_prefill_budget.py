@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from batcher.scheduling.pace import StepTimes
-from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan, takes_whole_steps
+from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan, whole_steps_reason
 from batcher.scheduling.replica import WorkerLimits
 from tests.unit.batcher.scheduling.test_replica import make_replica, make_sequence
 
@@ -21,18 +21,20 @@ def test_prompts_take_whole_steps_where_they_are_so_many_for_each_row_that_decod
     ratio: float, num_prompts: int, num_decoding: int, whole: bool
 ) -> None:
     limits = WorkerLimits(waiting_served_ratio=ratio)
-    assert takes_whole_steps(limits, [0] * num_prompts, num_decoding) is whole
+    assert whole_steps_reason(limits, [0] * num_prompts, num_decoding) == ("backpressure" if whole else "")
 
 
 @pytest.mark.parametrize(("age", "whole"), [(19, False), (20, True), (90, True)])
-def test_a_prompt_takes_whole_steps_once_it_has_waited_for_so_many(age: int, whole: bool) -> None:
-    assert takes_whole_steps(WorkerLimits(max_waiting_tokens=20), [3, age], 100) is whole
+def test_a_prompt_whole_steps_reason_once_it_has_waited_for_so_many(age: int, whole: bool) -> None:
+    assert whole_steps_reason(WorkerLimits(max_waiting_tokens=20), [3, age], 100) == (
+        "wait_exceeded" if whole else ""
+    )
 
 
 def test_without_prompts_or_without_the_settings_nothing_is_whole() -> None:
     both = WorkerLimits(waiting_served_ratio=0.0, max_waiting_tokens=0)
-    assert not takes_whole_steps(both, [], 5)
-    assert not takes_whole_steps(WorkerLimits(), [1000] * 9, 1)
+    assert not whole_steps_reason(both, [], 5)
+    assert not whole_steps_reason(WorkerLimits(), [1000] * 9, 1)
 
 
 def test_a_prompt_that_stands_by_is_not_counted() -> None:
@@ -80,21 +82,36 @@ def test_an_answer_that_was_interrupted_is_computed_again_in_whole_steps() -> No
 
 
 @pytest.mark.parametrize(
-    ("limits", "budgets"),
+    ("limits", "budgets", "joins"),
     [
-        (WorkerLimits(inter_token_target_ms=50.0), [30, 30]),
-        (WorkerLimits(inter_token_target_ms=50.0, waiting_served_ratio=1.0), [64, 64]),
-        (WorkerLimits(inter_token_target_ms=50.0, waiting_served_ratio=1.2), [30, 30]),
-        (WorkerLimits(inter_token_target_ms=50.0, max_waiting_tokens=16), [30, 64]),
+        (WorkerLimits(inter_token_target_ms=50.0), [30, 30], ["chunking", ""]),
+        (WorkerLimits(inter_token_target_ms=50.0, waiting_served_ratio=1.0), [64, 64], ["backpressure", ""]),
+        (WorkerLimits(inter_token_target_ms=50.0, waiting_served_ratio=1.2), [30, 30], ["chunking", ""]),
+        (
+            WorkerLimits(inter_token_target_ms=50.0, max_waiting_tokens=16),
+            [30, 64],
+            ["chunking", "wait_exceeded"],
+        ),
     ],
 )
-def test_a_plan_grants_whole_steps_beside_the_target(limits: WorkerLimits, budgets: list[int]) -> None:
+def test_a_plan_grants_whole_steps_beside_the_target(
+    limits: WorkerLimits, budgets: list[int], joins: list[str]
+) -> None:
     """One row decodes, another's prompt waits; the second plan comes 16 steps after its start."""
     replica = make_replica(num_blocks=100)
     replica.limits, replica.pace.times = limits, SLOW
     replica.on_prefilled(replica.start(make_sequence(16)), 16, 1)
     row = replica.start(make_sequence(16))
-    plans = [next_plan(replica, 1, [row])]
+    plans, reasons = [next_plan(replica, 1, [row])], [replica.joins]
     replica.step = 16
     plans.append(next_plan(replica, 1, []))
+    reasons.append(replica.joins)
     assert [plan and plan.mixed_prefill_tokens for plan in plans] == budgets
+    assert reasons == joins
+
+
+def test_the_first_prompts_of_a_worker_join_nothing() -> None:
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(waiting_served_ratio=0.0)
+    next_plan(replica, 1, [replica.start(make_sequence(16))])
+    assert replica.joins == ""

@@ -5,7 +5,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.messages.answer import HttpAnswer, Reading, Rendering
+from common.messages.answer import HttpAnswer, InferOutputs, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, Terminal, Timeline, TimelineEvent, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
@@ -108,6 +108,7 @@ EXAMPLES = [
         HttpAnswer(
             *("r1", "/x", True, 5, "m", "f", 1, [b"\x01\0\0\0"], [GENERATE], ["P"]),
             Rendering(details=True, reading=Reading("hermes", "qwen3", "<think>", [("f", "{}")])),
+            infer=InferOutputs("own", [("x", False, [2, 1])]),
         ),
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
@@ -119,7 +120,8 @@ EXAMPLES = [
             }
             | {"ti": False, "ni": False, "pt": None, "js": False}
         }
-        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None},
+        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None}
+        | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}},
     ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
     (
@@ -176,7 +178,8 @@ EXAMPLES = [
     ),
     (
         WorkerCapacity(
-            *("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True, True)
+            *("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True, True),
+            tokenizer_name="dir/t",
         ),
         {
             "v": 1,
@@ -192,7 +195,7 @@ EXAMPLES = [
             "w": 1,
             "mi": "dir/m",
         }
-        | {"dv": "cpu", "pc": True, "sb": True},
+        | {"dv": "cpu", "pc": True, "sb": True, "tn": "dir/t"},
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),

@@ -42,9 +42,8 @@ TGI = {
     **{name: ("histogram", {}) for name in DURATIONS},
     **{
         f"tgi_request_{name}": ("histogram", {})
-        for name in ("input_length", "max_new_tokens", "generated_tokens")
+        for name in ("input_length", "max_new_tokens", "generated_tokens", "skipped_tokens")
     },
-    "tgi_request_skipped_tokens": ("summary", {}),
     **{name: ("gauge", {}) for name in GAUGES},
     "tgi_batch_next_size": ("histogram", {}),
     **{name: ("counter", {"method": {"prefill", "decode"}}) for name in BATCH_COUNTERS},
@@ -52,7 +51,9 @@ TGI = {
     "tgi_batch_concat_duration": ("histogram", {"method": {"decode"}}),
     "tgi_batch_concat": ("counter", {"reason": {"backpressure", "wait_exceeded", "chunking"}}),
 }
-"""As text-generation-inference has them."""
+"""As text-generation-inference has them, but for the skipped tokens: its dashboard reads a histogram, and it
+exports a summary.
+"""
 
 
 def whole_text(values: dict[str, float] | None = None) -> str:
@@ -100,6 +101,7 @@ def test_tgi_histograms_have_tgi_s_buckets() -> None:
     for name in (*DURATIONS, *BATCH_DURATIONS, "tgi_batch_concat_duration"):
         assert bounds(name) == pytest.approx([*(0.0001 * 1.5**k for k in range(1, 36)), INFINITY])
     assert bounds("tgi_batch_next_size") == [*range(1, 1025), INFINITY]
+    assert bounds("tgi_request_skipped_tokens") == [*range(16), INFINITY]
     assert bounds("tgi_request_input_length") == [*range(10, 1001, 10), INFINITY]
 
 

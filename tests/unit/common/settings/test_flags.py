@@ -69,7 +69,7 @@ REFUSED = {
     "--flash-attn-version 9": "FLASH_ATTN_VERSION: 9 is not one of 2, 3, 4",
     "--mamba-block-size x": "MAMBA_BLOCK_SIZE: ",
     "--quantization modelopt": "--quantization: 'modelopt' is not one of aqlm, auto-round, awq,",
-    "-q bitsandbytes-nf4": "QUANTIZE: 'bitsandbytes-nf4' is not one of aqlm, auto-round, awq,",
+    "-q nf4": "QUANTIZE: 'nf4' is not one of aqlm, auto-round, awq,",
     "--tool-call-parser xlam": "TOOL_CALL_PARSER: 'xlam' is not one of hermes, qwen3_coder,",
     "--reasoning-parser step3": "REASONING_PARSER: 'step3' is not one of deepseek_r1, deepseek_v3,",
     '--override-generation-config {"n":2}': 'OVERRIDE_GENERATION_CONFIG: {"n":2} must be an object with',

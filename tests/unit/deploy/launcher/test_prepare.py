@@ -7,6 +7,7 @@ from common.model_files import NotConverted
 from common.process import machine
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
+from tests.support.engine import tiny_tokenizers
 
 GIB = 2**30
 
@@ -73,6 +74,28 @@ def test_a_gateway_waits_for_the_model_that_a_worker_converts(
     assert [line for line in caplog.messages if "converted by a worker" in line] == [
         "waiting for the model: MODEL_ID: x.gguf is converted by a worker first"
     ]
+
+
+def test_the_tokenizer_is_found_and_must_fit_the_model(tmp_path: Path) -> None:
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    for folder in (model, tokenizer):
+        folder.mkdir()
+    tiny_tokenizers.byte_level(tokenizer)
+    settings = Settings(model_id=str(model), tokenizer_name=str(tokenizer / "tokenizer.json"))
+    (model / "config.json").write_text('{"vocab_size": 605}')
+    found = prepare.with_model(settings)
+    assert (found.model_id, found.tokenizer_name) == (str(model), str(tokenizer))
+    (model / "config.json").write_text('{"text_config": {"vocab_size": 604}}')
+    with pytest.raises(SettingError) as refusal:
+        prepare.with_model(settings)
+    words = "its tokenizer has ids up to 604, and the model's embedding only 604 ids"
+    assert str(refusal.value) == f"TOKENIZER_NAME: is not served: {words}"
+    (model / "config.json").write_text("{}")
+    with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*config.json has no vocab_size"):
+        prepare.with_model(settings)
+    (tokenizer / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*tokenizer.json is no tokenizer, or damaged"):
+        prepare.with_model(settings)
 
 
 def test_who_may_send_requests_is_said_without_the_key() -> None:

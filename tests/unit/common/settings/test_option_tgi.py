@@ -1,0 +1,283 @@
+"""Every line of the help pages of text-generation-inference is served, or refused by its name with the
+reason; so are its variables.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from common.settings.flags import flag_parser
+from common.settings.help import options_of_tgi
+from common.settings.option import OTHERS
+from common.settings.settings import SettingError, Settings
+
+LAUNCHER = """
+--model-id bigscience/bloom-560m
+--revision refs/pr/2
+--validation-workers 2
+--sharded true
+--sharded false
+--num-shard 2
+--quantize awq
+--quantize compressed-tensors
+--quantize eetq
+--quantize exl2 : ExLlamaV2's layout of weights is not read
+--quantize gptq
+--quantize marlin : weights packed for Marlin's kernel are not read
+--quantize bitsandbytes
+--quantize bitsandbytes-nf4
+--quantize bitsandbytes-fp4
+--quantize fp8
+--speculate 2
+--dtype float16
+--dtype bfloat16
+--kv-cache-dtype fp8_e4m3fn
+--kv-cache-dtype fp8_e5m2
+--trust-remote-code
+--max-concurrent-requests 128
+--max-best-of 2
+--max-stop-sequences 4
+--max-top-n-tokens 5
+--max-input-tokens 1024
+--max-input-length 1024
+--max-total-tokens 2048
+--waiting-served-ratio 0.3
+--max-batch-prefill-tokens 4096
+--max-batch-total-tokens 16000
+--max-waiting-tokens 20
+--max-batch-size 64
+--cuda-graphs 1,2,4,8,16,32
+--cuda-graphs 0
+--cuda-graphs 1,2 : graphs are captured for up to MAX_BATCH_SIZE rows
+--hostname 0.0.0.0
+-p 3000
+--port 3000
+--prometheus-port 9000
+--shard-uds-path /tmp/text-generation-server
+--master-addr localhost
+--master-port 29500
+--huggingface-hub-cache /data
+--weights-cache-override /data : give the directory with the weights as MODEL_ID
+--disable-custom-kernels
+--cuda-memory-fraction 1.0
+--rope-scaling linear --rope-factor 2.0
+--rope-factor 2.0
+--json-output
+--otlp-endpoint http://collector:4317 : traces are not built yet
+--otlp-service-name text-generation-inference.router
+--cors-allow-origin https://a.example
+--api-key secret
+--watermark-gamma 0.5
+--watermark-delta 2.0
+--ngrok : tunnels are not built
+--ngrok-authtoken secret : tunnels are not built
+--ngrok-edge edge : tunnels are not built
+--tokenizer-config-path /some/tokenizer_config.json
+--disable-grammar-support
+-e
+--env
+--max-client-batch-size 4
+--lora-adapters repo/adapter1,name=/path : adapters are not built yet
+--usage-stats on
+--usage-stats off
+--usage-stats no-stack
+--payload-limit 2000000
+--enable-prefill-logprobs
+-g 90
+--graceful-termination-timeout 90
+-h
+--help
+-V
+--version
+"""
+"""The lines of `text-generation-launcher --help` with values that they name; after a colon the reason why one
+is refused.
+"""
+ROUTER = """
+--max-concurrent-requests 128
+--max-best-of 2
+--max-stop-sequences 4
+--max-top-n-tokens 5
+--max-input-tokens 1024
+--max-total-tokens 2048
+--waiting-served-ratio 1.2
+--max-batch-prefill-tokens 4096
+--max-batch-total-tokens 16000
+--max-waiting-tokens 20
+--max-batch-size 64
+--hostname 0.0.0.0
+-p 3000
+--port 3000
+--prometheus-port 9000
+--master-shard-uds-path /tmp/text-generation-server-0
+--tokenizer-name bigscience/bloom
+--tokenizer-config-path /some/tokenizer_config.json
+--revision main
+--trust-remote-code
+--validation-workers 2
+--api-key secret
+--json-output
+--otlp-endpoint http://collector:4317 : traces are not built yet
+--otlp-service-name text-generation-inference.router
+--cors-allow-origin https://a.example
+--ngrok : tunnels are not built
+--ngrok-authtoken secret : tunnels are not built
+--ngrok-edge edge : tunnels are not built
+--messages-api-enabled
+--disable-grammar-support
+--max-client-batch-size 4
+--usage-stats on
+--payload-limit 2000000
+--max-image-fetch-size 1073741824
+-h
+--help
+-V
+--version
+"""
+"""The lines of `text-generation-router --help`; `--messages-api-enabled` is that of 2.0."""
+SERVER = """
+--uds-path /tmp/text-generation-server
+--logger-level INFO
+--otlp-service-name text-generation-inference.server
+--sharded
+--no-sharded
+--no-trust-remote-code
+--no-json-output
+"""
+"""Lines of `text-generation-server serve --help` that the other pages do not have."""
+SHOWN = ("-h", "--help", "-V", "--version")
+WITHOUT_VARIABLE = ("-p", "-e", "--env", "-g", "--logger-level", *SHOWN)
+
+VARIABLES = """
+LOG_LEVEL=info LOG_LEVEL=warn LOG_LEVEL=debug,hyper=info
+LOG_COLORIZE=1 COMPUTE_TYPE=gpu HF_TOKEN=t HUGGING_FACE_HUB_TOKEN=t
+HF_API_TOKEN=t HUGGINGFACE_HUB_CACHE=/data HF_HOME=/data HF_HUB_OFFLINE=1
+HF_HUB_ENABLE_HF_TRANSFER=1 HF_HUB_USER_AGENT_ORIGIN=here
+ATTENTION=paged ATTENTION=flashinfer ATTENTION=flashdecoding USE_FLASH_ATTENTION=true REQUEST_LOGPROBS=1
+PREFIX_CACHING=0 USE_PREFIX_CACHING=true PREFILL_CHUNKING=1 CUDA_GRAPHS=0
+DISABLE_EXLLAMA=1 EXLLAMA_VERSION=2 OMP_NUM_THREADS=2 PYTORCH_TUNABLEOP_ENABLED=1
+PYTORCH_TUNABLEOP_TUNING=1 PYTORCH_TUNABLEOP_TUNING_AFTER_WARMUP=1 PYTORCH_TUNABLEOP_SEQLENS=2,4
+DEBUG=1 RANK=1 WORLD_SIZE=2 DOCKER_LABEL=3.3.7 GIT_SHA=db931fcf
+CUDA_VISIBLE_DEVICES=0 NVIDIA_VISIBLE_DEVICES=all ZE_AFFINITY_MASK=0
+HF_MODEL_ID=org/model HF_MODEL_REVISION=main SM_NUM_GPUS=4 HF_MODEL_TRUST_REMOTE_CODE=true
+SAGEMAKER_BIND_TO_PORT=8080
+AIP_HTTP_PORT=8080 AIP_PREDICT_ROUTE=/vertex AIP_PREDICT_ROUTE=/v1/chat/completions AIP_HEALTH_ROUTE=/health
+""".split()
+
+VARIABLES_NOT_SERVED = """
+PREFILL_CHUNKING=0 TGI_WIGGLE_ROOM=0.9
+ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5
+AIP_PREDICT_ROUTE=/predict AIP_HEALTH_ROUTE=/alive
+""".split()
+
+
+def lines_of(page: str) -> list[str]:
+    return page.strip().splitlines()
+
+
+def flags_in(page: str) -> set[str]:
+    return {word for line in lines_of(page) for word in line.split(" : ")[0].split() if word.startswith("--")}
+
+
+def variables_of(words: list[str]) -> dict[str, str]:
+    """The variables that say what flags say."""
+    found: dict[str, str] = {}
+    for word in words:
+        if word.startswith("--"):
+            name = word.removeprefix("--").upper().replace("-", "_")
+            found[name] = "true"
+        else:
+            found[name] = word
+    return found
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(lines_of(LAUNCHER) + lines_of(ROUTER) + lines_of(SERVER)))
+def test_a_line_of_a_help_page_is_served_or_refused_by_its_name(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, _, reason = line.partition(" : ")
+    argv = words.split()
+    if line in SHOWN:
+        with pytest.raises(SystemExit, match="0"):
+            Settings.read(argv, {})
+        assert capsys.readouterr().out
+        return
+    inputs: list[tuple[list[str], dict[str, str]]] = [(argv, {})]
+    if argv[0] not in WITHOUT_VARIABLE and not argv[0].startswith("--no-"):
+        inputs.append(([], variables_of(argv)))
+    for given in inputs:
+        if not reason:
+            Settings.read(*given)
+            continue
+        name = argv[0].removeprefix("--").upper().replace("-", "_")
+        with pytest.raises(SettingError, match=f"^{name}: .* is not served: {re.escape(reason)}") as refusal:
+            Settings.read(*given)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("line", [line for line in lines_of(LAUNCHER + ROUTER) if " : " not in line])
+def test_a_flag_and_its_variable_mean_the_same(line: str) -> None:
+    argv = line.split()
+    if argv and argv[0] not in WITHOUT_VARIABLE:
+        assert Settings.read(argv, {}) == Settings.read([], variables_of(argv))
+        assert len(argv) != 2 or Settings.read(argv, {}) == Settings.read(["=".join(argv)], {})
+
+
+def test_the_table_of_options_has_every_flag_of_the_help_pages() -> None:
+    listed = {name for names, _ in options_of_tgi() for name in names}
+    pages = flags_in(LAUNCHER) | flags_in(ROUTER) | flags_in(SERVER)
+    own_help = {"--help", "--version"}
+    assert {flag for flag in pages - listed - own_help if not flag.startswith("--no-")} == set()
+    assert {flag for flag in listed if flag.startswith("--")} - pages == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--sharded"], "sharded", True),
+        (["--sharded", "--port", "80"], "sharded", True),
+        (["--no-sharded"], "sharded", False),
+        (["--sharded", "false"], "sharded", False),
+        (["-g", "5"], "graceful_termination_timeout", 5.0),
+        (["--tokenizer", "org/model"], "tokenizer_name", "org/model"),
+        (["--quantize", "bitsandbytes-nf4"], "quantize", "bitsandbytes-nf4"),
+    ],
+)
+def test_a_flag_has_tgis_meaning(argv: list[str], name: str, value: Any) -> None:
+    assert getattr(Settings.read(argv, {}), name) == value
+
+
+def test_old_names_of_variables_are_known() -> None:
+    assert Settings.read([], {"USE_PREFIX_CACHING": "0"}).prefix_caching is False
+    assert Settings.read([], {"AIP_HTTP_PORT": "8080"}).port == 8080
+
+
+@pytest.mark.parametrize("pair", VARIABLES)
+def test_a_variable_without_a_flag_is_served(pair: str) -> None:
+    name, _, value = pair.partition("=")
+    assert name.lower() in {
+        *Settings.model_fields,
+        *OTHERS.variables,
+        *(option.name for option in OTHERS.options.values() if option.variable),
+    }
+    Settings.read([], {name: value})
+
+
+@pytest.mark.parametrize("pair", VARIABLES_NOT_SERVED)
+def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> None:
+    name, _, value = pair.partition("=")
+    with pytest.raises(SettingError, match=rf"^{name}: {value} is not served: \w+"):
+        Settings.read([], {name: value})
+
+
+def test_a_secret_is_not_repeated() -> None:
+    with pytest.raises(SettingError, match=r"^NGROK_AUTHTOKEN: … is not served: tunnels are not built"):
+        Settings.read([], {"NGROK_AUTHTOKEN": "secret"})
+
+
+def test_the_help_says_what_becomes_of_each() -> None:
+    text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
+    assert "--max-image-fetch-size X accepted: no image is ever fetched" in text
+    assert "--ngrok-edge X refused: tunnels are not built" in text
+    assert "--messages-api-enabled [X] accepted: /invocations takes" in text
