@@ -250,6 +250,9 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         seed=body.seed,
         bad_words=body.bad_words or [],
         grammar=body.grammar(),
+        context_logits=bool(body.return_context_logits),
+        generation_logits=bool(body.return_generation_logits),
+        logits_dtype=body.logits_dtype,
         n=1 if body.n is None else body.n,
         names=names,
     )

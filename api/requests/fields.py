@@ -5,7 +5,7 @@ The ranges of numbers are only described here, for /docs; `validate.py` checks t
 
 import inspect
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -112,6 +112,24 @@ DETACHED: Any = Field(
     description="With a stream: the request goes on without a client, up to its deadline; "
     "`GET /requests/{id}/stream` has its answer for an hour. Default: false.",
 )
+
+
+RETURN_CONTEXT_LOGITS: Any = Field(
+    default=None,
+    description="Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
+    "with their shape and dtype; with `Accept: application/octet-stream` the response is a safetensors file. "
+    "Not for streams. Default: false.",
+)
+RETURN_GENERATION_LOGITS: Any = Field(
+    default=None,
+    description="Return the logits that each generated token was chosen from, before penalties and "
+    "temperature (TensorRT-LLM); as `return_context_logits` does. Default: false.",
+)
+LOGITS_DTYPE: Any = Field(
+    default=None,
+    description="`float32` (the default), or `model`: the dtype in which the model computes.",
+)
+LogitsDtype = Literal["float32", "model"]
 
 
 class SamplingFields(Strict, extra="allow"):

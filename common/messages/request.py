@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common.messages.codec import wire_field
+from common.messages.logits import LogitsParams
 
 SERVICE_CLASSES = ("interactive", "standard", "batch")
 """The most urgent first."""
@@ -137,6 +138,7 @@ class Generate:
         class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of choices of its answer; each is a request with the same prompt.
+        logits: the logits that it returns; None returns none.
         beams: None is no beam search. One has no tokens before its end, then those of all its sequences
             (beams.py).
     """
@@ -160,6 +162,7 @@ class Generate:
     block_hashes: bytes = wire_field("bh", default=b"")
     num_choices: int = wire_field("ns", default=1)
     beams: BeamParams | None = wire_field("bm", default=None)
+    logits: LogitsParams | None = wire_field("lo", default=None)
 
     @property
     def service_class(self) -> str:

@@ -118,6 +118,8 @@ class SettingFields(BaseModel):
     """stop strings of one request"""
     max_top_n_tokens: Number = 20
     """most likely tokens listed with each token"""
+    max_logits_bytes: Count = 64 * 2**20
+    """logits that one answer may return (bytes); the broker and the gateway hold them until it is sent"""
     watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
     """share of the vocabulary that a `watermark` favours at each token"""
     watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0
