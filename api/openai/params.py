@@ -243,9 +243,9 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         ),
         do_sample=True,
         sampling=body.sampling_params(
+            "raw_logprobs",
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias(body.logit_bias or {}),
-            raw_logprobs=True,
         ),
         seed=body.seed,
         bad_words=body.bad_words or [],

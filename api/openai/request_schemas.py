@@ -227,7 +227,7 @@ class OpenAIRequest(ServedFields):
             prompt_tops=None if self.stream else self.prompt_logprobs,
         )
 
-    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """The body, completed by a model's defaults. As in vLLM, the model's default number of tokens is also
         the most that a request gets.
         """

@@ -130,6 +130,7 @@ LOGITS_DTYPE: Any = Field(
     description="`float32` (the default), or `model`: the dtype in which the model computes.",
 )
 LogitsDtype = Literal["float32", "model"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 class SamplingFields(Strict, extra="allow"):
@@ -180,6 +181,13 @@ class SamplingFields(Strict, extra="allow"):
     ignore_eos: bool | None = Field(
         default=None, description="Continue after the end-of-sequence token. Default: false."
     )
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="What the log-probabilities of generated tokens show (vLLM): those of the model itself "
+        "(`raw_logprobs`), of what is sampled from (`processed_logprobs`: after penalties, temperature and "
+        "truncation), or the logits in place of either. Default: LOGPROBS_MODE on /v1, else "
+        "`processed_logprobs`.",
+    )
     cache_salt: str | None = Field(
         default=None,
         description="Only requests with the same salt share what is computed of their prompts (vLLM).",
@@ -192,16 +200,23 @@ class SamplingFields(Strict, extra="allow"):
             raise invalid("`cache_salt` cannot be empty", "cache_salt")
         return self.cache_salt or ""
 
-    def sampling_params(self, **others: Any) -> SamplingParams:
+    def sampling_params(
+        self, default_mode: LogprobsMode = "processed_logprobs", **others: Any
+    ) -> SamplingParams:
         """The fields that are given, and `others`, without `seed` and `bad_words`: validation completes them.
         Raises ApiError.
+
+        Args:
+            default_mode: default of `logprobs_mode`.
         """
         if self.allowed_token_ids == []:
             raise invalid("`allowed_token_ids` cannot be empty", "allowed_token_ids")
         names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
         present = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**{"temperature": 1.0} | present | others)
+        mode = self.logprobs_mode or default_mode
+        reported = {"raw_logprobs": mode.startswith("raw"), "report_logits": mode.endswith("logits")}
+        return SamplingParams(**{"temperature": 1.0} | present | reported | others)
 
     def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
         """The stopping parameters without `max_new_tokens`: validation completes it."""

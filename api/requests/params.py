@@ -137,9 +137,9 @@ def sampling_params(params: GenerationParams, tokenizer: ModelTokenizer) -> Samp
     return None if replace(greedy, raw_logprobs=False) == GREEDY else greedy
 
 
-def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
-    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG and
-    OVERRIDE_GENERATION_CONFIG say. Raises SettingError.
+def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
+    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG,
+    OVERRIDE_GENERATION_CONFIG and LOGPROBS_MODE say. Raises SettingError.
     """
     given = settings.generation_config
     directory = path if given == "auto" else Path(given).expanduser()
@@ -148,4 +148,4 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
         raise SettingError("generation_config", f"{file} does not exist")
     found = {} if given == "vllm" else read_json(file)
     defaults = checked_defaults({name: found.get(name) for name in DEFAULTED}, "generation_config", str(file))
-    return defaults | settings.sampling_overrides
+    return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}

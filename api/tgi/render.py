@@ -181,6 +181,10 @@ def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> N
         raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
     if params.n > 1 and params.seed is not None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
+    if params.n > 1 and params.sampling.report_logits:
+        raise invalid(
+            "`best_of` above 1 compares log-probabilities: `logprobs_mode` must not be logits", "best_of"
+        )
     if params.n > 1 and (params.context_logits or params.generation_logits):
         raise invalid(f"`best_of` must be 1 when logits are returned. Given: {params.n}", "best_of")
 

@@ -45,6 +45,7 @@ class SamplingParams:
             minimum, until one of these ids comes: then it starts again (arXiv:2206.04624).
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
             processed one (TGI's).
+        report_logits: whether logits, raw or processed, are reported in place of log-probabilities.
         grammar: what the text must look like, in llguidance's form; "" is any text.
         allowed_token_ids: ids of which each token is one; empty is all. Not beside a grammar.
         watermark_delta: what is added to the logits of green tokens (arXiv:2301.10226, as in TGI); 0 is no
@@ -73,6 +74,7 @@ class SamplingParams:
     allowed_token_ids: list[int] = wire_field("a", default_factory=list)
     watermark_delta: float = wire_field("wd", default=0.0)
     watermark_gamma: float = wire_field("wg", default=0.0)
+    report_logits: bool = wire_field("rl", default=False)
 
 
 @dataclass(frozen=True, slots=True)

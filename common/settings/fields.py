@@ -11,6 +11,7 @@ from common.settings.types import (
     KVCacheDtype,
     LoadFormat,
     LogLevel,
+    LogprobsMode,
     Number,
     Port,
     Processes,
@@ -54,6 +55,8 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """log-probabilities of /v1 are raw_logprobs, processed_logprobs, raw_logits or processed_logits"""
     continue_final_message: bool = False
     """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
     control_tokens_in_messages: bool = False
