@@ -49,27 +49,17 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
 
 def check_size(requests: Sequence[Generate], settings: Settings) -> None:
     """Raises ApiError (422) if the requests of one answer may return more logits than MAX_LOGITS_BYTES."""
-    need = sum(map(logits_bytes, requests))
+    need = sum(request.logits_bytes for request in requests)
     if need <= settings.max_logits_bytes:
         return
     logits = next(request.logits for request in requests if request.logits)
     names = [name for name, given in zip(FIELDS, (logits.context, logits.generation), strict=True) if given]
-    rows = sum(num_rows(request) for request in requests)
+    rows = need // logits.row_bytes
     raise invalid(
         f"`{'` and `'.join(names)}` may take at most {settings.max_logits_bytes} bytes (MAX_LOGITS_BYTES). "
         f"Given: {need} bytes, for {rows} tokens with {logits.vocab_size} logits of {logits.dtype} each",
         names[0],
     )
-
-
-def logits_bytes(request: Generate) -> int:
-    """The most bytes of logits that a request returns."""
-    return num_rows(request) * request.logits.row_bytes if request.logits else 0
-
-
-def num_rows(request: Generate) -> int:
-    logits = request.logits
-    return logits.num_rows(request.num_prompt, request.stopping.max_new_tokens) if logits else 0
 
 
 def accepts_bytes(accept: str) -> bool:

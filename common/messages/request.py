@@ -181,6 +181,12 @@ class Generate:
         return self.num_prompt + self.stopping.max_new_tokens - 1
 
     @property
+    def logits_bytes(self) -> int:
+        """The most bytes of logits that it returns."""
+        most = self.stopping.max_new_tokens
+        return self.logits.num_bytes(self.num_prompt, most) if self.logits else 0
+
+    @property
     def width(self) -> int:
         """Records of one token: its own, then one for each of the likeliest tokens."""
         return 1 + self.top_n_tokens
