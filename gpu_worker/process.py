@@ -205,6 +205,7 @@ def capacity(
         device=ready.device,
         prefix_caching=ready.prefix_caching,
         standby=True,
+        vocab_size=ready.vocab_size,
     )
 
 

@@ -23,6 +23,8 @@ SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
 MAX_FIELD_BYTES = 2**28
 """The longest text or packed field of a frame: incomplete ones are kept in memory."""
+MAX_FRAME_LOGITS = 2**24
+"""Bytes of logits in one frame, at most, unless one position has more."""
 
 
 class ProtocolError(ValueError):
@@ -55,6 +57,7 @@ class StartRow:
             tokens in each place; None reports nothing of the prompt.
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
         class_index: the lower, the sooner its prompt is computed.
+        logits: (first position, end, dtype) of those whose logits are returned; None returns none.
     """
 
     row: int
@@ -67,6 +70,7 @@ class StartRow:
     prompt_logprobs: int | None = None
     num_cached: int = 0
     class_index: int = 0
+    logits: tuple[int, int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ class Ready:
         eos_ids: packed int32; ids that end a row.
         token_ms: time of one prompt token.
         prefix_caching: whether rows may start with blocks that other rows have computed.
+        vocab_size: logits of one position.
     """
 
     model: str
@@ -130,6 +135,7 @@ class Ready:
     world_size: int = 1
     token_ms: float = 0.0
     prefix_caching: bool = False
+    vocab_size: int = 0
 
 
 @dataclass(slots=True)
@@ -152,6 +158,8 @@ class StepResult:
             decided by the engine, others repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over.
         prefill_tokens, proposed_tokens: tokens of prompts, and proposals, that the step computed.
+        logits: (row, first position, little-endian values of the positions from there on) of rows that return
+            logits: the model's own.
     """
 
     step: int
@@ -164,6 +172,23 @@ class StepResult:
     duration_ms: float = 0.0
     prefill_tokens: int = 0
     proposed_tokens: int = 0
+    logits: Sequence[tuple[int, int, bytes]] = ()
+
+    @property
+    def frames(self) -> Iterator["StepResult"]:
+        """Yield the result in frames of bounded length. Most of its logits come before it, in results that
+        have nothing else and the number of the step before.
+        """
+        pieces: list[tuple[int, int, bytes]] = []
+        num_bytes = 0
+        for piece in self.logits:
+            if pieces and num_bytes + len(piece[2]) > MAX_FRAME_LOGITS:
+                yield StepResult(self.step - 1, logits=pieces)
+                pieces, num_bytes = [], 0
+            pieces.append(piece)
+            num_bytes += len(piece[2])
+        self.logits = pieces
+        yield self
 
     @property
     def num_samples(self) -> int:

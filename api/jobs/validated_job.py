@@ -6,6 +6,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from api.answers.logits import LogitsRenderer
 from api.errors import invalid
 from api.event_loop import offload
 from api.http.body import parse_body
@@ -15,6 +16,7 @@ from api.openai.params import read_chat
 from api.openai.render import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.respond import ChunkFeed
+from api.requests.logits import FIELDS
 from api.requests.pool import Pool
 from api.requests.validate import validate
 from api.streams.describe_answer import describe_answer
@@ -57,7 +59,8 @@ async def validate_chat_job(pool: Pool, job: Job) -> ChatJob:
     for name in NOT_PARAMETERS:
         if name in parameters:
             raise invalid(f"`{name}` is no parameter of a job", name)
-    is_whole = not job.has_listeners and parameters.get("prompt_logprobs") is not None
+    whole_only = ("prompt_logprobs", *FIELDS)
+    is_whole = not job.has_listeners and any(parameters.get(name) is not None for name in whole_only)
     content = to_json(parameters | {"messages": job.body.messages, "stream": not is_whole})
     chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()
@@ -99,7 +102,8 @@ class GenerateJob:
 
     def render_result(self, streams: list[Stream]) -> bytes:
         best, *others = render.rank_by_logprob(streams)
-        return to_json(render.render_response(best, others, self.prefix, self.details))
+        response = render.render_response(best, others, self.prefix, self.details, LogitsRenderer())
+        return to_json(response)
 
 
 async def validate_generate_job(pool: Pool, job: Job) -> GenerateJob:

@@ -243,13 +243,16 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         ),
         do_sample=True,
         sampling=body.sampling_params(
+            "raw_logprobs",
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias(body.logit_bias or {}),
-            raw_logprobs=True,
         ),
         seed=body.seed,
         bad_words=body.bad_words or [],
         grammar=body.grammar(),
+        context_logits=bool(body.return_context_logits),
+        generation_logits=bool(body.return_generation_logits),
+        logits_dtype=body.logits_dtype,
         n=1 if body.n is None else body.n,
         names=names,
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
+from api.answers.logits import LogitsRenderer
 from api.answers.logprobs import (
     LogprobLists,
     chat_logprobs,
@@ -38,6 +39,7 @@ class ChoicesRenderer(ABC):
         self.answer = answer
         self.choices = new_choices(answer, streams)
         self.chunk_head = self.render_head(self.chunk_kind)
+        self.logits = LogitsRenderer(answer.rendering.as_file)
 
     def render_whole(self) -> bytes:
         """The whole response, once all choices have finished."""
@@ -47,9 +49,10 @@ class ChoicesRenderer(ABC):
             while choice.has_piece:
                 pieces.append(choice.take_piece())
             fields = self.render_choice(choice, pieces)
-            choices.append({"index": choice.index, **fields, **self.render_ending(choice)})
+            logits = self.logits.fields(choice.stream, choice.text.num_tokens, f"choices.{choice.index}.")
+            choices.append({"index": choice.index, **fields, **logits, **self.render_ending(choice)})
         fields = {"usage": self.final_usage(), **self.whole_fields()}
-        return render_object(self.render_head(self.whole_kind), choices, fields)
+        return self.logits.body(render_object(self.render_head(self.whole_kind), choices, fields))
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         """The next chunks of a choice that has a piece: the one before its first piece, or those of the

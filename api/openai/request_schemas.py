@@ -17,7 +17,11 @@ from api.requests.chat_prompt import EFFORTS, TOOL_PROMPT, ChatMessage
 from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
+    LOGITS_DTYPE,
+    RETURN_CONTEXT_LOGITS,
+    RETURN_GENERATION_LOGITS,
     Listed,
+    LogitsDtype,
     SamplingFields,
     ServedFields,
     Strict,
@@ -26,6 +30,7 @@ from api.requests.fields import (
     ranged,
     with_one_error,
 )
+from api.requests.logits import check_not_streamed
 from api.requests.tools import FunctionSchema, ToolSchema
 from common.messages.answer import Rendering
 from common.settings.ranges import MAX_STOP_CHARS
@@ -172,6 +177,9 @@ class OpenAIRequest(ServedFields):
         description="With `logprobs`: name tokens as `token_id:7`, because some are only a part of a "
         "character (vLLM).",
     )
+    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
+    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
+    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
     echo: bool | None = Field(
         default=None,
         description="Begin the text with the prompt; in a chat, with the assistant's message that is "
@@ -219,7 +227,7 @@ class OpenAIRequest(ServedFields):
             prompt_tops=None if self.stream else self.prompt_logprobs,
         )
 
-    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """The body, completed by a model's defaults. As in vLLM, the model's default number of tokens is also
         the most that a request gets.
         """
@@ -241,6 +249,7 @@ class OpenAIRequest(ServedFields):
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
         if self.stream and self.prompt_logprobs:
             raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
+        check_not_streamed(self, self.stream)
         if self.best_of not in (None, 1, self.n):
             words = f"must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}"
             raise invalid(f"`best_of` {words}", "best_of")

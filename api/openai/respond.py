@@ -123,7 +123,8 @@ def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
     renderer = RENDERERS[answer.route](answer, streams)
     body = renderer.render_whole()
-    return body, total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
+    headers = total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
+    return body, renderer.logits.headers | headers
 
 
 RENDERER = AnswerRenderer(render_frames, render_whole)

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from api.answers.logits import Logits
 from api.answers.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from api.http.openapi import Absent, ApiObject, error_responses, event_stream
 
@@ -87,6 +88,10 @@ class AssistantMessage(ApiObject):
 class ChatChoice(FinishedChoice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
+    context_logits: Logits = Absent
+    """With `return_context_logits`, in the first choice of a prompt."""
+    generation_logits: Logits = Absent
+    """With `return_generation_logits`."""
 
 
 class ChatCompletion(CompletionObject):
@@ -149,6 +154,10 @@ class CompletionChoice(FinishedChoice):
     prompt_token_ids: list[int] = Absent
     """With `return_token_ids`."""
     prompt_logprobs: PromptLogprobs = Absent
+    context_logits: Logits = Absent
+    """With `return_context_logits`, in the first choice of a prompt."""
+    generation_logits: Logits = Absent
+    """With `return_generation_logits`."""
 
 
 class Completion(CompletionObject):

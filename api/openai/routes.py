@@ -28,6 +28,7 @@ from api.openai.response_schemas import (
     ModelList,
     response_or_chunks,
 )
+from api.requests.logits import check_size
 from api.requests.params import Limits
 from api.requests.pool_registry import pool_and_body, pools_of
 from api.requests.service_terms import generation_body
@@ -81,6 +82,7 @@ async def completions(request: Request) -> Response:
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
         await pace.step()
+    check_size(requests, limits.settings)
     num_chars = sum(len(params.text or "") for params in all_params)
     rendering = replace(completion.rendering, is_json=describes_json(completion.grammar()))
     return await respond(request, pool, completion, requests, num_chars, prefixes, rendering)

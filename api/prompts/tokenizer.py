@@ -251,7 +251,7 @@ class ModelTokenizer:
     controls: ControlTexts
     plain: Callable[[], PlainCopy]
     chat_template: ChatTemplate | None = None
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     budget: TextBudget = field(default_factory=TextBudget)
     bound: TextBound | None = None
 
@@ -262,7 +262,7 @@ class ModelTokenizer:
         tokenizer_path: Path | None = None,
         tokenizer_config_path: str | None = None,
         chat_template_path: str | None = None,
-        sampling_defaults: Mapping[str, float] | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
         budget: TextBudget | None = None,
         control_tokens_in_messages: bool = False,
     ) -> "ModelTokenizer":

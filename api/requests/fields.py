@@ -5,7 +5,7 @@ The ranges of numbers are only described here, for /docs; `validate.py` checks t
 
 import inspect
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -114,6 +114,25 @@ DETACHED: Any = Field(
 )
 
 
+RETURN_CONTEXT_LOGITS: Any = Field(
+    default=None,
+    description="Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
+    "with their shape and dtype; with `Accept: application/octet-stream` the response is a safetensors file. "
+    "Not for streams. Default: false.",
+)
+RETURN_GENERATION_LOGITS: Any = Field(
+    default=None,
+    description="Return the logits that each generated token was chosen from, before penalties and "
+    "temperature (TensorRT-LLM); as `return_context_logits` does. Default: false.",
+)
+LOGITS_DTYPE: Any = Field(
+    default=None,
+    description="`float32` (the default), or `model`: the dtype in which the model computes.",
+)
+LogitsDtype = Literal["float32", "model"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
 class SamplingFields(Strict, extra="allow"):
     """Sampling parameters that TGI's and OpenAI's routes share. Null and absent mean the default."""
 
@@ -162,6 +181,13 @@ class SamplingFields(Strict, extra="allow"):
     ignore_eos: bool | None = Field(
         default=None, description="Continue after the end-of-sequence token. Default: false."
     )
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="What the log-probabilities of generated tokens show (vLLM): those of the model itself "
+        "(`raw_logprobs`), of what is sampled from (`processed_logprobs`: after penalties, temperature and "
+        "truncation), or the logits in place of either. Default: LOGPROBS_MODE on /v1, else "
+        "`processed_logprobs`.",
+    )
     cache_salt: str | None = Field(
         default=None,
         description="Only requests with the same salt share what is computed of their prompts (vLLM).",
@@ -174,16 +200,23 @@ class SamplingFields(Strict, extra="allow"):
             raise invalid("`cache_salt` cannot be empty", "cache_salt")
         return self.cache_salt or ""
 
-    def sampling_params(self, **others: Any) -> SamplingParams:
+    def sampling_params(
+        self, default_mode: LogprobsMode = "processed_logprobs", **others: Any
+    ) -> SamplingParams:
         """The fields that are given, and `others`, without `seed` and `bad_words`: validation completes them.
         Raises ApiError.
+
+        Args:
+            default_mode: default of `logprobs_mode`.
         """
         if self.allowed_token_ids == []:
             raise invalid("`allowed_token_ids` cannot be empty", "allowed_token_ids")
         names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
         present = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**{"temperature": 1.0} | present | others)
+        mode = self.logprobs_mode or default_mode
+        reported = {"raw_logprobs": mode.startswith("raw"), "report_logits": mode.endswith("logits")}
+        return SamplingParams(**{"temperature": 1.0} | present | reported | others)
 
     def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
         """The stopping parameters without `max_new_tokens`: validation completes it."""

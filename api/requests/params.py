@@ -27,11 +27,18 @@ DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of each request. `max_total_tokens` counts prompt and new tokens together."""
+    """Limits of each request.
+
+    Attributes:
+        max_total_tokens: counts prompt and new tokens together.
+        vocab_size, dtype: of the logits that workers return; 0 if they return none.
+    """
 
     max_input_tokens: int
     max_total_tokens: int
     settings: Settings
+    vocab_size: int = 0
+    dtype: str = "float32"
 
     @property
     def max_client_batch_size(self) -> int:
@@ -62,6 +69,9 @@ class GenerationParams:
         top_n_tokens: number of likeliest tokens that are reported with each token.
         prompt_logprobs: number of likeliest tokens that are reported at each place of the prompt, beside the
             prompt's own tokens, with the model's own log-probabilities; None reports nothing of the prompt.
+        context_logits, generation_logits: whether the logits of the prompt, and of the generated tokens, are
+            returned.
+        logits_dtype: "float32", the default, or "model".
         n: answers to this prompt.
         cache_salt: only requests with the same salt share KV blocks.
         names: a parameter's name here → its name in this API, where that is another one.
@@ -83,6 +93,9 @@ class GenerationParams:
     watermark: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
+    context_logits: bool = False
+    generation_logits: bool = False
+    logits_dtype: str | None = None
     n: int = 1
     cache_salt: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -124,9 +137,9 @@ def sampling_params(params: GenerationParams, tokenizer: ModelTokenizer) -> Samp
     return None if replace(greedy, raw_logprobs=False) == GREEDY else greedy
 
 
-def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
-    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG and
-    OVERRIDE_GENERATION_CONFIG say. Raises SettingError.
+def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
+    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG,
+    OVERRIDE_GENERATION_CONFIG and LOGPROBS_MODE say. Raises SettingError.
     """
     given = settings.generation_config
     directory = path if given == "auto" else Path(given).expanduser()
@@ -135,4 +148,4 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, float]:
         raise SettingError("generation_config", f"{file} does not exist")
     found = {} if given == "vllm" else read_json(file)
     defaults = checked_defaults({name: found.get(name) for name in DEFAULTED}, "generation_config", str(file))
-    return defaults | settings.sampling_overrides
+    return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}

@@ -5,6 +5,7 @@ headers are TGI's counts and times: accounting proxies read them.
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from api.errors import invalid
 from api.http.auth import sent_key
 from api.http.middleware import request_id
 from api.http.sse import Feed
+from api.requests.logits import accepts_bytes
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
 from api.requests.service_terms import on_terms
@@ -123,7 +125,9 @@ def new_answer(
         prefixes: for each prompt, the text with which its choices begin.
         resume_s, detached, priority, service_tier: the fields of the body.
     """
-    own_id = request_id(request)
+    own_id, requests = request_id(request), [*requests]
+    if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
+        rendering = replace(rendering, as_file=True)
     return describe_answer(
         request_id=own_id,
         route=request.url.path,

@@ -9,6 +9,7 @@ from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, compile_grammar
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
+from api.requests.logits import with_logits
 from api.requests.params import GenerationParams, Limits, sampling_params
 from common.messages.records import pack_ids
 from common.messages.request import Generate
@@ -42,9 +43,10 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
         num_choices=params.n,
     )
     if request.sampling is None:
-        return [request] * params.n
+        return with_logits([request] * params.n, params, limits)
     samplings = [replace(request.sampling, choice=i) for i in range(params.n)]  # each draws other numbers
-    return [replace(request, sampling=sampling) for sampling in samplings]
+    requests = [replace(request, sampling=sampling) for sampling in samplings]
+    return with_logits(requests, params, limits)
 
 
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:

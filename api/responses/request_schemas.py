@@ -10,6 +10,7 @@ from api.errors import invalid
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.openai.request_schemas import EFFORT, FORMAT_SCHEMA, MAX_TOKENS
 from api.requests.fields import Listed, ServedFields, Strict, Whole, least, with_one_error
+from api.requests.logits import FIELDS as LOGITS_FIELDS
 from api.responses.input_items import ROLES
 
 LOGPROBS = "message.output_text.logprobs"
@@ -160,7 +161,7 @@ class ResponsesRequest(ServedFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, LOGITS_FIELDS)
         if self.background and not self.is_stored:
             raise invalid(
                 "`background` needs `store`: true, so that the response can be retrieved", "background"

@@ -64,7 +64,7 @@ def address(settings: Settings, gateway: str, request: Generate, request_id: str
         grace_ms=round(settings.gateway_grace_s * 1000),
     )
     digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
-    whole = request.prompt_logprobs is not None or not settings.prefix_caching
+    whole = request.prompt_logprobs is not None or request.logits or not settings.prefix_caching
     hashes = b"" if whole else prompt_hashes(request.cache_salt, request.prompt_ids)
     return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
 

@@ -16,7 +16,7 @@ from api.event_loop import Pace
 from api.streams.offers import Offers
 from api.streams.stream import Stream
 from common.broker.client import FailureLog
-from common.broker.committed import Committed, read_log, read_tails, tokens_of
+from common.broker.committed import Committed, read_log, read_logits, read_tails, tokens_of
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError
 from common.messages.events import FINISHED, Events, Terminal, Tokens
@@ -239,9 +239,20 @@ class Filler:
             return
         if is_answer:
             await self.add_records(stream, 0, state.records)
+            await self.read_logits(stream, state.num_final)
         num_tokens = state.num_final if is_answer else 0
         request_id = stream.request.request_id
         stream.end(Terminal(request_id, state.terminal, num_tokens, state.error, state.error_type))
+
+    async def read_logits(self, stream: Stream, num_tokens: int) -> None:
+        """Read the logits of a finished answer, if it returns some."""
+        logits = stream.request.logits
+        if logits is None or stream.logits is not None or stream.terminal:
+            return
+        num_bytes = logits.num_bytes(len(stream.prompt_ids), num_tokens)
+        stream.logits = await read_logits(self.client, stream.request.request_id, num_bytes)
+        if stream.logits is None:
+            stream.fail("its logits cannot be read")
 
     async def add_records(self, stream: Stream, offset: int, records: bytes) -> None:
         """Add tokens without their texts, in slices; `offset` is where the records begin in the string."""

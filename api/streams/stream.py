@@ -176,6 +176,7 @@ class Stream:
         attempt: the newest known attempt; events of older ones are dropped.
         left, released: its client has left and may come back; nobody reads it any more.
         reader, connection: numbers of its reader, and of the one on whose connection it is written.
+        logits: those that the request returns. They are read once it has finished; only then the stream ends.
         ahead: index → (source, tokens) of events that came too early.
         awaited_end: the terminal, if it came before the last tokens.
     """
@@ -207,6 +208,7 @@ class Stream:
         self.texts: list[str] = []
         self.tops: list[TopTokens] = []
         self.prompt = ScoredPrompt(request, self.prompt_ids)
+        self.logits: bytes | None = None
         self.terminal: Terminal | None = None
         self.times = StreamTimes(request.service_class)
         self.deadline_s = math.inf
@@ -221,7 +223,8 @@ class Stream:
     @property
     def num_records(self) -> int:
         """Number of log-probabilities that a response may have, of tokens and of the likeliest."""
-        return self.num_tokens * self.request.width + self.prompt.num_records
+        num_tokens = self.num_tokens * self.request.width
+        return num_tokens + self.prompt.num_records + len(self.logits or b"") // RECORD.size
 
     @property
     def finished(self) -> bool:
@@ -285,14 +288,16 @@ class Stream:
         return True
 
     def end(self, terminal: Terminal) -> bool:
-        """End the stream. Returns False if tokens before the end are missing, or if the answer has fewer
-        tokens than the stream: then Redis must be read.
+        """End the stream. Returns False if tokens before the end or logits are missing, or if the answer has
+        fewer tokens than the stream: then Redis must be read.
         """
         self.times.note_event()
         if self.terminal:
             return True
         is_answer = terminal.reason in FINISHED
-        if self.num_tokens < terminal.num_tokens or (is_answer and self.num_tokens > terminal.num_tokens):
+        lacks_logits = is_answer and self.request.logits is not None and self.logits is None
+        differs = is_answer and self.num_tokens > terminal.num_tokens
+        if self.num_tokens < terminal.num_tokens or differs or lacks_logits:
             self.awaited_end = terminal
             return False
         self.terminal = terminal

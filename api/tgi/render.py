@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from api.answers.logits import LogitsRenderer
 from api.errors import ApiError, failed, invalid, quoted, tgi
 from api.http.sse import MAX_ITEMS, Feed, sse_frames
 from api.json import to_json
@@ -99,24 +100,23 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
         num_generated = sum(stream.num_tokens for stream in streams)
         return body, total_headers(answer, streams, num_generated, arrived_s)
     best, *others = rank_by_logprob(streams)
-    response = render_response(best, others, answer.prefix(0), answer.rendering.details)
-    return to_json([response] if answer.route == "/" else response), time_headers(best, arrived_s)
+    logits = LogitsRenderer(answer.rendering.as_file)
+    response = render_response(best, others, answer.prefix(0), answer.rendering.details, logits)
+    body = logits.body(to_json([response] if answer.route == "/" else response))
+    return body, logits.headers | time_headers(best, arrived_s)
 
 
 def render_response(
-    best: Stream, others: Sequence[Stream], prefix: str, with_details: bool
+    best: Stream, others: Sequence[Stream], prefix: str, with_details: bool, logits: LogitsRenderer
 ) -> dict[str, Any]:
     """The response with the best text; each text begins with `prefix`. Its details have the `others`."""
-    text = prefix + best.text
+    response = {"generated_text": prefix + best.text} | logits.fields(best, best.num_tokens)
     if not with_details:
-        return {"generated_text": text}
+        return response
     losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
     details = render_details(best)
     tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
-    return {
-        "generated_text": text,
-        "details": details | ({"best_of_sequences": losers} if losers else {}) | tops,
-    }
+    return response | {"details": details | ({"best_of_sequences": losers} if losers else {}) | tops}
 
 
 def render_details(stream: Stream) -> dict[str, Any]:
@@ -181,6 +181,12 @@ def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> N
         raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
     if params.n > 1 and params.seed is not None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
+    if params.n > 1 and params.sampling.report_logits:
+        raise invalid(
+            "`best_of` above 1 compares log-probabilities: `logprobs_mode` must not be logits", "best_of"
+        )
+    if params.n > 1 and (params.context_logits or params.generation_logits):
+        raise invalid(f"`best_of` must be 1 when logits are returned. Given: {params.n}", "best_of")
 
 
 def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:

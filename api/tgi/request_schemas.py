@@ -13,13 +13,18 @@ from api.openai.request_schemas import OPENAI_FIELDS
 from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
+    LOGITS_DTYPE,
     RESUME_S,
+    RETURN_CONTEXT_LOGITS,
+    RETURN_GENERATION_LOGITS,
     Listed,
+    LogitsDtype,
     SamplingFields,
     Strict,
     Whole,
     ranged,
 )
+from api.requests.logits import check_not_streamed
 from api.requests.params import SWITCH_NAMES, GenerationParams
 from common.settings.ranges import MAX_STOP_CHARS
 
@@ -81,6 +86,9 @@ class GenerateParameters(SamplingFields):
     top_n_tokens: Whole | None = ranged(
         "top_n_tokens", "The number of most likely tokens to return at each position."
     )
+    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
+    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
+    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
     return_full_text: bool | None = Field(
         default=None, description="Begin the text with the prompt. Default: false; on `POST /`, true."
     )
@@ -121,6 +129,7 @@ class GenerateRequest(Strict):
             raise invalid(
                 "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
             )
+        check_not_streamed(parameters, streamed)
         reject_unsupported(
             {name: getattr(parameters, name) for name in UNSUPPORTED} | (parameters.model_extra or {}),
             UNSUPPORTED,
@@ -144,6 +153,9 @@ class GenerateRequest(Strict):
             top_n_tokens=parameters.top_n_tokens or 0,
             watermark=bool(parameters.watermark),
             prompt_logprobs=0 if parameters.decoder_input_details else None,
+            context_logits=bool(parameters.return_context_logits),
+            generation_logits=bool(parameters.return_generation_logits),
+            logits_dtype=parameters.logits_dtype,
             names=TGI_NAMES,
         )
 

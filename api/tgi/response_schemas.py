@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from api.answers.logits import Logits
 from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses, only
 from api.openai.response_schemas import CAUSES
 
@@ -59,6 +60,10 @@ class GenerateResponse(ApiObject):
     generated_text: str
     details: Details = Absent
     """Absent unless requested."""
+    context_logits: Logits = Absent
+    """With `return_context_logits`."""
+    generation_logits: Logits = Absent
+    """With `return_generation_logits`."""
 
 
 class Predictions(ApiObject):

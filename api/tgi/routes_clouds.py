@@ -19,6 +19,7 @@ from api.openai.params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.openai.routes import chat_completions, completions
 from api.requests.fields import Listed, Strict
+from api.requests.logits import check_no_logits
 from api.requests.params import GenerationParams, Limits
 from api.requests.pool import Pool
 from api.requests.pool_registry import own_pool, pools_of
@@ -138,6 +139,7 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
             params = await read_messages(request, pool, instance)
         else:
             params = read_prompt(instance)
+        check_no_logits(params)
         if params.n > 1:
             name = params.name("n")
             raise invalid(

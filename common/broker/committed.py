@@ -27,6 +27,8 @@ REQUESTS_IN_ONE_READ = 256
 SEALED_ENTRIES_IN_ONE_READ = 16
 LOG_ENTRIES_IN_ONE_READ = 8
 """Each takes a gateway up to a millisecond."""
+LOGITS_PIECES_IN_ONE_READ = 16
+"""Of up to 4 MiB each."""
 AFTER_SEAL = f"({2**64 - 1}-"
 """How a position after a seal begins: nothing follows it."""
 FIELDS = (
@@ -212,6 +214,25 @@ async def read_slice(
     call = request_scripts.read_requests(pool.keys, offsets, fields=FIELDS, of_ended=of_ended)
     found = await pool.run(call)
     return {name: parse_state(*state) for name, state in zip(offsets, found, strict=True)}
+
+
+async def read_logits(pool: PoolClient, request_id: str, num_bytes: int) -> bytes | None:
+    """Return the first `num_bytes` of a request's logits, read in slices; None if there are fewer."""
+    key, num_read = pool.keys.logits(request_id), 0
+    pieces: list[bytes] = []
+    while num_read < num_bytes:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            try:
+                found = await pool.redis.lrange(  # type: ignore[misc]
+                    key, len(pieces), len(pieces) + LOGITS_PIECES_IN_ONE_READ - 1
+                )
+            except ResponseError as error:
+                found = skip_wrong_type(error) or []
+        if not found:
+            return None
+        pieces += found
+        num_read += sum(map(len, found))
+    return b"".join(pieces)[:num_bytes]
 
 
 async def read_sealed_log(pool: PoolClient, worker: str) -> tuple[list[Tokens], str]:

@@ -83,6 +83,6 @@ def reply(
         keys,
         job_id,
         args=args,
-        more_keys=request_keys(keys, request_ids),
+        more_keys=[*request_keys(keys, request_ids), *map(keys.logits, request_ids)],
         more_args=[part for frame in frames for part in frame],
     )

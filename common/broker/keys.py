@@ -133,6 +133,10 @@ class Keys:
     def tokens(self, request_id: str) -> str:
         return self.key("tokens", request_id)
 
+    def logits(self, request_id: str) -> str:
+        """List: logits of the request's newest attempt, in pieces, in order."""
+        return self.key("logits", request_id)
+
     def request(self, request_id: str) -> str:
         """Hash: state of one request: who asked, which worker holds it, its cancel and its terminal."""
         return self.key("request", request_id)

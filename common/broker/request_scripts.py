@@ -75,6 +75,7 @@ def request_args(request: Generate) -> Args:
         "service_class": request.service_class,
         "tenant": request.tenant,
         "num_prompt": request.num_prompt,
+        "logits_bytes": request.logits_bytes,
     }
 
 

@@ -130,6 +130,48 @@ def read_flush_reply(reply: list[Any]) -> FlushReply:
     return FlushReply(reply[0].decode(), reply[1:])
 
 
+LOGITS_LOST, LOGITS_REFUSED = 0, -1
+"""Replies of `write_logits`: rows before these are missing; the request is not this worker's any more."""
+
+
+def write_logits(
+    keys: Keys,
+    worker: str,
+    request_id: str,
+    *,
+    attempt: int,
+    base: int,
+    place: int,
+    num_rows: int,
+    values: bytes,
+    ttl_ms: int,
+) -> ScriptCall[int | str]:
+    """Append one piece of a request's logits. The reply is 1, LOGITS_LOST, LOGITS_REFUSED, `MISSING` or
+    `SEALED`.
+
+    Args:
+        base: where the attempt began.
+        place: of the first row among those that the request returns.
+    """
+    args: Args = {
+        "worker": worker,
+        "attempt": attempt,
+        "base": base,
+        "place": place,
+        "num_rows": num_rows,
+        "values": values,
+        "ttl_ms": ttl_ms,
+    }
+    return call_script(
+        "write_logits",
+        lambda reply: reply if isinstance(reply, int) else reply.decode(),
+        keys,
+        worker,
+        args=args,
+        more_keys=[keys.request(request_id), keys.logits(request_id)],
+    )
+
+
 def drain(keys: Keys, worker: str) -> ScriptCall[tuple[str, int] | None]:
     """Ask a worker to drain. The reply has its state and number of rows; None: there is no such worker."""
 

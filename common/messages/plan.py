@@ -146,6 +146,7 @@ class WorkerCapacity:
         eos_ids: packed ids that end a generation.
         prefix_caching: whether rows can start with blocks that other rows have computed.
         standby: whether it obeys `max_rows` of a plan, so that rows can stand by.
+        vocab_size: logits of one position; 0 if it returns none.
     """
 
     incarnation: str = wire_field("i")
@@ -163,6 +164,7 @@ class WorkerCapacity:
     prefix_caching: bool = wire_field("pc", default=False)
     standby: bool = wire_field("sb", default=False)
     tokenizer_name: str = wire_field("tn", default="")
+    vocab_size: int = wire_field("vs", default=0)
 
     @property
     def max_total_tokens(self) -> int:

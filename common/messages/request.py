@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common.messages.codec import wire_field
+from common.messages.logits import LogitsParams
 
 SERVICE_CLASSES = ("interactive", "standard", "batch")
 """The most urgent first."""
@@ -44,6 +45,7 @@ class SamplingParams:
             minimum, until one of these ids comes: then it starts again (arXiv:2206.04624).
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
             processed one (TGI's).
+        report_logits: whether logits, raw or processed, are reported in place of log-probabilities.
         grammar: what the text must look like, in llguidance's form; "" is any text.
         allowed_token_ids: ids of which each token is one; empty is all. Not beside a grammar.
         watermark_delta: what is added to the logits of green tokens (arXiv:2301.10226, as in TGI); 0 is no
@@ -72,6 +74,7 @@ class SamplingParams:
     allowed_token_ids: list[int] = wire_field("a", default_factory=list)
     watermark_delta: float = wire_field("wd", default=0.0)
     watermark_gamma: float = wire_field("wg", default=0.0)
+    report_logits: bool = wire_field("rl", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class Generate:
         class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of choices of its answer; each is a request with the same prompt.
+        logits: the logits that it returns; None returns none.
         beams: None is no beam search. One has no tokens before its end, then those of all its sequences
             (beams.py).
     """
@@ -160,6 +164,7 @@ class Generate:
     block_hashes: bytes = wire_field("bh", default=b"")
     num_choices: int = wire_field("ns", default=1)
     beams: BeamParams | None = wire_field("bm", default=None)
+    logits: LogitsParams | None = wire_field("lo", default=None)
 
     @property
     def service_class(self) -> str:
@@ -174,6 +179,12 @@ class Generate:
     def max_kv(self) -> int:
         """The most tokens whose KV it needs: its last one is never computed."""
         return self.num_prompt + self.stopping.max_new_tokens - 1
+
+    @property
+    def logits_bytes(self) -> int:
+        """The most bytes of logits that it returns."""
+        most = self.stopping.max_new_tokens
+        return self.logits.num_bytes(self.num_prompt, most) if self.logits else 0
 
     @property
     def width(self) -> int:

@@ -24,29 +24,32 @@ end
 --- lib/places
 -- needs: lib/now
 -- Places of live requests: how many of each class and tenant the stream `requests` has, and what they weigh.
--- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant. So
--- what an entry took comes back when it is deleted, whichever script does it. A sum that does not fit the
--- stream, as after entries of an older version, is counted anew.
+-- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant; and
+-- in `logits`, if it returns some, the most bytes of them. So what an entry took comes back when it is
+-- deleted, whichever script does it. A sum that does not fit the stream, as after entries of an older
+-- version, is counted anew.
 local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
 local CLASS_INDEX = {}
 for index, class in ipairs(CLASSES) do CLASS_INDEX[class] = index end
 
 local function read_place(entry)
-  local payload, place = '', ''
+  local payload, place, logits = '', '', 0
   for i = 1, #entry[2], 2 do
     if entry[2][i] == 'place' then place = entry[2][i + 1] end
     if entry[2][i] == 'generate' then payload = entry[2][i + 1] end
+    if entry[2][i] == 'logits' then logits = tonumber(entry[2][i + 1]) end
   end
   local class, tokens, tenant = string.match(place, '^(%a+) (%d+) (.*)$')
-  if not CLASS_INDEX[class] then return 'standard', 0, '', #payload end
-  return class, tonumber(tokens), tenant, #payload
+  if not CLASS_INDEX[class] then return 'standard', 0, '', #payload, logits end
+  return class, tonumber(tokens), tenant, #payload, logits
 end
 
-local function add_place(places, sign, class, tokens, tenant, bytes)
+local function add_place(places, sign, class, tokens, tenant, bytes, logits)
   redis.call('HINCRBY', places, 'all', sign)
   redis.call('HINCRBY', places, 'requests:' .. class, sign)
   redis.call('HINCRBY', places, 'tokens:' .. class, sign * tokens + 0) -- Redis 7.0 takes no -0
   redis.call('HINCRBY', places, 'bytes:' .. class, sign * bytes + 0)
+  if logits > 0 then redis.call('HINCRBY', places, 'logits', sign * logits) end
   local own = 'tenant:' .. class .. ':' .. tenant
   if redis.call('HINCRBY', places, own, sign) <= 0 then redis.call('HDEL', places, own) end
 end
@@ -59,11 +62,12 @@ local function count_places(requests, places)
 end
 
 -- Append the entry of a request. Returns its id.
-local function take_place(requests, places, payload, clock, class, tokens, tenant)
+local function take_place(requests, places, payload, clock, class, tokens, tenant, logits)
   local entry = {'generate', payload, 'place', class .. ' ' .. tokens .. ' ' .. tenant}
   if clock then entry[5], entry[6] = 'clock', clock end
+  if logits > 0 then entry[#entry + 1], entry[#entry + 2] = 'logits', logits end
   local id = redis.call('XADD', requests, '*', unpack(entry))
-  add_place(places, 1, class, tokens, tenant, #payload)
+  add_place(places, 1, class, tokens, tenant, #payload, logits)
   return id
 end
 

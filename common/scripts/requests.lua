@@ -7,16 +7,17 @@
 -- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
 -- KEYS requests, places, request, clock, ...
 -- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer,
---      service_class, tenant, weight, num_prompt
+--      service_class, tenant, weight, num_prompt, logits_bytes
 -- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
 -- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
--- A prompt of more tokens than may wait is admitted when no other waits.
+-- `logits_bytes`: the most bytes of logits that it returns; those of all requests are at most `max_bytes`.
+-- A prompt of more tokens than may wait is admitted when no other waits, and so are more logits.
 -- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant',
 -- what was counted, ms until there may be room}.
 local tenants = KEYS[first_key]
 local known = redis.call('HGET', request, 'digest')
 if known then return {known == digest and 'attached' or 'conflict'} end
-max_requests, num_prompt = tonumber(max_requests), tonumber(num_prompt)
+max_requests, num_prompt, logits_bytes = tonumber(max_requests), tonumber(num_prompt), tonumber(logits_bytes)
 local WINDOW_MS = 30000
 local asked_ms = now_ms()
 local weights_field = 'weights:' .. service_class
@@ -68,6 +69,10 @@ if max_tokens ~= '' and total_tokens > 0 and total_tokens + num_prompt > tonumbe
   return refuse('tokens', total_tokens, 1)
 end
 if total_bytes + #payload > tonumber(max_bytes) then return refuse('bytes', total_bytes, 1) end
+local total_logits = logits_bytes > 0 and tonumber(redis.call('HGET', places, 'logits') or '0') or 0
+if total_logits > 0 and total_logits + logits_bytes > tonumber(max_bytes) then
+  return refuse('bytes', total_logits, 1)
+end
 local own = tonumber(redis.call('HGET', places, 'tenant:' .. service_class .. ':' .. tenant) or '0')
 if own > 0 and num_tenants > 1 then -- each may have one
   local weights = redis.call('HGET', places, weights_field)
@@ -79,7 +84,8 @@ if own > 0 and num_tenants > 1 then -- each may have one
   if own >= share then return refuse('tenant', own, own - share + 1) end
 end
 
-local id = take_place(requests, places, payload, redis.call('GET', clock), service_class, num_prompt, tenant)
+local shown_ms = redis.call('GET', clock)
+local id = take_place(requests, places, payload, shown_ms, service_class, num_prompt, tenant, logits_bytes)
 redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,
   'attempt', 0, 'base', 0, 'crash_count', 0, 'width', width)
 if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
@@ -94,16 +100,16 @@ return {'admitted', id}
 -- KEYS request, tokens, requests, places, clock, control
 -- ARGV payload, digest, channel, gateway, width, made_by, made_in, num_tokens, records, prompt_records,
 --      num_cached, ttl_ms, resume, reopen, answer, reader, connection, service_class, num_prompt,
---      tenant
+--      tenant, logits_bytes
 -- `width`: records of a token. `made_by`, `made_in`: worker and attempt that made the last token.
 -- `records` of the tokens, kept for `ttl_ms`; `prompt_records` and `num_cached`, of the prompt, may be ''.
 -- `resume`: the message to the batcher. `reopen` is '1' or ''. `answer` that this request begins, or ''.
 -- `reader`, `connection`: numbers of the reader, and of the one on whose connection it is written.
--- `num_prompt`: tokens of its prompt.
+-- `num_prompt`: tokens of its prompt. `logits_bytes`: the most bytes of logits that it returns.
 -- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
 -- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
 -- longer count.
-width, made_in = tonumber(width), tonumber(made_in)
+width, made_in, logits_bytes = tonumber(width), tonumber(made_in), tonumber(logits_bytes)
 num_tokens, reader = tonumber(num_tokens), tonumber(reader)
 local kind = redis.call('TYPE', request).ok
 if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
@@ -125,7 +131,9 @@ end
 if not known or terminal then
   local attempt = math.max(made_in, tonumber(last or '0'))
   local shown_ms = redis.call('GET', clock)
-  local id = take_place(requests, places, payload, shown_ms, service_class, tonumber(num_prompt), tenant)
+  local id = take_place(
+    requests, places, payload, shown_ms, service_class, tonumber(num_prompt), tenant, logits_bytes
+  )
   redis.call('HDEL', request, 'terminal', 'num_tokens', 'error', 'error_type')
   redis.call('PERSIST', request)
   redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,
@@ -232,14 +240,14 @@ return {'attached', reader, digests}
 
 --- forget
 -- Delete a request that was answered, unless it has another reader.
--- KEYS request, tokens
+-- KEYS request, tokens, logits
 -- ARGV reader
 -- `reader`: its number, 0 for the first.
 -- Returns 1, or 0 when it has another reader.
 if redis.call('TYPE', request).ok == 'hash' and (redis.call('HGET', request, 'reader') or '0') ~= reader then
   return 0
 end
-redis.call('DEL', request, tokens)
+redis.call('DEL', request, tokens, logits)
 return 1
 
 --- keep_response

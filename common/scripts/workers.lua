@@ -91,6 +91,34 @@ end
 if all_spilled and mode == 'trim' then redis.call('XTRIM', log, 'MINID', id) end
 return answer
 
+--- write_logits
+-- needs: lib/sealed, lib/holds
+-- Append one piece of a request's logits to its list. An attempt begins the list anew. The field `logits` of
+-- the request's hash says which attempt has written how many rows. A repeated call changes nothing.
+-- KEYS log, ...
+-- ARGV worker, attempt, base, place, num_rows, values, ttl_ms
+-- More keys: request, logits. `place`: of the first row among those that the request returns.
+-- Returns 1, 0 when rows before these are missing, -1 when the request is another worker's or has ended, or
+-- 'MISSING' or 'SEALED'.
+local request, logits = KEYS[first_key], KEYS[first_key + 1]
+local refusal = sealed_or_missing(log)
+if refusal then return refusal end
+if not holds(request, worker, tonumber(attempt), base) then return -1 end
+place, num_rows = tonumber(place), tonumber(num_rows)
+local written = redis.call('HGET', request, 'logits') or ''
+local writer, num_written = string.match(written, '^(%d+) (%d+)$')
+num_written = writer == attempt and tonumber(num_written) or 0
+if num_written >= place + num_rows then return 1 end
+if num_written ~= place then return 0 end
+if place == 0 then redis.call('DEL', logits) end
+if redis.call('RPUSH', logits, values) == 1 and place > 0 then
+  redis.call('DEL', logits)
+  return 0
+end
+redis.call('HSET', request, 'logits', attempt .. ' ' .. (place + num_rows))
+redis.call('PEXPIRE', logits, ttl_ms)
+return 1
+
 --- worker_heartbeat
 -- needs: lib/now, lib/sealed
 -- Heartbeat of a worker. The batcher is notified of its first, and when it begins to drain.

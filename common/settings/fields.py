@@ -11,6 +11,7 @@ from common.settings.types import (
     KVCacheDtype,
     LoadFormat,
     LogLevel,
+    LogprobsMode,
     Number,
     Port,
     Processes,
@@ -56,6 +57,8 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """log-probabilities of /v1 are raw_logprobs, processed_logprobs, raw_logits or processed_logits"""
     continue_final_message: bool = False
     """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
     control_tokens_in_messages: bool = False
@@ -122,6 +125,8 @@ class SettingFields(BaseModel):
     """stop strings of one request"""
     max_top_n_tokens: Number = 20
     """most likely tokens listed with each token"""
+    max_logits_bytes: Count = 64 * 2**20
+    """logits that one answer may return (bytes); the broker and the gateway hold them until it is sent"""
     watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
     """share of the vocabulary that a `watermark` favours at each token"""
     watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0

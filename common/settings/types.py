@@ -86,6 +86,9 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], spelled({})]
 Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], spelled(DTYPES)]
 KVCacheDtype = Annotated[Literal["auto", "fp8_e4m3", "fp8_e5m2"], spelled(KV_DTYPES)]
 LoadFormat = Annotated[Literal["auto", "dummy"], spelled(LOAD_FORMATS)]
+LogprobsMode = Annotated[
+    Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"], spelled({})
+]
 RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
 Quantize = Annotated[

@@ -62,7 +62,8 @@ class Agent:
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
         self.plans = PlanHandler(plans, engine, self.state, self.steps)
-        self.flusher = Flusher(self.publisher, self.state, self.steps.drop, worker.block_size)
+        steps = self.steps
+        self.flusher = Flusher(self.publisher, self.state, steps.drop, steps.compute_again, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.heartbeat_now = asyncio.Event()
 

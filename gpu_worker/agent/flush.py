@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.broker.client import ERRORS, FailureLog
+from common.broker.worker_scripts import LOGITS_LOST, LOGITS_REFUSED
 from common.messages.plan import Report
 from gpu_worker.agent.publish import Flush, FlushesLost, Publisher
 from gpu_worker.agent.row_text import RowText
@@ -49,6 +50,7 @@ class Flusher:
 
     Attributes:
         drop: stops rows whose requests do not belong to this worker any more.
+        compute_again: preempts rows whose first logits the broker has lost.
         block_size: tokens of a KV block.
         reported_s: monotonic time of the last report.
         rests: whether the task waits for `wake`.
@@ -62,11 +64,13 @@ class Flusher:
         publisher: Publisher,
         state: AgentState,
         drop: Callable[[Iterable[RowText]], None],
+        compute_again: Callable[[Iterable[RowText]], None],
         block_size: int,
     ) -> None:
         self.publisher = publisher
         self.state = state
         self.drop = drop
+        self.compute_again = compute_again
         self.block_size = block_size
         self.reported_s = 0.0
         self.rests = False
@@ -130,6 +134,7 @@ class Flusher:
             and bool(state.table.rows)
             and state.step < state.until
             and self.publisher.client.is_connected
+            and not state.outbox.logits
         )
 
     def poll(self) -> None:
@@ -167,11 +172,24 @@ class Flusher:
     async def write(self, flush: Flush) -> None:
         while True:
             try:
+                if flush.logits:
+                    await self.write_logits(flush)
                 self.drop(await self.publisher.write(flush))
                 self.failures.succeeded()
                 return
             except (FlushesLost, *ERRORS) as error:
                 await self.prepare_again(flush, error)
+
+    async def write_logits(self, flush: Flush) -> None:
+        """Write the logits of a flush, which come before its tokens."""
+        while flush.logits:
+            piece = flush.logits[0]
+            reply = await self.publisher.write_logits(piece)
+            flush.logits.popleft()
+            if reply == LOGITS_LOST:
+                self.compute_again([piece.row])
+            elif reply == LOGITS_REFUSED:
+                self.drop([piece.row])
 
     async def prepare_again(self, flush: Flush, error: Exception) -> None:
         """Prepare to write a flush again after this error. Raises the error if a retry cannot help."""

@@ -11,7 +11,7 @@ from common.broker.keys import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_ids, unpack_records
-from common.messages.request import class_index
+from common.messages.request import Generate, class_index
 from common.metrics import catalogue
 from common.startup import READY
 from gpu_worker.agent.engine_client import EngineClient
@@ -147,6 +147,7 @@ class PlanHandler:
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             num_cached=start.num_cached,
             class_index=class_index(request.class_name),
+            logits=logits_span(request),
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:
@@ -158,3 +159,12 @@ class PlanHandler:
             outbox.ended.append((row, "preempted", 0))
             outbox.released.append((row, 0))
             self.state.wake.set()
+
+
+def logits_span(request: Generate) -> tuple[int, int, str] | None:
+    """First position, end and dtype of the logits that a request returns; None for none."""
+    logits = request.logits
+    if logits is None:
+        return None
+    end = logits.end_position(request.num_prompt, request.stopping.max_new_tokens)
+    return logits.first_position(request.num_prompt), end, logits.dtype

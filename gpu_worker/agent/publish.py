@@ -3,9 +3,9 @@
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.broker import worker_scripts
@@ -83,11 +83,23 @@ class Spill:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsPiece:
+    """Logits of a row that are written before the flush of their tokens: `values` of the positions from
+    `place` on, among those that the request returns.
+    """
+
+    row: RowText
+    place: int
+    values: bytes
+
+
 @dataclass(slots=True)
 class Flush:
-    """One call of the script `flush`; a repeated call changes nothing.
+    """One call of the script `flush`, after those that write logits; repeated calls change nothing.
 
     Attributes:
+        logits: pieces that are not written yet.
         messages: (channel, payload); the log gets the same payloads.
         mode: what the script does with the log.
         method: `prefill` where a prompt was computed, else `decode`.
@@ -102,6 +114,7 @@ class Flush:
     spills: list[Spill]
     mode: str
     method: str
+    logits: deque[LogitsPiece] = field(default_factory=deque)
 
 
 class Publisher:
@@ -113,6 +126,7 @@ class Publisher:
     """
 
     def __init__(self, pool: PoolClient, incarnation: str) -> None:
+        self.pool = pool
         self.keys = pool.keys
         self.incarnation = incarnation
         self.channels = ChannelSequences(incarnation)
@@ -143,6 +157,7 @@ class Publisher:
             spills=[*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
             mode="trim" if trim else "",
             method="prefill" if outbox.prefilled else "decode",
+            logits=deque(LogitsPiece(*piece) for piece in outbox.logits),
         )
 
     def call(self, flush: Flush) -> ScriptCall[FlushReply]:
@@ -189,6 +204,28 @@ class Publisher:
         reply = await self.client.run(self.call(flush))
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
         return self.take_reply(flush, reply)
+
+    async def write_logits(self, piece: LogitsPiece) -> int:
+        """Write logits → the reply of the script `write_logits`. Raises Sealed, StreamsGone, or what the
+        broker raises.
+        """
+        row, request = piece.row, piece.row.request
+        assert request.logits is not None
+        call = worker_scripts.write_logits(
+            self.keys,
+            self.incarnation,
+            request.request_id,
+            attempt=row.attempt,
+            base=row.base,
+            place=piece.place,
+            num_rows=len(piece.values) // request.logits.row_bytes,
+            values=piece.values,
+            ttl_ms=request.ttl_ms + request.result_ttl_ms,
+        )
+        reply = await self.pool.run(call)
+        if isinstance(reply, int):
+            return reply
+        raise StreamsGone if reply == "MISSING" else Sealed(reply)
 
     def start(self, flush: Flush, on_answer: Callable[[Any], None]) -> None:
         """Send a flush on the open connection; `on_answer` gets the answer for `take_answer`, perhaps not

@@ -19,6 +19,8 @@ class Outbox:
         num_steps: steps that these tokens come from.
         prompts: rows whose prompt's log-probabilities are published, all of them; this flush has the rows'
             first token.
+        logits: (row, place, values) of rows that return some: `place` is that of the first position among
+            those that the request returns.
         terminals: (row, why) of rows whose request ends here.
         interrupted: rows whose requests go on elsewhere; their tokens must be spilled.
         prefilled, ended, released, hashes, takeover: fields of the next report.
@@ -27,6 +29,7 @@ class Outbox:
     rows: list[RowText] = field(default_factory=list)
     num_steps: int = 0
     prompts: list[RowText] = field(default_factory=list)
+    logits: list[tuple[RowText, int, bytes]] = field(default_factory=list)
     terminals: list[tuple[RowText, str]] = field(default_factory=list)
     interrupted: list[RowText] = field(default_factory=list)
     prefilled: list[tuple[int, int, int]] = field(default_factory=list)
@@ -42,7 +45,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.rows or self.terminals or self.needs_report)
+        return not (self.rows or self.terminals or self.logits or self.needs_report)
 
 
 @dataclass(slots=True)

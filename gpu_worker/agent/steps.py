@@ -64,6 +64,7 @@ class StepHandler:
         state.report_clock.on_step(step.step)
         state.num_tokens += step.num_samples
         state.add_time(step)
+        self.add_logits(step)
         self.add_tokens(step)
         self.add_prompts(step)
         rows = state.table.rows
@@ -78,6 +79,14 @@ class StepHandler:
                 state.outbox.hashes.append((number, hashes))
         if not rows:
             state.report_clock.stop_waiting()
+
+    def add_logits(self, step: StepResult) -> None:
+        """Add the logits of rows that have not ended: those after the end belong to no token."""
+        for number, first, values in step.logits:
+            row = self.state.table.rows.get(number)
+            if row is not None and not row.ended and (logits := row.request.logits):
+                place = first - logits.first_position(len(row.prompt_ids))
+                self.state.outbox.logits.append((row, place, values))
 
     def add_tokens(self, step: StepResult) -> None:
         rows, outbox = self.state.table.rows, self.state.outbox
@@ -131,6 +140,14 @@ class StepHandler:
             log.warning("request %s is dropped: the broker knows of another run", row.request.request_id)
             row.ended = True
             self.state.outbox.ended.append((row.row, "preempted", row.num_tokens))
+            self.stop(row, "preempted")
+            self.state.wake.set()
+
+    def compute_again(self, rows: Iterable[RowText]) -> None:
+        """Preempt rows whose first logits the broker has lost: their next attempt computes all of them."""
+        for row in (row for row in rows if not row.ended):
+            log.warning("request %s starts again: the broker has lost its logits", row.request.request_id)
+            self.finish_row(row, "preempted", row.num_tokens)
             self.stop(row, "preempted")
             self.state.wake.set()
 

@@ -34,6 +34,7 @@ from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
+from gpu_worker.engine.sampling.raw_logits import copy_logits
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import Grant, Ready, StepResult
 
@@ -145,6 +146,7 @@ class Engine:
             world_size=self.communicator.world_size,
             token_ms=token_ms,
             prefix_caching=self.prefix_caching,
+            vocab_size=loaded.vocab_size,
         )
 
     def apply(self, grant: Grant) -> None:
@@ -204,7 +206,8 @@ class Engine:
             else sample(select_sample_logits(logits, slices), requests)
         )
         self.communicator.broadcast_tensor(output.ids)
-        return InFlightStep(launched, requests, output, score_prompts(logits, slices))
+        copied = [] if self.communicator.rank else copy_logits(logits, slices)
+        return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied)
 
     def collect(self, in_flight: InFlightStep) -> float:
         """Read a step → its duration in ms."""
@@ -212,6 +215,7 @@ class Engine:
         self.rows.collect(
             in_flight.slices, samples.ids, samples.logprobs, samples.top_logprobs, samples.prompt_logprobs
         )
+        self.rows.result.logits += (piece for copied in in_flight.logits for piece in copied.pieces())
         self.collected_step = in_flight.number
         return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
 

@@ -9,6 +9,7 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
+from gpu_worker.engine.sampling.raw_logits import CopiedLogits
 
 RAISE_IF_LATE = 1 / 8
 LOWER_IF_IN_TIME = 1 / 512
@@ -111,6 +112,7 @@ class InFlightStep:
 
     Attributes:
         ids: int64 [rows], on the device.
+        logits: those that rows return.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class InFlightStep:
         requests: Sequence[SampleRequest | None],
         output: SamplerOutput,
         prompts: Sequence[SamplerOutput],
+        logits: Sequence[CopiedLogits] = (),
     ) -> None:
         self.number = launched.number
         self.slices = launched.slices
@@ -127,6 +130,7 @@ class InFlightStep:
         self.ids = output.ids
         self.output = copy_to_host(output)
         self.prompts = [copy_to_host(prompt) for prompt in prompts]
+        self.logits = logits
         self.copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self.copied:
             self.copied.record()

@@ -28,7 +28,8 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
         step = engine.step()
         now_s = time.monotonic()
         if step is not None:
-            link.send(step)
+            for frame in step.frames:
+                link.send(frame)
         elif now_s >= idle_at_s:
             idle(engine, link)
         if step is not None or now_s >= idle_at_s:

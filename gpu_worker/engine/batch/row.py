@@ -38,6 +38,7 @@ class Row:
         generated_as_prompt: the generated tokens among `ids` are computed as if they belonged to the prompt.
         prompt_logprobs: number of the likeliest tokens reported beside each token of `ids`; None reports no
             log-probabilities of the prompt.
+        logits: (first position, end, dtype) of those whose logits are returned; None returns none.
         sampling_state: None is greedy without penalties.
         last_id: the last token generated, once the step that sampled it is read: input of the next decode
             step.
@@ -60,6 +61,7 @@ class Row:
     base: int = 0
     generated_as_prompt: bool = False
     prompt_logprobs: int | None = None
+    logits: tuple[int, int, str] | None = None
     kv_len: int = 0
     collected_index: int = 0
     last_id: int = 0
@@ -101,10 +103,11 @@ class Row:
             base=start.base,
             generated_as_prompt=generated_as_prompt,
             prompt_logprobs=start.prompt_logprobs,
+            logits=start.logits,
             collected_index=start.base,
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
-            proposer=make_proposer(ids, grammar) if make_proposer else None,
+            proposer=make_proposer(ids, grammar) if make_proposer and not start.logits else None,
             class_index=start.class_index,
         )
 
@@ -144,6 +147,13 @@ class Row:
         self.num_returns += 1
 
     @property
+    def scored_from(self) -> int:
+        """The first position of `ids` whose logits are needed although no token is sampled there."""
+        if self.prompt_logprobs is not None:
+            return 0
+        return self.logits[0] if self.logits else len(self.ids)
+
+    @property
     def first_length(self) -> int:
         """The length of the sequence when the K of its first tokens is computed."""
         return len(self.ids) - (0 if self.generated_as_prompt else self.base)
@@ -156,7 +166,8 @@ class RowSlice:
 
     Attributes:
         source_place: if the step in flight samples the input: the place among its samples.
-        num_scored: tokens of the prompt whose log-probabilities are reported, from position `begin + 1` on.
+        num_scored: positions before the sample whose logits are needed, too: for log-probabilities of the
+            prompt, or because logits are returned.
         proposed: ids at the last positions of a row that decodes; one counts if all samples before it confirm
             the proposals.
         num_returns: the row's `num_returns` at the launch.
@@ -190,6 +201,14 @@ class RowSlice:
         from.
         """
         return self.num_scored + self.num_samples
+
+    @property
+    def returned_logits(self) -> range:
+        """The positions whose logits are returned."""
+        if self.row.logits is None:
+            return range(0)
+        first, end, _ = self.row.logits
+        return range(max(self.begin, first), min(self.kv_len, end))
 
     @property
     def is_void(self) -> bool:

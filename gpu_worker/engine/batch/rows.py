@@ -58,16 +58,15 @@ def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
 def chunks(line: Sequence[Row], block_size: int, tokens_left: int, scores_left: int) -> Iterator[RowSlice]:
     """Yield chunks of at most `tokens_left` tokens together, at most `scores_left` of them scored."""
     for row in line:
-        begin, scored = row.kv_len, row.prompt_logprobs is not None
+        begin = row.kv_len
         room, prefill = len(row.blocks) * block_size - begin, len(row.ids) - begin
-        budget = min(tokens_left, scores_left) if scored else tokens_left
-        count = min(room, prefill, budget)
+        unscored = max(0, row.scored_from - begin)
+        count = min(room, prefill, tokens_left, unscored + scores_left)
         if count > 0:
             samples = count == prefill
-            num_scored = count - samples if scored else 0
-            yield RowSlice(row, begin, count, samples, num_scored=num_scored)
+            yield RowSlice(row, begin, count, samples, num_scored=max(0, count - samples - unscored))
             tokens_left -= count
-            scores_left -= count if scored else 0
+            scores_left -= max(0, count - unscored)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +75,8 @@ class Rows:
 
     Attributes:
         make_grammar: (grammar, tokens of the row before its base) → its mask.
-        max_scored_tokens: prompt tokens of one step whose log-probabilities are reported: each needs a row of
-            logits.
+        max_scored_tokens: prompt tokens of one step whose log-probabilities or logits are reported: each
+            needs a row of logits.
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
@@ -185,14 +184,14 @@ class Rows:
         prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
     ) -> None:
         """Take what a launched step sampled: `ids` and `logprobs` of all samples of all slices, in order;
-        `top_logprobs` by the place in `ids`; `prompt_logprobs` of the slices with `num_scored`, in order.
+        `top_logprobs` by the place in `ids`; `prompt_logprobs` of the slices that report them, in order.
         """
         sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
         for row_slice in slices:
             if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
             self.result.proposed_tokens += len(row_slice.proposed)
-            if row_slice.num_scored:
+            if row_slice.num_scored and row_slice.row.prompt_logprobs is not None:
                 self.add_prompt_logprobs(row_slice, next(scored))
             samples = list(islice(sampled, row_slice.num_samples))
             if samples and not row_slice.is_void:

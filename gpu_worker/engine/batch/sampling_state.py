@@ -200,7 +200,8 @@ class SamplingState:
         `grammar` has taken the tokens before `start.base`.
         """
         sampling = start.sampling or SamplingParams()
-        always_applies = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or grammar is not None
+        reports = start.top_n_tokens > 0 or sampling.report_logits
+        always_applies = reports or not is_plain_greedy(sampling) or grammar is not None
         if not always_applies and start.stopping.min_new_tokens <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")

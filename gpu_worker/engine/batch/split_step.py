@@ -62,7 +62,8 @@ def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
     if row_slice.decodes or row_slice.count == 1:
         return []
     first = row_slice.count // 2
-    scores = min(first, row_slice.num_scored)
+    unscored = row_slice.count - row_slice.samples - row_slice.num_scored
+    scores = min(max(0, first - unscored), row_slice.num_scored)
     return [
         [RowSlice(row_slice.row, row_slice.begin, first, False, num_scored=scores)],
         [

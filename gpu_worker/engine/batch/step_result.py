@@ -56,6 +56,7 @@ class StepResultBuilder:
     freed: list[Int32] = field(default_factory=list)
     prefill_tokens: int = 0
     proposed_tokens: int = 0
+    logits: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
@@ -72,4 +73,5 @@ class StepResultBuilder:
             duration_ms=duration_ms,
             prefill_tokens=self.prefill_tokens,
             proposed_tokens=self.proposed_tokens,
+            logits=tuple(self.logits),
         )

@@ -37,7 +37,7 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Samp
     return [
         score_prompt(logits[begin : begin + row_slice.num_scored], row_slice)
         for begin, row_slice in zip(begins, slices, strict=False)
-        if row_slice.num_scored
+        if row_slice.num_scored and row_slice.row.prompt_logprobs is not None
     ]
 
 

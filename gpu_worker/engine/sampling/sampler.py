@@ -15,6 +15,7 @@ from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.multinomial import (
+    EXCLUDED,
     SamplerOutput,
     empty_output,
     make_output,
@@ -39,12 +40,45 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> Sa
 
     One request for each row; None is greedy without penalties.
     """
+    output = sample_on_device(logits, requests)
+    if any(request and request.state.sampling.report_logits for request in requests):
+        for raw in (True, False):
+            write_logits(output, logits, requests, raw)
+    return output
+
+
+def sample_on_device(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
+    """`sample` by what the device has: logits float [rows, vocabulary] → ids int64 [rows], log-probabilities
+    float32 [rows].
+    """
     library = native_sampler.kernels(logits)
     if library:
         return native_sampler.sample_natively(library, logits, requests)
     if logits.is_cuda and any(requests):
         return sample_on_cuda(logits, requests)
     return sample_in_groups(logits, requests)
+
+
+def write_logits(
+    output: SamplerOutput, logits: torch.Tensor, requests: Sequence[SampleRequest | None], raw: bool
+) -> None:
+    """Replace the log-probabilities of the rows that report logits, of logits float [rows, vocabulary]: with
+    `raw` those that report the model's own, else those that report processed ones, after penalties and
+    temperature. Tokens that truncation excludes keep -inf.
+    """
+    found = {row: request for row, request in enumerate(requests) if request and reports(request, raw)}
+    if not found:
+        return
+    rows = to_device([*found], logits.device)
+    scores = logits.index_select(0, rows).to(torch.float32, copy=True)
+    if not raw:
+        states = [request.state for request in found.values()]
+        adjust_scores(scores, states, [request.index for request in found.values()])
+        scores.div_(temperatures_of(states, scores.device))
+    tops = output.top_logprobs.index_select(0, rows)
+    top_scores = scores.gather(1, output.top_ids.index_select(0, rows))
+    output.logprobs.index_copy_(0, rows, scores.gather(1, output.ids[rows][:, None])[:, 0])
+    output.top_logprobs.index_copy_(0, rows, torch.where(tops == EXCLUDED, tops, top_scores))
 
 
 def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
@@ -102,8 +136,18 @@ def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> 
     that no temperature makes a score overflow.
     """
     scores.sub_(scores.amax(-1, keepdim=True))
-    temperatures = to_device([state.sampling.temperature or 1.0 for state in states], scores.device)
-    scores.div_(temperatures[:, None])
+    scores.div_(temperatures_of(states, scores.device))
+
+
+def reports(request: SampleRequest, raw: bool) -> bool:
+    """Whether a row reports logits, raw or processed."""
+    sampling = request.state.sampling
+    return sampling.report_logits and sampling.raw_logprobs == raw
+
+
+def temperatures_of(states: Sequence[SamplingState], device: torch.device) -> torch.Tensor:
+    """Return the temperatures float32 [rows, 1] of the rows; 1 for greedy ones."""
+    return to_device([state.sampling.temperature or 1.0 for state in states], device)[:, None]
 
 
 def sampling_tensors(requests: Sequence[SampleRequest], device: torch.device) -> SamplingTensors:

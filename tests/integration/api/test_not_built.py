@@ -1,4 +1,4 @@
-"""docs/not-built.md is the one list of what is missing: what it names is refused by name, request or setting."""
+"""docs/not-built.md is the one list of what is missing: requests and settings for it are refused by name."""
 
 import re
 from pathlib import Path

@@ -46,6 +46,7 @@ class Player:
     top_logprobs: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
     prompt_tops: dict[int, list[dict[int, float]]] = field(default_factory=dict)
+    logits: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by row and first position
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     steps: list[StepResult] = field(default_factory=list)
     until: int = 0
@@ -136,6 +137,9 @@ class Player:
             self.add_prompt_logprobs(
                 number, first, unpack_floats(values), unpacked(top_ids), unpack_floats(top_logprobs)
             )
+        for number, first, values in step.logits:
+            assert first not in self.logits.setdefault(number, {})
+            self.logits[number][first] = values
         for number, why, end in step.ended:
             assert number not in self.ended
             self.ended[number] = (why, end)

@@ -19,6 +19,7 @@ def start_row(
     prompt_logprobs: int | None = None,
     num_cached: int = 0,
     class_index: int = 0,
+    logits: tuple[int, int, str] | None = None,
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -33,4 +34,5 @@ def start_row(
         prompt_logprobs,
         num_cached,
         class_index,
+        logits,
     )

@@ -22,6 +22,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("/", {"inputs": "Hi"}),
     ("/v1/chat/completions", CHAT | {"n": 2}),
     ("/v1/completions", {"prompt": "a", "logprobs": 1, "prompt_logprobs": 2, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": ["a", "b c"], "return_generation_logits": True}),
     ("/v1/responses", {"input": "Hi"}),
     ("/vertex", {"instances": [{"inputs": "a"}, CHAT]}),
     ("/v2/models/tgi/infer", {"id": "5", "inputs": [TENSOR], "parameters": {"return_full_text": True}}),

@@ -35,6 +35,8 @@ SPILL_STEPS = 5
 IDLE_MS = 20
 TTL_MS = 3_600_000  # longer than any test takes on a busy machine
 EOS = 2
+VOCAB_SIZE = 5
+"""Of the logits that it returns."""
 
 
 @dataclass
@@ -77,6 +79,15 @@ class Live:
         text = "".join(self.texts[self.request.stopping.min_new_tokens : self.done])
         return "stop_sequence" if any(stop in text for stop in self.request.stopping.stop) else None
 
+    @property
+    def logits(self) -> bytes:
+        """Return float32 logits: at position p, all are p."""
+        logits, num_prompt = self.request.logits, self.request.num_prompt
+        if logits is None:
+            return b""
+        positions = range(logits.first_position(num_prompt), logits.end_position(num_prompt, self.done))
+        return b"".join(pack_floats([float(position)] * logits.vocab_size) for position in positions)
+
     def tokens(self, begin: int, until: int) -> Tokens:
         ids, logprobs = self.ids[begin:until], self.logprobs[begin:until]
         likeliest = neighbours(ids, logprobs, self.request.top_n_tokens)
@@ -111,10 +122,12 @@ class FakeWorker:
     Attributes:
         spill_steps: its log is trimmed after so many steps.
         most_tokens: no row gets more than so many.
+        keeps_logits: whether it writes the logits that requests return.
     """
 
     spill_steps = SPILL_STEPS
     most_tokens = sys.maxsize
+    keeps_logits = True
 
     def __init__(
         self,
@@ -137,7 +150,9 @@ class FakeWorker:
 
     async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
         capacity = WorkerCapacity(
-            self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192, model_id="smollm2"
+            *(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192),
+            model_id="smollm2",
+            vocab_size=VOCAB_SIZE,
         )
         call = worker_scripts.worker_heartbeat(
             self.keys,
@@ -242,9 +257,28 @@ class FakeWorker:
                 for live in spilled
             ],
         )
+        for live in ended if self.keeps_logits else ():
+            await self.write_logits(live)
         await self.write(call)
         for live in ended:
             await self.dequeue(live)
+
+    async def write_logits(self, live: Live) -> None:
+        """Write the logits of an answer in pieces of one row."""
+        row_bytes = live.request.logits.row_bytes if live.request.logits else 1
+        for place in range(len(live.logits) // row_bytes):
+            call = worker_scripts.write_logits(
+                self.keys,
+                self.incarnation,
+                live.request.request_id,
+                attempt=1,
+                base=0,
+                place=place,
+                num_rows=1,
+                values=live.logits[place * row_bytes :][:row_bytes],
+                ttl_ms=TTL_MS,
+            )
+            assert await run_script(self.redis, call) == 1
 
     async def write(self, call: ScriptCall[FlushReply]) -> None:
         """Write one flush, and retry while the broker is away: without it the next one is refused."""

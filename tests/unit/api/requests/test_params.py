@@ -88,18 +88,22 @@ def write(directory: Path, content: Any) -> Path:
 def test_values_are_the_model_s_unless_settings_say_otherwise(tmp_path: Path) -> None:
     model, other = write(tmp_path, QWEN), tmp_path / "other"
     other.mkdir()
-    write(other, {"repetition_penalty": 1.05, "max_new_tokens": 2048})
-    of_model = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    of_other = {"repetition_penalty": 1.05, "max_new_tokens": 2048}
+    write(other, of_other)
+    mode = {"logprobs_mode": "raw_logprobs"}
+    of_model = {"temperature": 0.6, "top_k": 20, "top_p": 0.95} | mode
     assert load_sampling_defaults(model, Settings()) == of_model
-    assert load_sampling_defaults(model, Settings(generation_config="vllm")) == {}
+    assert load_sampling_defaults(model, Settings(generation_config="vllm")) == mode
     elsewhere = Settings(generation_config=str(other))
-    assert load_sampling_defaults(model, elsewhere) == {"repetition_penalty": 1.05, "max_new_tokens": 2048}
+    assert load_sampling_defaults(model, elsewhere) == of_other | mode
     argv = ["--override-generation-config", '{"temperature": 0, "min_p": 0.1}']
     assert load_sampling_defaults(model, Settings.read(argv, {})) == of_model | {
         "temperature": 0,
         "min_p": 0.1,
     }
-    assert load_sampling_defaults(tmp_path / "without", Settings()) == {}
+    assert load_sampling_defaults(tmp_path / "without", Settings(logprobs_mode="raw_logits")) == {
+        "logprobs_mode": "raw_logits"
+    }
 
 
 @pytest.mark.parametrize(

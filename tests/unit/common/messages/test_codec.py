@@ -96,11 +96,12 @@ EXAMPLES = [
                 "a": [],
                 "wd": 0.0,
                 "wg": 0.0,
+                "rl": False,
             }
         }
         | {"tl": 1000}
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "sh": 5}
-        | {"cs": "salt", "bh": b"hashes", "ns": 4, "bm": None},
+        | {"cs": "salt", "bh": b"hashes", "ns": 4, "bm": None, "lo": None},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Resume("r1"), {"v": 1, "id": "r1"}),
@@ -118,7 +119,7 @@ EXAMPLES = [
                 "rd": {"ca": "hermes", "re": "qwen3", "pe": "<think>", "to": [["f", "{}"]], "na": False}
                 | {"pa": True, "ol": False, "sr": True, "ei": False}
             }
-            | {"ti": False, "ni": False, "pt": None, "js": False}
+            | {"ti": False, "ni": False, "pt": None, "js": False, "sf": False}
         }
         | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None}
         | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}},
@@ -195,7 +196,7 @@ EXAMPLES = [
             "w": 1,
             "mi": "dir/m",
         }
-        | {"dv": "cpu", "pc": True, "sb": True, "tn": "dir/t"},
+        | {"dv": "cpu", "pc": True, "sb": True, "tn": "dir/t", "vs": 0},
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),

@@ -16,13 +16,16 @@ from tests.support.engine.sample_requests import (
     BAD_WORDS,
     CASES,
     END_IDS,
+    GENERATED,
+    PROMPT,
     VOCABULARY,
     check_row,
+    known_biases,
     logits_of,
     request,
     sample,
 )
-from tests.support.engine.sampling_reference import log_softmax
+from tests.support.engine.sampling_reference import log_softmax, penalised, processed
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
 
@@ -75,6 +78,35 @@ def test_each_parameter_gives_the_distribution_of_the_reference(name: str, raw: 
         assert raw or not np.array_equal(
             top_logprobs_of(sampled, row), log_softmax(logits[row].double().numpy())
         )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_may_report_logits_in_place_of_log_probabilities(name: str) -> None:
+    """Raw ones as the model computed them; processed ones after penalties and temperature, and -inf for
+    tokens that truncation excludes. Tokens are those of rows that report log-probabilities.
+    """
+    logits = logits_of(1, 4)
+    samplings = [SamplingParams(**CASES[name], seed=3, raw_logprobs=raw) for raw in (True, False)]
+    reporting = [replace(sampling, report_logits=True) for sampling in samplings]
+    rows = [None, *(request(sampling, VOCABULARY) for sampling in reporting), request(samplings[0], 2)]
+    found = sample(logits[[0, 1, 1, 1]], rows)
+    plain = sample(logits[[0, 1, 1, 1]], [None, *(request(one, VOCABULARY) for one in samplings), rows[3]])
+    assert found.ids == plain.ids and found.logprobs[::3] == plain.logprobs[::3]
+    raw, values = logits[1].double().numpy(), logits[1].numpy()
+    sampling = replace(samplings[1], logit_bias=known_biases(samplings[1]))
+    scores = penalised(raw.copy(), sampling, [*PROMPT], [*GENERATED], []) / (sampling.temperature or 1.0)
+    kept = np.isfinite(processed(values, sampling, PROMPT, GENERATED))
+    for row, expected in ((1, raw), (2, np.where(kept, scores, -np.inf))):
+        np.testing.assert_allclose(top_logprobs_of(found, row), expected, rtol=1e-5, atol=1e-5)
+        assert found.logprobs[row] == pytest.approx(expected[found.ids[row]], rel=1e-5, abs=1e-5)
+
+
+def test_a_greedy_row_may_report_logits() -> None:
+    logits = logits_of(1, 2)
+    [row] = [request(SamplingParams(report_logits=True, raw_logprobs=True))]
+    found = sample(logits, [row, None])
+    assert found.ids == logits.argmax(-1).tolist() and found.logprobs[0] == logits[0].max()
+    assert found.logprobs[1] < 0
 
 
 @settings(max_examples=50)

@@ -1,0 +1,135 @@
+"""Logits in the broker: one attempt's, whole and in order, or none; and what of them may be live at once."""
+
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from common.broker import request_scripts, worker_scripts
+from common.broker.committed import read_logits
+from common.broker.lua import run_script
+from common.broker.pool_client import PoolClient
+from common.messages.codec import encode
+from common.messages.logits import LogitsParams
+from common.messages.records import pack_ids
+from common.messages.request import Generate, StoppingParams
+from tests.support.scripts import KEYS, REQUEST, admit, create_logs, dequeue, forget, seal
+
+ROW = b"01234567"
+
+
+async def write(redis: Redis, place: int, values: bytes, attempt: int = 1, worker: str = "w1") -> int | str:
+    call = worker_scripts.write_logits(
+        KEYS,
+        worker,
+        "r1",
+        attempt=attempt,
+        base=0,
+        place=place,
+        num_rows=len(values) // len(ROW),
+        values=values,
+        ttl_ms=60_000,
+    )
+    return await run_script(redis, call)
+
+
+async def start(redis: Redis, attempt: int = 1, worker: str = "w1") -> None:
+    await create_logs(redis, worker, worker)
+    fields: dict[Any, Any] = {"digest": "d", "worker": worker, "attempt": attempt}
+    await redis.hset(KEYS.request("r1"), mapping=fields)  # type: ignore[misc]
+
+
+async def read(redis: Redis, num_rows: int) -> bytes | None:
+    return await read_logits(PoolClient(redis, KEYS), "r1", num_rows * len(ROW))
+
+
+async def test_pieces_are_read_in_order_once_all_are_there(redis: Redis) -> None:
+    await start(redis)
+    assert await read(redis, 1) is None
+    pieces = [bytes([i]) * len(ROW) * (1 + i % 2) for i in range(40)]
+    place = 0
+    for piece in pieces:
+        assert [await write(redis, place, piece) for _ in range(2)] == [1, 1], "a repeated call adds nothing"
+        place += len(piece) // len(ROW)
+    assert await read(redis, place) == b"".join(pieces)
+    assert await read(redis, 3) == b"".join(pieces)[: 3 * len(ROW)]
+    assert await read(redis, place + 1) is None
+    assert 0 < await redis.pttl(KEYS.logits("r1")) <= 60_000
+    assert await forget(redis, "r1", 0) and not await redis.exists(KEYS.logits("r1"))
+
+
+async def test_an_attempt_begins_anew_and_a_stale_one_is_refused(redis: Redis) -> None:
+    await start(redis)
+    assert await write(redis, 0, 3 * ROW) == 1
+    await start(redis, attempt=2, worker="w2")
+    assert await write(redis, 3, ROW) == worker_scripts.LOGITS_REFUSED
+    assert await write(redis, 3, ROW, 2, "w2") == worker_scripts.LOGITS_LOST, "it has not written its first"
+    assert await write(redis, 0, ROW[::-1], 2, "w2") == 1
+    assert await read(redis, 1) == ROW[::-1] and await read(redis, 2) is None
+
+
+async def test_a_hole_is_noticed(redis: Redis) -> None:
+    await start(redis)
+    assert await write(redis, 2, ROW) == worker_scripts.LOGITS_LOST
+    assert await write(redis, 0, ROW) == 1
+    await redis.delete(KEYS.logits("r1"))
+    assert await write(redis, 1, ROW) == worker_scripts.LOGITS_LOST
+    assert await read(redis, 1) is None
+
+
+async def test_nothing_is_written_for_a_request_that_is_gone_or_by_a_sealed_worker(redis: Redis) -> None:
+    await start(redis)
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
+    assert await write(redis, 0, ROW) == worker_scripts.LOGITS_REFUSED
+    await redis.delete(KEYS.request("r1"))
+    assert await write(redis, 0, ROW) == worker_scripts.LOGITS_REFUSED
+    await start(redis)
+    assert await seal(redis)
+    assert (await write(redis, 0, ROW), await write(redis, 0, ROW, worker="w9")) == ("SEALED", "MISSING")
+    assert not await redis.exists(KEYS.logits("r1"))
+
+
+async def test_a_key_of_another_type_is_no_logits(redis: Redis) -> None:
+    await redis.set(KEYS.logits("r1"), b"x")
+    assert await read(redis, 1) is None
+
+
+# --- places -------------------------------------------------------------------------------------------------
+
+
+def returning(name: str, num_rows: int) -> Generate:
+    """A request that returns so many rows of 40 bytes."""
+    return replace(
+        REQUEST,
+        request_id=name,
+        prompt_ids=pack_ids([1]),
+        stopping=StoppingParams(num_rows),
+        logits=LogitsParams(False, True, "float32", 10),
+    )
+
+
+async def ask(redis: Redis, request: Generate) -> str:
+    call = request_scripts.admit(
+        KEYS,
+        request,
+        payload=encode(request),
+        answer=b"",
+        weight=1.0,
+        max_requests=10,
+        max_tokens=None,
+        max_bytes=2000,
+    )
+    return (await run_script(redis, call)).outcome
+
+
+async def test_the_logits_of_live_requests_have_a_limit(redis: Redis) -> None:
+    """One request is taken in any case; requests without logits do not wait for those with."""
+    assert await ask(redis, returning("r1", 60)) == "admitted"
+    assert await ask(redis, returning("r2", 1)) == "bytes"
+    assert (await admit(redis, "r3", max_count=9, max_bytes=2000)).outcome == "admitted"
+    entry_id = await redis.hget(KEYS.request("r1"), "entry")  # type: ignore[misc]
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
+    assert await dequeue(redis, "r1", entry_id)
+    assert [await ask(redis, returning(f"s{i}", 25)) for i in range(3)] == ["admitted", "admitted", "bytes"]
+    await redis.delete(KEYS.places)  # they are counted anew
+    assert await ask(redis, returning("s3", 25)) == "bytes"
