@@ -54,6 +54,7 @@ class WorkerMonitor(Monitor):
     Attributes:
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker.
+        max_cached_tokens: what the smallest KV cache of a worker holds.
         last_error: why the last read failed; empty if it succeeded.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
@@ -69,6 +70,7 @@ class WorkerMonitor(Monitor):
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
+        self.max_cached_tokens = 0
         self.last_error = "not connected to the broker yet"
         self.state = "ready"
         self.names: list[str] = []
@@ -101,19 +103,20 @@ class WorkerMonitor(Monitor):
         """Read the workers, in one round trip unless others have joined, and note what the ready ones say."""
         found, seen, now_ms = await self.client.look_at_workers(self.names, ["state", "capacity"])
         self.names = [*seen]
-        ages_s, max_tokens = [], []
+        ages_s, capacities = [], []
         for incarnation, seen_ms in seen.items():
             state, capacity = found[incarnation]
             if state != b"ready" or capacity is None:
                 continue
             try:
-                max_tokens.append(decode(WorkerCapacity, capacity).max_total_tokens)
+                capacities.append(decode(WorkerCapacity, capacity))
                 ages_s.append(max(0.0, now_ms - seen_ms) / 1000)  # the broker's clock may have gone back
             except WireError as error:
                 log.error("worker %s: %s", incarnation, error)
         if ages_s:
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
-            self.max_total_tokens = min(max_tokens)
+            self.max_total_tokens = min(one.max_total_tokens for one in capacities)
+            self.max_cached_tokens = min(one.num_blocks * one.block_size for one in capacities)
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
@@ -130,7 +133,7 @@ class WorkerMonitor(Monitor):
         """Limits of a request; valid after `check` succeeded once."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
         max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
-        return Limits(max_input_tokens, max_total_tokens, self.settings)
+        return Limits(max_input_tokens, max_total_tokens, self.settings, self.max_cached_tokens)
 
 
 class BatcherMonitor(Monitor):

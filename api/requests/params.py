@@ -9,7 +9,7 @@ from typing import Any
 from api.grammar.compile import CompiledGrammar, Grammar
 from api.prompts.control_texts import Guarded
 from api.prompts.tokenizer import ModelTokenizer
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.request import BeamParams, SamplingParams, StoppingParams
 from common.model_config import read_json
 from common.settings.ranges import DEFAULTED, checked_defaults
 from common.settings.settings import SettingError, Settings
@@ -27,16 +27,27 @@ DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of each request. `max_total_tokens` counts prompt and new tokens together."""
+    """Limits of each request.
+
+    Attributes:
+        max_total_tokens: of prompt and new tokens together.
+        max_cached_tokens: tokens that the smallest KV cache of a worker holds; None if that is not known.
+    """
 
     max_input_tokens: int
     max_total_tokens: int
     settings: Settings
+    max_cached_tokens: int | None = None
 
     @property
     def max_client_batch_size(self) -> int:
         """Prompts of one request."""
         return self.settings.max_client_batch_size or self.settings.max_concurrent_requests
+
+    @property
+    def max_beam_width(self) -> int:
+        """Sequences that a beam search extends at once: each is a row."""
+        return min(self.settings.max_beam_width, self.settings.max_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,8 @@ class GenerationParams:
         top_n_tokens: number of likeliest tokens that are reported with each token.
         prompt_logprobs: number of likeliest tokens that are reported at each place of the prompt, beside the
             prompt's own tokens, with the model's own log-probabilities; None reports nothing of the prompt.
-        n: answers to this prompt.
+        n: answers to this prompt, each by a request of its own.
+        beams: how a beam search is done; None samples.
         cache_salt: only requests with the same salt share KV blocks.
         names: a parameter's name here → its name in this API, where that is another one.
     """
@@ -84,6 +96,7 @@ class GenerationParams:
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     n: int = 1
+    beams: BeamParams | None = None
     cache_salt: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,7 +116,7 @@ class GenerationParams:
 def draws(params: GenerationParams) -> bool:
     """Whether tokens are drawn: `do_sample` says so, or a parameter makes no sense otherwise."""
     sampling = params.sampling
-    if sampling.temperature < GREEDY_BELOW:
+    if sampling.temperature < GREEDY_BELOW or params.beams is not None:
         return False
     sampling = replace(sampling, top_k=max(sampling.top_k, 0))
     return params.do_sample or any(getattr(sampling, name) != getattr(NEUTRAL, name) for name in SWITCHES)
