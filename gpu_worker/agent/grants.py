@@ -147,6 +147,7 @@ class PlanHandler:
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             num_cached=start.num_cached,
             class_index=class_index(request.class_name),
+            beams=request.beams,
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

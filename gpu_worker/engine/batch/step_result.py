@@ -56,6 +56,8 @@ class StepResultBuilder:
     freed: list[Int32] = field(default_factory=list)
     prefill_tokens: int = 0
     proposed_tokens: int = 0
+    num_beams: int = 0
+    sequences: list[tuple[int, bytes]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
@@ -72,4 +74,6 @@ class StepResultBuilder:
             duration_ms=duration_ms,
             prefill_tokens=self.prefill_tokens,
             proposed_tokens=self.proposed_tokens,
+            num_beams=self.num_beams,
+            sequences=tuple(self.sequences),
         )
