@@ -1,6 +1,8 @@
 """The protocol between agent and engine: frames on one stream socket, the only contact of the two.
 
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
+The stop strings of a beam search are the exception: which beams go on depends on them, so the engine finds
+them with the model's tokenizer.
 
 A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`s; the engine sends
 `LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
@@ -17,7 +19,7 @@ import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.request import BeamParams, SamplingParams, StoppingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
@@ -50,7 +52,7 @@ class StartRow:
         ids: packed int32; the prompt, then the `base` tokens generated so far.
         base: index of the first token to sample; 0 for a request that starts fresh.
         blocks: packed int32; KV blocks that the row has at first, in order; never block 0, which is scratch.
-        stopping: when the row ends; the engine does not know text, so it ignores stop strings.
+        stopping: when the row ends; the engine ignores stop strings, but for a beam search.
         sampling: None is greedy without penalties.
         top_n_tokens: how many of the likeliest tokens are reported with each token.
         prompt_logprobs: reports the log-probabilities of `ids` but the first, and this many of the likeliest
@@ -58,6 +60,8 @@ class StartRow:
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
         class_index: the lower, the sooner its prompt is computed.
         logits: (first position, end, dtype) of those whose logits are returned; None returns none.
+        beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (beam_group.py), takes `width`
+            places of a step, and brings no samples: its sequences come with its end.
     """
 
     row: int
@@ -71,6 +75,7 @@ class StartRow:
     num_cached: int = 0
     class_index: int = 0
     logits: tuple[int, int, str] | None = None
+    beams: BeamParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,8 @@ class Grant:
         until: the last step that may be run; never smaller than in an earlier grant.
         prefill_tokens: prompt tokens in one step, over all rows; longer prompts are chunked.
         mixed_prefill_tokens: the same in a step in which rows decode, too (0: as many).
-        max_rows: rows in one step, the first ones that have not ended (0: no bound).
+        max_rows: places in one step, taken by the first rows that have not ended (0: no bound). A row has
+            one place, a beam search one for each beam.
         starts: rows that start; one that has its last token already is reported ended.
         blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`.
@@ -156,10 +162,13 @@ class StepResult:
         prefilled: (row, kv_len) of rows whose prefill this step completed.
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are
             decided by the engine, others repeat a stop's `why`.
-        released: (row, kv_len): the last launched step that held the row is over.
+        released: (row, kv_len): the last launched step that held the row is over. A beam search had computed
+            `kv_len` tokens, those of all beams.
         prefill_tokens, proposed_tokens: tokens of prompts, and proposals, that the step computed.
         logits: (row, first position, little-endian values of the positions from there on) of rows that return
             logits: the model's own.
+        num_beams: beams of which the step computed a token.
+        sequences: (row, packed sequences of common/messages/beams.py) of beam searches that have ended.
     """
 
     step: int
@@ -189,6 +198,9 @@ class StepResult:
             num_bytes += len(piece[2])
         self.logits = pieces
         yield self
+
+    num_beams: int = 0
+    sequences: Sequence[tuple[int, bytes]] = ()
 
     @property
     def num_samples(self) -> int:
@@ -268,9 +280,10 @@ def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: 
 
 
 def make_start_row(*values: Any) -> StartRow:
-    row, ids, base, blocks, stopping, sampling, *others = values
+    row, ids, base, blocks, stopping, sampling, *others, beams = values
     limits: list[Any] = [[*value] if isinstance(value, tuple) else value for value in stopping]
     sampling = sampling and from_bytes(SamplingParams, sampling)
+    others.append(beams and BeamParams(*beams))
     return StartRow(row, ids, base, blocks, StoppingParams(*limits), sampling, *others)
 
 

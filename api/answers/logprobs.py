@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from api.http.openapi import ApiObject
+from api.streams.beams import SequenceStream
 from api.streams.stream import Stream
 from common.messages.records import TopTokens
 
@@ -170,3 +171,15 @@ def token_name(stream: Stream, token_id: int, by_id: bool = False) -> str:
 
 def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+# --- beam search --------------------------------------------------------------------------------------------
+
+
+def sequence_scores(stream: Stream) -> dict[str, float]:
+    """The fields of a sequence of a beam search: the sum of its log-probabilities, and its score; none for
+    other streams.
+    """
+    if not isinstance(stream, SequenceStream):
+        return {}
+    return {"cumulative_logprob": stream.cumulative_logprob, "beam_score": stream.score}

@@ -18,6 +18,7 @@ from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.pool_registry import names_own
+from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
 from common.broker.client import describe_error
@@ -99,7 +100,10 @@ class JobRun:
             await attempt(self.admission.check, self.wait)
             valid = await validate_job(self.pool, self.job)
             await self.admit_all(valid.requests)
-        self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in valid.requests)
+        self.max_frames = sum(
+            len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
+            for stream in self.streams
+        )
         await self.send_frames(valid)
         for stream in self.streams:
             assert stream.terminal is not None
@@ -138,7 +142,7 @@ class JobRun:
                 result_ttl_ms=RESULT_TTL_MS,
                 ttl_ms=min(content.ttl_ms, await left_ms(self.pool, self.job)),
             )
-            stream = Stream(request, self.pool.tokenizer)
+            stream = new_stream(request, self.pool.tokenizer)
             self.streams.append(stream)
             await self.admit(stream)
         await self.check_cancelled()

@@ -97,12 +97,11 @@ class GenerateJob:
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
         """Frames with their lane; none with `best_of`, whose best text is known at the end."""
         for stream in streams if len(streams) == 1 else []:
-            async for bodies in render.StreamBodies(stream, self.prefix, self.details):
+            async for bodies in render.stream_bodies(stream, self.prefix, self.details):
                 yield [(0, body) for body in bodies]
 
     def render_result(self, streams: list[Stream]) -> bytes:
-        best, *others = render.rank_by_logprob(streams)
-        response = render.render_response(best, others, self.prefix, self.details, LogitsRenderer())
+        response = render.render_response(streams, self.prefix, self.details, LogitsRenderer())
         return to_json(response)
 
 

@@ -12,7 +12,7 @@ from api.json import to_json
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from api.tgi.render import rank_by_logprob, render_details, render_end, render_token, render_top_tokens
+from api.tgi.render import rank, render_details, render_end, render_token, render_top_tokens
 from common.messages.answer import HttpAnswer, InferOutputs
 
 VERSION = "1"
@@ -91,7 +91,7 @@ class TextOutputs(Feed[bytes]):
 
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
-    best = [rank_by_logprob(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
+    best = [rank(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
     texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]
     headers = total_headers(answer, best, sum(stream.num_tokens for stream in best), arrived_s)
     if answer.infer is not None:

@@ -34,6 +34,7 @@ from api.kserve.response_schemas import (
     TextChunk,
     TextResponse,
 )
+from api.requests.logits import check_no_logits
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.pool_registry import own_pool, pools_of
@@ -199,8 +200,17 @@ async def generate(request: Request, model: str, streamed: bool) -> Response:
 
 
 async def choices(params: GenerationParams, pool: Pool, streamed: bool) -> list[Generate]:
-    """The requests of one prompt: several with `best_of`. Raises ApiError (422)."""
+    """The requests of one prompt: several with `best_of`. A beam search returns its best text. Raises
+    ApiError (422).
+    """
+    check_no_logits(params)
     check_best_of(params, pool.workers.limits, streamed)
+    if params.beams is not None:
+        if streamed:
+            raise invalid(
+                "`beam_width` is served whole on …/generate: its texts come at the end", "beam_width"
+            )
+        params = replace(params, beams=replace(params.beams, num_returned=1))
     requests = await validate(params, pool.workers.limits, pool.tokenizer)
     return with_own_seeds(requests) if params.n > 1 else requests
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from api.answers.chat_answer import ChoiceParser, is_whole_json, marks_of, render_message
 from api.answers.stop_holdback import StopHoldback
+from api.streams.beams import all_outputs
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
 
@@ -98,17 +99,36 @@ class Choice:
         return is_whole_json(content)
 
 
+class SequenceChoice(Choice):
+    """A sequence of a beam search: its whole text is one piece."""
+
+    @property
+    def has_piece(self) -> bool:
+        return self.stream.finished and not self.ended
+
+    def take_piece(self) -> TextPiece:
+        pieces = []
+        while not self.ended:
+            pieces.append(super().take_piece())
+        return TextPiece("".join(piece.text for piece in pieces), range(self.stream.num_tokens))
+
+
 def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
+    """The choices of an answer, in order.
+
+    Args:
+        streams: of its requests.
+    """
     rendering = answer.rendering
     return [
-        Choice(
+        (SequenceChoice if stream.request.beams else Choice)(
             i,
             stream,
             StopHoldback(stream, hidden_ids(answer, stream), rendering.include_stop),
             answer.prefix(i),
             rendering,
         )
-        for i, stream in enumerate(streams)
+        for i, stream in enumerate(all_outputs(streams))
     ]
 
 

@@ -30,6 +30,7 @@ NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_ids": "stop_token_ids",
+    "num_returned": "n",
     "truncate": "truncate_prompt_tokens",
 }
 """`GenerationParams` → the names of the fields of both routes, where they differ."""
@@ -209,6 +210,8 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Texts
 
 def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[GenerationParams]:
     """The parameters of each prompt. Raises ApiError."""
+    if body.shows_prompt_only and body.search_width is not None:
+        raise invalid("`max_tokens` must be at least 1 in a beam search", "max_tokens")
     params = replace(
         common_params(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
@@ -234,6 +237,7 @@ def most_prompt_tops(body: CompletionRequest) -> int | None:
 def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     """The parameters of both routes. The model's own defaults are in the body already (`with_defaults`)."""
     to_fit = body.truncate_prompt_tokens == -1
+    beams = body.beam_params(body.search_width, body.n)
     return GenerationParams(
         truncate=None if to_fit else body.truncate_prompt_tokens,
         truncates_to_fit=to_fit,
@@ -241,7 +245,7 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
         ),
-        do_sample=True,
+        do_sample=beams is None,
         sampling=body.sampling_params(
             "raw_logprobs",
             frequency_penalty=body.frequency_penalty or 0.0,
@@ -253,8 +257,9 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         context_logits=bool(body.return_context_logits),
         generation_logits=bool(body.return_generation_logits),
         logits_dtype=body.logits_dtype,
-        n=1 if body.n is None else body.n,
-        names=names,
+        n=1 if body.n is None or beams else body.n,
+        beams=beams,
+        names={**names, "beam_width": body.width_field},
     )
 
 

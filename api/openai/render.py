@@ -12,6 +12,7 @@ from api.answers.logprobs import (
     completion_logprobs,
     join_logprobs,
     prompt_logprobs,
+    sequence_scores,
 )
 from api.json import to_json
 from api.openai.choice import Choice, TextPiece, new_choices
@@ -71,8 +72,11 @@ class ChoicesRenderer(ABC):
         ]
 
     def render_ending(self, choice: Choice) -> dict[str, Any]:
-        """The fields `finish_reason` and `stop_reason`; null until the choice ends."""
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.text.stop_reason}
+        """The fields `finish_reason` and `stop_reason`, null until the choice ends, and a beam search's
+        scores.
+        """
+        reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.text.stop_reason}
+        return reasons | sequence_scores(choice.stream)
 
     def render_chunk(self, choices: list[dict[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> bytes:
         rendering = self.answer.rendering

@@ -13,6 +13,7 @@ from api.errors import invalid, quoted
 from api.grammar.compile import Grammar
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
+from api.requests.beams import BeamFields
 from api.requests.chat_prompt import EFFORTS, TOOL_PROMPT, ChatMessage
 from api.requests.fields import (
     BIAS_SCHEMA,
@@ -31,6 +32,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.logits import check_not_streamed
+from api.requests.params import SWITCHES
 from api.requests.tools import FunctionSchema, ToolSchema
 from common.messages.answer import Rendering
 from common.settings.ranges import MAX_STOP_CHARS
@@ -60,7 +62,6 @@ UNSUPPORTED: UnsupportedFields = {
     "ec_transfer_params": (),
     "grammar": (),
     "kv_transfer_params": (),
-    "length_penalty": (1.0,),
     "logits_processors": (),
     "logprob_token_ids": (),
     "media_io_kwargs": (),
@@ -78,7 +79,6 @@ UNSUPPORTED: UnsupportedFields = {
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "vllm_xargs": (),
     "watermarking": (False,),
     "web_search_options": (),
@@ -116,7 +116,7 @@ def guided_field(what: str) -> Any:
     return Field(default=None, description=f"vLLM's older form: {what}.", json_schema_extra=schema)
 
 
-class OpenAIRequest(ServedFields):
+class OpenAIRequest(ServedFields, BeamFields):
     """Fields of both routes. Null and absent mean the default.
 
     `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
@@ -153,8 +153,15 @@ class OpenAIRequest(ServedFields):
     n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
     best_of: Whole | None = Field(
         default=None,
-        description="Must be 1 or `n`, because all generated texts are returned.",
+        description="Must be 1 or `n`, because all generated texts are returned. With `use_beam_search`: the "
+        "number of sequences that are extended at once.",
         json_schema_extra={"const": 1},
+    )
+    use_beam_search: bool | None = Field(
+        default=None,
+        description="vLLM's form of `beam_width`: a beam search of width `best_of`, by default `n`. Default: "
+        "true if `beam_width` is given.",
+        json_schema_extra={"enum": [False, None]},
     )
     frequency_penalty: float | None = ranged(
         "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
@@ -214,6 +221,19 @@ class OpenAIRequest(ServedFields):
         return read_grammar(fields, self.guided_whitespace_pattern)
 
     @property
+    def search_width(self) -> int | None:
+        """The width of the beam search that is asked for; None for none."""
+        if self.beam_width is not None or not self.use_beam_search:
+            return self.beam_width
+        return getattr(self, self.width_field) or 1
+
+    @property
+    def width_field(self) -> str:
+        """The field that says the width of a beam search: vLLM has no `beam_width`."""
+        given = [name for name in ("beam_width", "best_of") if getattr(self, name) is not None]
+        return given[0] if given else "n"
+
+    @property
     def rendering(self) -> Rendering:
         """How the answer is rendered."""
         options = self.stream_options
@@ -229,12 +249,13 @@ class OpenAIRequest(ServedFields):
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """The body, completed by a model's defaults. As in vLLM, the model's default number of tokens is also
-        the most that a request gets.
+        the most that a request gets. Those that draw tokens are not for a beam search.
         """
+        unused = () if self.search_width is None else SWITCHES
         filled = {
             name: value
             for name, value in defaults.items()
-            if name in SamplingFields.model_fields and getattr(self, name) is None
+            if name in SamplingFields.model_fields and name not in unused and getattr(self, name) is None
         }
         if most := defaults.get("max_new_tokens"):
             lengths = {name: getattr(self, name, None) for name in ("max_tokens", "max_completion_tokens")}
@@ -250,8 +271,18 @@ class OpenAIRequest(ServedFields):
         if self.stream and self.prompt_logprobs:
             raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
         check_not_streamed(self, self.stream)
-        if self.best_of not in (None, 1, self.n):
+        if self.search_width is not None:
+            self.check_width()
+        elif self.best_of not in (None, 1, self.n):
             words = f"must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}"
+            raise invalid(f"`best_of` {words}", "best_of")
+
+    def check_width(self) -> None:
+        """Raises ApiError for fields that contradict the width of a beam search."""
+        if self.use_beam_search is False:
+            raise invalid("`use_beam_search`: false and `beam_width` exclude each other", "use_beam_search")
+        if self.best_of not in (None, self.search_width):
+            words = f"must be equal to `beam_width` in a beam search. Given: {quoted(self.best_of)}"
             raise invalid(f"`best_of` {words}", "best_of")
 
 

@@ -45,6 +45,10 @@ class FinishedChoice(ApiObject):
     """The stop string or token id that ended the choice."""
     token_ids: list[int] = Absent
     """With `return_token_ids`."""
+    cumulative_logprob: float = Absent
+    """Of a beam search: the sum of the log-probabilities of its tokens."""
+    beam_score: float = Absent
+    """Of a beam search: that sum, divided by the number of tokens to the power of `length_penalty`."""
 
 
 class ChunkChoice(ApiObject):
@@ -55,6 +59,9 @@ class ChunkChoice(ApiObject):
     """The stop string or token id that ended the choice."""
     token_ids: list[int] = Absent
     """With `return_token_ids`: of the tokens of this chunk."""
+    cumulative_logprob: float = Absent
+    beam_score: float = Absent
+    """Of a beam search, in the last chunk of the choice."""
 
 
 # --- chat ---------------------------------------------------------------------------------------------------

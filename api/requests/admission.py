@@ -16,6 +16,7 @@ from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
+from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
 from api.streams.relay import Relay
 from api.streams.stream import Stream
@@ -109,7 +110,7 @@ class Admission:
     async def submit(self, request: Generate, answer: bytes) -> Stream:
         """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503."""
         await self.check()
-        stream = Stream(request, self.tokenizer, answer)
+        stream = new_stream(request, self.tokenizer, answer)
         with broker_errors():
             try:
                 await self.admit(stream, fail_fast)

@@ -46,13 +46,14 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     catalogue.INPUT_LENGTH.observe(len(stream.prompt_ids))
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
+    num_tokens = sum(output.num_tokens for output in stream.outputs)
     request_id, age_s = stream.request.request_id, time.monotonic() - stream.times.started_s
     why = f": {stream.terminal.error}" if stream.terminal and stream.terminal.error else ""
     log.info(
         "request %s: %s after %s and %.3f s%s",
         request_id,
         reason,
-        plural(stream.num_tokens, "token"),
+        plural(num_tokens, "token"),
         age_s,
         why,
         extra=for_request(request_id),
@@ -62,7 +63,7 @@ def count_stream(stream: Stream, limits: Limits) -> None:
         catalogue.REQUEST_SUCCESS.add()
         for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
             HISTOGRAMS[name].observe(seconds)
-        catalogue.GENERATED_TOKENS.observe(stream.num_tokens)
+        catalogue.GENERATED_TOKENS.observe(num_tokens)
     else:
         catalogue.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
 
@@ -84,5 +85,5 @@ def durations(stream: Stream, arrived_s: float) -> dict[str, float]:
         "validation-time": stream.times.started_s - arrived_s,
         "queue-time": stream.times.placed_s - stream.times.started_s,
         "inference-time": inference_s,
-        "time-per-token": inference_s / max(1, stream.num_tokens),
+        "time-per-token": inference_s / max(1, sum(output.num_tokens for output in stream.outputs)),
     }

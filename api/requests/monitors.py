@@ -55,6 +55,7 @@ class WorkerMonitor(Monitor):
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker.
         vocab_size, dtype: of the logits that workers return; 0 if one of them returns none.
+        max_cached_tokens: what the smallest KV cache of a worker holds.
         last_error: why the last read failed; empty if it succeeded.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
@@ -72,6 +73,7 @@ class WorkerMonitor(Monitor):
         self.max_total_tokens = 0
         self.vocab_size = 0
         self.dtype = ""
+        self.max_cached_tokens = 0
         self.last_error = "not connected to the broker yet"
         self.state = "ready"
         self.names: list[str] = []
@@ -119,6 +121,7 @@ class WorkerMonitor(Monitor):
             self.max_total_tokens = min(worker.max_total_tokens for worker in ready)
             self.vocab_size = min(worker.vocab_size for worker in ready)
             self.dtype = ready[0].dtype
+            self.max_cached_tokens = min(worker.num_blocks * worker.block_size for worker in ready)
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
@@ -135,7 +138,14 @@ class WorkerMonitor(Monitor):
         """Limits of a request; valid after `check` succeeded once."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
         max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
-        return Limits(max_input_tokens, max_total_tokens, self.settings, self.vocab_size, self.dtype)
+        return Limits(
+            max_input_tokens,
+            max_total_tokens,
+            self.settings,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+            max_cached_tokens=self.max_cached_tokens,
+        )
 
 
 class BatcherMonitor(Monitor):

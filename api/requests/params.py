@@ -9,7 +9,7 @@ from typing import Any
 from api.grammar.compile import CompiledGrammar, Grammar
 from api.prompts.control_texts import Guarded
 from api.prompts.tokenizer import ModelTokenizer
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.request import BeamParams, SamplingParams, StoppingParams
 from common.model_config import read_json
 from common.settings.ranges import DEFAULTED, checked_defaults
 from common.settings.settings import SettingError, Settings
@@ -30,8 +30,9 @@ class Limits:
     """Limits of each request.
 
     Attributes:
-        max_total_tokens: counts prompt and new tokens together.
+        max_total_tokens: of prompt and new tokens together.
         vocab_size, dtype: of the logits that workers return; 0 if they return none.
+        max_cached_tokens: tokens that the smallest KV cache of a worker holds; None if that is not known.
     """
 
     max_input_tokens: int
@@ -39,11 +40,17 @@ class Limits:
     settings: Settings
     vocab_size: int = 0
     dtype: str = "float32"
+    max_cached_tokens: int | None = None
 
     @property
     def max_client_batch_size(self) -> int:
         """Prompts of one request."""
         return self.settings.max_client_batch_size or self.settings.max_concurrent_requests
+
+    @property
+    def max_beam_width(self) -> int:
+        """Sequences that a beam search extends at once: each is a row."""
+        return min(self.settings.max_beam_width, self.settings.max_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +79,8 @@ class GenerationParams:
         context_logits, generation_logits: whether the logits of the prompt, and of the generated tokens, are
             returned.
         logits_dtype: "float32", the default, or "model".
-        n: answers to this prompt.
+        n: answers to this prompt, each by a request of its own.
+        beams: how a beam search is done; None samples.
         cache_salt: only requests with the same salt share KV blocks.
         names: a parameter's name here → its name in this API, where that is another one.
     """
@@ -97,6 +105,7 @@ class GenerationParams:
     generation_logits: bool = False
     logits_dtype: str | None = None
     n: int = 1
+    beams: BeamParams | None = None
     cache_salt: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -116,7 +125,7 @@ class GenerationParams:
 def draws(params: GenerationParams) -> bool:
     """Whether tokens are drawn: `do_sample` says so, or a parameter makes no sense otherwise."""
     sampling = params.sampling
-    if sampling.temperature < GREEDY_BELOW:
+    if sampling.temperature < GREEDY_BELOW or params.beams is not None:
         return False
     sampling = replace(sampling, top_k=max(sampling.top_k, 0))
     return params.do_sample or any(getattr(sampling, name) != getattr(NEUTRAL, name) for name in SWITCHES)

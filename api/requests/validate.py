@@ -9,6 +9,7 @@ from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, compile_grammar
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
+from api.requests.beams import check_beams, most_of_beams, searched_beams
 from api.requests.logits import with_logits
 from api.requests.params import GenerationParams, Limits, sampling_params
 from common.messages.records import pack_ids
@@ -31,16 +32,18 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
     prompt_ids = await encode_prompt(params, limits, tokenizer)
     own = {"grammar": await grammar_source(params, limits, tokenizer)} | watermark(params, limits)
     params = replace(params, sampling=replace(params.sampling, **own))
+    num_new = max_new_tokens(params, len(prompt_ids), limits)
     request = Generate(
         request_id="",
         digest="",
         prompt_ids=pack_ids(prompt_ids),
-        stopping=replace(params.stopping, max_new_tokens=max_new_tokens(params, len(prompt_ids), limits)),
+        stopping=replace(params.stopping, max_new_tokens=num_new),
         sampling=await offload(sum(map(len, params.bad_words)), lambda: sampling_params(params, tokenizer)),
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
         cache_salt=params.cache_salt,
         num_choices=params.n,
+        beams=searched_beams(params, len(prompt_ids), num_new, limits),
     )
     if request.sampling is None:
         return with_logits([request] * params.n, params, limits)
@@ -56,6 +59,7 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     check_items(params)
     check_allowed_ids(params, tokenizer)
     check_top_n(params, limits)
+    check_beams(params, limits)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------
@@ -213,7 +217,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
             name,
             limits.max_total_tokens,
         )
-    most = room if most is None else most
+    most = min(room, most_of_beams(params, num_prompt_tokens, limits)) if most is None else most
     if least > most:
         raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
     return most

@@ -18,12 +18,18 @@ MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 UNSUPPORTED: UnsupportedFields = {
     "access_programs": (),
     "background_options": (),
+    "beam_search_diversity_rate": (0.0,),
+    "beam_width": (1,),
     "context_management": ([],),
     "conversation": (),
+    "diversity": (0.0,),
+    "early_stopping": (False,),
     "image": (),
+    "length_penalty": (1.0,),
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": (),
+    "use_beam_search": (False,),
 }
 """Fields that are refused by name."""
 

@@ -33,6 +33,7 @@ from api.openai import respond, responses_object
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry, pools_of
 from api.requests.respond import AnswerRenderer, owner_of
+from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
 from api.streams.fill import Filler, Sources
 from api.streams.http_response import TokenStream
@@ -128,7 +129,7 @@ def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     for number, choice in enumerate(answer.choices()):
         addressed = address(pool.settings, pool.gateway, choice, choice.request_id)
         request = replace(keep_as_asked(addressed, answer), channel=channel, digest="")
-        streams.append(Stream(request, pool.tokenizer, b"" if number else encode(answer)))
+        streams.append(new_stream(request, pool.tokenizer, b"" if number else encode(answer)))
     return streams
 
 

@@ -123,8 +123,9 @@ def render_request(answer: HttpAnswer, streams: Sequence[Stream], states: Sequen
         "created": answer.created_s,
         "prompt_tokens": answer.num_prompt_tokens,
         "choices": [
-            {"state": state, "generated_tokens": stream.num_tokens}
+            {"state": state, "generated_tokens": output.num_tokens}
             for state, stream in zip(states, streams, strict=True)
+            for output in stream.outputs
         ],
     }
     return Response(to_json(content), media_type="application/json")

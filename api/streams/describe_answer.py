@@ -31,13 +31,15 @@ def describe_answer(
     terms: ResumeTerms,
     created_s: int | None = None,
 ) -> HttpAnswer:
-    """The answer to validated requests: those of the choices of the first prompt, then those of the next.
+    """The answer to validated requests: those of the choices of the first prompt, then those of the next. A
+    beam search is one request for all choices of its prompt.
 
     Args:
         prefixes: for each prompt, the text with which its choices begin.
         created_s: Unix time; by default now.
     """
-    n = len(requests) // len(prefixes)
+    per_prompt = len(requests) // len(prefixes)
+    beams = requests[0].beams
     return HttpAnswer(
         request_id=request_id,
         route=route,
@@ -45,8 +47,8 @@ def describe_answer(
         created_s=int(time.time()) if created_s is None else created_s,
         model=model,
         fingerprint=FINGERPRINT,
-        n=n,
-        prompts=[request.prompt_ids for request in requests[::n]],
+        n=beams.num_returned if beams else per_prompt,
+        prompts=[request.prompt_ids for request in requests[::per_prompt]],
         requests=[replace(request, prompt_ids=b"") for request in requests],
         prefixes=list(prefixes),
         rendering=rendering,

@@ -217,6 +217,11 @@ class Stream:
         self.late_text = LateText(tokenizer.backend, self.prompt_ids)
 
     @property
+    def outputs(self) -> "Sequence[Stream]":
+        """The streams of its texts: itself, or the sequences of a beam search (beams.py)."""
+        return (self,)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.ids)
 

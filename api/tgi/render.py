@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from api.answers.logits import LogitsRenderer
+from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi
-from api.http.sse import MAX_ITEMS, Feed, sse_frames
+from api.http.sse import MAX_ITEMS, Change, Feed, sse_frames
 from api.json import to_json
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import AnswerRenderer, time_headers, total_headers
+from api.streams.beams import all_outputs
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
@@ -27,7 +29,13 @@ VERTEX = "/vertex"
 
 def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     [stream] = streams
-    return sse_frames(answer, StreamBodies(stream, answer.prefix(0), answer.rendering.details))
+    return sse_frames(answer, stream_bodies(stream, answer.prefix(0), answer.rendering.details))
+
+
+def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> Feed[bytes]:
+    """The JSON bodies of the frames of a stream, or of a beam search."""
+    kind = SequenceBodies if stream.request.beams else StreamBodies
+    return kind(stream, prefix, with_details)
 
 
 class StreamBodies(Feed[bytes]):
@@ -56,13 +64,50 @@ class StreamBodies(Feed[bytes]):
         return new
 
 
+class SequenceBodies(Feed[bytes]):
+    """The JSON bodies of a beam search's frames, one for each sequence, the best first: its last token and
+    its text. A search that fails has the error in one frame.
+    """
+
+    def __init__(self, search: Stream, prefix: str, with_details: bool) -> None:
+        super().__init__(Change())
+        self.left = [*search.outputs]
+        self.prefix = prefix
+        self.with_details = with_details
+        self.num_shown = 0
+        for sequence in self.left:
+            sequence.changed = self.changed
+
+    def take(self) -> list[bytes]:
+        new: list[bytes] = []
+        while self.left and (sequence := self.left[0]).terminal:
+            self.left = self.left[1:] if sequence.finished else []
+            self.num_shown += 1
+            new.append(self.render(sequence))
+        self.ended = not self.left
+        return new
+
+    def render(self, sequence: Stream) -> bytes:
+        if not sequence.finished:
+            return render_failure(sequence)
+        details = render_details(sequence) | {"input_length": len(sequence.prompt_ids)}
+        shown_details = details if self.with_details else None
+        text = self.prefix + sequence.text
+        return render_frame(sequence, sequence.num_tokens - 1, text, shown_details, self.num_shown)
+
+
 def render_frame(
-    stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None
+    stream: Stream,
+    i: int,
+    text: str | None = None,
+    details: dict[str, Any] | None = None,
+    index: int | None = None,
 ) -> bytes:
+    """The body of the frame of token `i`; its `index` is by default the token's number."""
     tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
     return to_json(
         {
-            "index": i + 1,
+            "index": i + 1 if index is None else index,
             "token": render_token(stream, i),
             **tops,
             "generated_text": text,
@@ -75,10 +120,15 @@ def render_last_frame(stream: Stream, num_shown: int, prefix: str, details: dict
     """The body of the last frame: the last token with the whole text, or the error."""
     assert stream.terminal is not None
     if not stream.finished:
-        return to_json(tgi(failed(stream.terminal))[1])
+        return render_failure(stream)
     if num_shown == stream.num_tokens:  # no token is sent twice
         return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
     return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
+
+
+def render_failure(stream: Stream) -> bytes:
+    assert stream.terminal is not None
+    return to_json(tgi(failed(stream.terminal))[1])
 
 
 def render_end(stream: Stream) -> dict[str, Any]:
@@ -88,6 +138,7 @@ def render_end(stream: Stream) -> dict[str, Any]:
         "finish_reason": stream.terminal.reason,
         "generated_tokens": stream.num_tokens,
         "seed": seed_of(stream),
+        **sequence_scores(stream),
     }
 
 
@@ -96,20 +147,29 @@ def render_end(stream: Stream) -> dict[str, Any]:
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
     if answer.route == VERTEX:
-        body = to_json({"predictions": [stream.text for stream in streams]})
-        num_generated = sum(stream.num_tokens for stream in streams)
+        outputs = all_outputs(streams)
+        body = to_json({"predictions": [output.text for output in outputs]})
+        num_generated = sum(output.num_tokens for output in outputs)
         return body, total_headers(answer, streams, num_generated, arrived_s)
-    best, *others = rank_by_logprob(streams)
     logits = LogitsRenderer(answer.rendering.as_file)
-    response = render_response(best, others, answer.prefix(0), answer.rendering.details, logits)
+    response = render_response(streams, answer.prefix(0), answer.rendering.details, logits)
     body = logits.body(to_json([response] if answer.route == "/" else response))
-    return body, logits.headers | time_headers(best, arrived_s)
+    return body, logits.headers | text_headers(answer, streams, arrived_s)
+
+
+def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:
+    """Headers of the best text; of a beam search, with the tokens of all that are returned."""
+    best, *others = rank(streams)
+    if best.request.beams is None:
+        return time_headers(best, arrived_s)
+    return total_headers(answer, streams, sum(one.num_tokens for one in (best, *others)), arrived_s)
 
 
 def render_response(
-    best: Stream, others: Sequence[Stream], prefix: str, with_details: bool, logits: LogitsRenderer
+    streams: Sequence[Stream], prefix: str, with_details: bool, logits: LogitsRenderer
 ) -> dict[str, Any]:
-    """The response with the best text; each text begins with `prefix`. Its details have the `others`."""
+    """The response with the best text; each text begins with `prefix`. Its details have the others."""
+    best, *others = rank(streams)
     response = {"generated_text": prefix + best.text} | logits.fields(best, best.num_tokens)
     if not with_details:
         return response
@@ -201,8 +261,10 @@ def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> lis
     ]
 
 
-def rank_by_logprob(streams: Sequence[Stream]) -> list[Stream]:
-    """The streams by mean log-probability, the highest first."""
+def rank(streams: Sequence[Stream]) -> list[Stream]:
+    """The streams of all texts, the best first: by mean log-probability, or as a beam search ranks them."""
+    if streams[0].request.beams:
+        return all_outputs(streams)
     return sorted(streams, key=lambda stream: sum(stream.logprobs) / max(1, stream.num_tokens), reverse=True)
 
 

@@ -10,6 +10,7 @@ from api.errors import invalid
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.openai.request_schemas import OPENAI_FIELDS
+from api.requests.beams import BeamFields
 from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
@@ -19,7 +20,6 @@ from api.requests.fields import (
     RETURN_GENERATION_LOGITS,
     Listed,
     LogitsDtype,
-    SamplingFields,
     Strict,
     Whole,
     ranged,
@@ -33,12 +33,13 @@ TGI_NAMES = {
     "stop_ids": "stop_token_ids",
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
+    "prompt_logprobs": "decoder_input_details",
 }
 """`GenerationParams` → the names of TGI's parameters, where they differ."""
 UNSUPPORTED: UnsupportedFields = {"adapter_id": ()}
 
 
-class GenerateParameters(SamplingFields):
+class GenerateParameters(BeamFields):
     """Generation parameters. Null and absent mean the default."""
 
     max_new_tokens: Whole | None = ranged(
@@ -150,6 +151,7 @@ class GenerateRequest(Strict):
             bad_words=parameters.bad_words or [],
             grammar=read_tgi_grammar(parameters.grammar) if parameters.grammar else None,
             n=parameters.best_of or 1,
+            beams=parameters.beam_params(parameters.beam_width),
             top_n_tokens=parameters.top_n_tokens or 0,
             watermark=bool(parameters.watermark),
             prompt_logprobs=0 if parameters.decoder_input_details else None,

@@ -33,6 +33,10 @@ class GenerationEnd(ApiObject):
     generated_tokens: int
     seed: int | None
     """The seed that samples the same text again; null for greedy decoding."""
+    cumulative_logprob: float = Absent
+    """Of a beam search: the sum of the log-probabilities of its tokens."""
+    beam_score: float = Absent
+    """Of a beam search: that sum, divided by the number of tokens to the power of `length_penalty`."""
 
 
 class GenerationDetails(GenerationEnd):
@@ -44,7 +48,7 @@ class GenerationDetails(GenerationEnd):
 
 
 class BestOfSequence(GenerationDetails):
-    """A text that was not the best of `best_of`."""
+    """A text that was not the best of `best_of`, or of a beam search."""
 
     generated_text: str
 
@@ -53,7 +57,7 @@ class Details(GenerationDetails):
     """How the text was generated."""
 
     best_of_sequences: list[BestOfSequence] = Absent
-    """The other texts of `best_of`."""
+    """The other texts of `best_of`, or of a beam search."""
 
 
 class GenerateResponse(ApiObject):
@@ -78,20 +82,23 @@ class StreamDetails(GenerationEnd):
 
     input_length: int
     """Number of tokens of the prompt."""
+    prefill: list[PrefillToken] = Absent
+    tokens: list[Token] = Absent
+    """Of a beam search: all tokens of the sequence."""
 
 
 class StreamResponse(ApiObject):
     """One event, `data: {…}`. If the request fails, the last event is an ErrorResponse instead."""
 
     index: int
-    """Number of the token, from 1."""
+    """Number of the token, from 1; of a beam search, of the sequence, the best first."""
     token: Token
     top_tokens: list[Token] = Absent
     """The most likely tokens at this position; absent without `top_n_tokens`."""
     generated_text: str | None
-    """The whole text, in the last event."""
+    """The whole text, in the last event; of a beam search, in every event."""
     details: StreamDetails | None
-    """In the last event, if requested."""
+    """In the last event, or every one of a beam search, if requested."""
 
 
 class SimpleToken(ApiObject):
@@ -119,6 +126,8 @@ class Info(ApiObject):
     model_pipeline_tag: str | None
     max_concurrent_requests: int
     max_best_of: int
+    max_beam_width: int
+    """Most sequences that a beam search extends at once."""
     max_stop_sequences: int
     max_input_tokens: int
     """Most tokens of a prompt."""

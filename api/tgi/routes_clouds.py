@@ -136,24 +136,26 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
     try:
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
         if isinstance(instance, ChatRequest):
-            params = await read_messages(request, pool, instance)
+            params, num_texts = await read_messages(request, pool, instance), instance.n or 1
         else:
             params = read_prompt(instance)
+            num_texts = params.n
         check_no_logits(params)
-        if params.n > 1:
+        if num_texts > 1:
             name = params.name("n")
             raise invalid(
-                f"`{name}` must be 1: each instance has one prediction. Given: {quoted(params.n)}", name
+                f"`{name}` must be 1: each instance has one prediction. Given: {quoted(num_texts)}", name
             )
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error
-    return params
+    return params if params.beams is None else replace(params, beams=replace(params.beams, num_returned=1))
 
 
 def read_prompt(instance: GenerateRequest) -> GenerationParams:
+    params = instance.generation_params(streamed=False)
     is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
-    return replace(instance.generation_params(streamed=False), do_sample=not is_greedy)
+    return params if params.beams else replace(params, do_sample=not is_greedy)
 
 
 async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:

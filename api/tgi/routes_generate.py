@@ -121,6 +121,7 @@ async def info(request: Request) -> Response:
         model_pipeline_tag="text-generation",
         max_concurrent_requests=settings.max_concurrent_requests,
         max_best_of=settings.max_best_of,
+        max_beam_width=limits.max_beam_width,
         max_stop_sequences=settings.max_stop_sequences,
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,

@@ -210,7 +210,7 @@ class WorkerSet:
         placement: workers that may be given rows.
         changed: workers that have changed since `take_changed`.
         joined: workers that have joined since `take_joined`.
-        most_tokens: the longest request that one of them can hold.
+        largest: a worker for each block size, the one with the most blocks.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -219,7 +219,7 @@ class WorkerSet:
         self.placement = Placement(limits)
         self.changed: dict[Replica, None] = {}
         self.joined: list[Replica] = []
-        self.most_tokens = 0
+        self.largest: list[Replica] = []
 
     def add(self, replica: Replica) -> None:
         self.replicas[replica.capacity.incarnation] = replica
@@ -256,7 +256,12 @@ class WorkerSet:
                 replica.due_stops.extend(replica.running)
             self.changed[replica] = None
         self.placement.set_open(staying or (replicas if self.closing else []))
-        self.most_tokens = max((one.block_size * one.pool.num_blocks for one in replicas), default=0)
+        by_blocks = sorted(replicas, key=lambda replica: replica.pool.num_blocks)
+        self.largest = list({replica.block_size: replica for replica in by_blocks}.values())
+
+    def can_ever_hold(self, sequence: Sequence) -> bool:
+        """Whether one of them could hold a request if it held no other."""
+        return any(replica.can_ever_hold(sequence) for replica in self.largest)
 
     def note_change(self, replica: Replica) -> None:
         """Note that a worker's rows or blocks have changed, or must change. A removed worker gets no plan."""

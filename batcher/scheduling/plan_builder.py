@@ -125,8 +125,9 @@ def set_lengths(replica: Replica, lengths: Iterable[tuple[int, int, int]]) -> No
             continue
         row.kv_len = kv_len
         row.at_step = step
-        slots_left = len(row.blocks) * replica.block_size - kv_len
-        needs_more = len(row.blocks) < replica.blocks_for(row.sequence.max_kv)
+        sequence, block_size = row.sequence, replica.block_size
+        slots_left = sequence.kv_room(len(row.blocks), block_size) - kv_len
+        needs_more = len(row.blocks) < sequence.blocks_for(sequence.max_kv, block_size)
         replica.is_short |= needs_more and slots_left <= replica.horizon // 2
 
 
@@ -136,13 +137,12 @@ def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, by
     When blocks run out, the most important rows get theirs first, and the least important one is preempted.
     """
     horizon = replica.horizon
-    until = replica.step + horizon
+    step, block_size = replica.step, replica.block_size
     needs = {
         row: missing
         for row in replica.running
-        if not row.stopping
-        and row not in starting
-        and (missing := replica.blocks_for(row.kv_at(until, replica.step)) - len(row.blocks)) > 0
+        if not row.stopping and row not in starting
+        if (missing := row.num_missing(step + horizon, step, block_size)) > 0
     }
     replica.starved = not replica.pool.can_allocate(sum(needs.values()))
     grown = []

@@ -46,9 +46,11 @@ def standby_rows(replica: Replica) -> list[PlacedRow]:
 
 def may_stand_by(sequence: Sequence) -> bool:
     """Whether a request may stand by on any worker. A suspect may not: a death of the worker would count
-    against it. Choices of one answer may not: they wait until their prompt is computed.
+    against it. Choices of one answer may not: they wait until their prompt is computed. A beam search may not:
+    it would need the places of several rows that end.
     """
-    return not sequence.crash_count and sequence.request.num_choices == 1
+    request = sequence.request
+    return not sequence.crash_count and request.num_choices == 1 and request.beams is None
 
 
 def move_standby(workers: WorkerSet) -> None:
@@ -92,5 +94,6 @@ def preempt_for(replica: Replica, row: PlacedRow) -> None:
 def has_progressed(replica: Replica, row: PlacedRow) -> bool:
     """Whether a row has filled a block since it started, or all that it has."""
     filled = row.kv_at(replica.step, replica.step)
-    enough = min(row.sequence.num_known + replica.block_size, len(row.blocks) * replica.block_size)
+    sequence, block_size = row.sequence, replica.block_size
+    enough = min(sequence.num_known + block_size, sequence.kv_room(len(row.blocks), block_size))
     return row.is_prefilled and filled >= enough

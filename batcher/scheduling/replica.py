@@ -39,10 +39,10 @@ class Replica:
 
     Attributes:
         rows: by number; a row stays until the engine releases it.
-        num_running: number of rows that have not ended.
+        num_running: places of the rows that have not ended; a row has one, a beam search one for each beam.
         batch_rows: running rows of the least urgent class.
         reserved: blocks that running rows may soon need, so that no row starts with them.
-        num_followers: requests that wait until one of its rows has computed what they share.
+        num_followers: places of requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
         until, report_at: the last step granted, and the one at which the next grant is due.
         plan, plan_written, plan_seen: numbers of the last plan made, written, and reported by the worker.
@@ -99,7 +99,7 @@ class Replica:
 
     @property
     def num_due(self) -> int:
-        """Number of rows that run, and of requests that follow one of them."""
+        """Places of rows that run, and of requests that follow one of them."""
         return self.num_running + self.num_followers
 
     @property
@@ -123,18 +123,22 @@ class Replica:
         slots_per_row = self.pool.num_blocks * self.block_size // max(1, self.num_running)
         return horizon(self.limits.max_horizon, self.pace.late_trip_steps, slots_per_row)
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+    def can_ever_hold(self, sequence: Sequence) -> bool:
+        """Whether a row of this sequence fits if there is no other."""
+        needed = sequence.blocks_for(sequence.max_kv, self.block_size)
+        return needed <= self.pool.num_blocks and sequence.num_places <= self.limits.max_batch_size
 
     def first_blocks(self, sequence: Sequence) -> int:
         """Number of blocks to start with: for the steps granted, and the progress before a preemption."""
-        return self.blocks_for(sequence.kv_ahead(max(self.horizon, self.until - self.step, self.block_size)))
+        ahead = max(self.horizon, self.until - self.step, self.block_size)
+        return sequence.blocks_for(sequence.kv_ahead(ahead), self.block_size)
 
     def can_start(self, sequence: Sequence) -> bool:
         """Whether a row may start now. Suspects start one at a time, so that a crash tells which one is to
         blame.
         """
-        if self.num_due >= self.limits.max_batch_size or (sequence.crash_count and self.has_suspect):
+        is_full = self.num_due + sequence.num_places > self.limits.max_batch_size
+        if is_full or (sequence.crash_count and self.has_suspect):
             return False
         return self.has_blocks(sequence)
 
@@ -175,21 +179,22 @@ class Replica:
         """Add a row that has not ended; the caller reserves blocks for it."""
         self.rows[row.number] = row
         row.added_at = self.step
-        self.num_running += 1
+        self.num_running += row.sequence.num_places
         if row.sequence.class_index == LEAST_URGENT:
             self.batch_rows[row] = None
         row.sequence.row = row
 
     def reserve(self, row: PlacedRow, horizon: int) -> None:
         """Reserve blocks for a horizon of a row and one block more, or for all that it can fill."""
-        left = self.blocks_for(row.sequence.max_kv) - len(row.blocks)
+        sequence = row.sequence
+        left = sequence.blocks_for(sequence.max_kv, self.block_size) - len(row.blocks)
         self.reserved -= row.reserved
-        row.reserved = min(left, self.blocks_for(horizon) + 1)
+        row.reserved = min(left, sequence.num_places * (-(-horizon // self.block_size) + 1))
         self.reserved += row.reserved
 
     def detach_row(self, row: PlacedRow) -> None:
         """Take a row out of the running ones."""
-        self.num_running -= 1
+        self.num_running -= row.sequence.num_places
         self.batch_rows.pop(row, None)
         self.reserved -= row.reserved
         if not row.is_prefilled:
@@ -205,11 +210,11 @@ class Replica:
         """Have a request wait until a row has computed its prompt, or will not."""
         row.followers.append(sequence)
         sequence.follows = row
-        self.num_followers += 1
+        self.num_followers += sequence.num_places
 
     def take_followers(self, row: PlacedRow) -> list[Sequence]:
         """Return the requests that have waited for a row, and need not any more."""
-        self.num_followers -= len(row.followers)
+        self.num_followers -= sum(one.num_places for one in row.followers)
         followers = [one for one in row.followers if one.waiting and one.follows is row]
         row.followers = []
         return followers

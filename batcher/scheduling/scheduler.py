@@ -223,7 +223,7 @@ class Scheduler:
         placed: dict[Replica, list[PlacedRow]] = {}
         turn = Turn(self.workers)
         while (sequence := self.queue.first()) is not None:
-            if self.replicas and sequence.max_kv > self.workers.most_tokens:
+            if self.replicas and not self.workers.can_ever_hold(sequence):
                 sequence.waiting = False
                 self.outcomes.to_finish.append((sequence, "capacity"))
             elif self.workers.closing and not sequence.request.gateway:

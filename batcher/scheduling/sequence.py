@@ -103,6 +103,28 @@ class Sequence:
         """KV slots it can ever fill: the last token sampled is never an input."""
         return self.request.max_kv
 
+    @property
+    def num_places(self) -> int:
+        """Places of a batch that its row takes: a beam search takes one for each beam."""
+        return self.request.beams.width if self.request.beams else 1
+
+    def blocks_for(self, kv_len: int, block_size: int) -> int:
+        """Return how many blocks its row needs for `kv_len` tokens. The beams of a search share the full blocks
+        of the prompt; each has all others for itself (gpu_worker/engine/batch/beam_group.py).
+        """
+        blocks = -(-kv_len // block_size)
+        if self.request.beams is None:
+            return blocks
+        shared = self.num_prompt // block_size
+        return shared + self.num_places * (blocks - shared)
+
+    def kv_room(self, num_blocks: int, block_size: int) -> int:
+        """Return how many tokens `num_blocks` of its row's blocks hold: the inverse of `blocks_for`."""
+        if self.request.beams is None:
+            return num_blocks * block_size
+        shared = self.num_prompt // block_size
+        return (shared + (num_blocks - shared) // self.num_places) * block_size
+
     def kv_ahead(self, tokens: int) -> int:
         """Return how many KV slots it can fill with `tokens` more tokens."""
         return min(self.num_known + tokens, self.max_kv)
@@ -157,3 +179,7 @@ class PlacedRow:
         else:
             num_filled = self.sequence.num_known + step - start
         return min(num_filled, self.sequence.max_kv)
+
+    def num_missing(self, step: int, start: int, block_size: int) -> int:
+        """Return how many blocks more than it has it may need after `step`, as `kv_at` says."""
+        return self.sequence.blocks_for(self.kv_at(step, start), block_size) - len(self.blocks)

@@ -138,7 +138,7 @@ class HttpAnswer:
         model, fingerprint: names of the model, and of the version that admitted it.
         n: choices of each prompt.
         prompts: packed ids of each prompt.
-        requests: of each choice, without its prompt.
+        requests: of each choice, without its prompt. A beam search is one request for all its choices.
         prefixes: for each prompt, the text with which its choices begin.
         response: of the Responses API.
         infer: of KServe's …/infer.
@@ -177,13 +177,14 @@ class HttpAnswer:
         return self.prefixes[choice // self.n]
 
     def choices(self) -> list[Generate]:
-        """The request of each choice, with its id and its prompt."""
+        """Each request, with its id and its prompt."""
         several = len(self.requests) > 1
+        per_prompt = len(self.requests) // len(self.prompts)
         return [
             replace(
                 request,
                 request_id=f"{self.request_id}.{i}" if several else self.request_id,
-                prompt_ids=self.prompts[i // self.n],
+                prompt_ids=self.prompts[i // per_prompt],
             )
             for i, request in enumerate(self.requests)
         ]

@@ -16,6 +16,11 @@ ERRORS = {
     "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "forward": ("generation", "the model's forward failed for this request"),
+    "beam_length": (
+        "validation",
+        "a beam search of this model cannot have its prompt and its max_new_tokens on both sides of the length "
+        "at which the model computes all keys anew",
+    ),
     "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
     "grammar_limit": (
         "grammar",

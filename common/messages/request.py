@@ -89,12 +89,14 @@ class BeamParams:
             score at its present length; 2 once none can reach a better one (transformers' True, False and
             "never").
         diversity: TensorRT-LLM's `beamSearchDiversityRate`; 0 is off.
+        num_returned: sequences that its answer has, the best ones.
     """
 
     width: int = wire_field("w")
     length_penalty: float = wire_field("l", default=1.0)
     early_stopping: int = wire_field("e", default=0)
     diversity: float = wire_field("d", default=0.0)
+    num_returned: int = wire_field("n", default=1)
 
 
 @dataclass(frozen=True, slots=True)

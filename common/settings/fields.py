@@ -121,6 +121,8 @@ class SettingFields(BaseModel):
     """prompts of one request (default: MAX_CONCURRENT_REQUESTS)"""
     max_best_of: Count = 2
     """sequences of one prompt from which `best_of` picks the best"""
+    max_beam_width: Count = 8
+    """sequences that one beam search extends at once; no more than MAX_BATCH_SIZE, since each is a row"""
     max_stop_sequences: Number = 4
     """stop strings of one request"""
     max_top_n_tokens: Number = 20

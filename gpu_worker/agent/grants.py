@@ -148,6 +148,7 @@ class PlanHandler:
             num_cached=start.num_cached,
             class_index=class_index(request.class_name),
             logits=logits_span(request),
+            beams=request.beams,
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

@@ -25,7 +25,8 @@ from common.messages.request import Generate
 
 @dataclass(slots=True, eq=False)
 class RowText:
-    """One row of the worker, with the text of its tokens.
+    """One row of the worker, with the text of its tokens. A beam search has no tokens and no text: at its
+    end it has the records of its sequences.
 
     Attributes:
         base: index of the first token of this attempt.
@@ -73,6 +74,11 @@ class RowText:
         text = self.detokenizer.step(token_id)
         self.texts.append(text)
         return text
+
+    def set_sequences(self, records: bytes) -> None:
+        """Take the packed sequences of a beam search that ends."""
+        self.records = bytearray(records)
+        self.num_tokens = len(records) // RECORD.size
 
     def new_tokens(self) -> Tokens:
         """Return the tokens that came since the last call."""
@@ -142,7 +148,7 @@ class RowText:
         (common/messages/block_hashes.py).
         """
         hashes = self.request.block_hashes
-        if not hashes:
+        if not hashes or self.request.beams:
             return b""
         generated, *_ = unpack_columns(self.records, 0, self.request.width)
         known = extend_hashes(hashes, (self.request.prompt_ids + generated)[: 4 * kv_len])
@@ -178,7 +184,7 @@ class RowTable:
             request=start.request,
             prompt_ids=prompt_ids,
             detokenizer=Detokenizer(self.tokenizer, prompt_ids),
-            matcher=StopMatcher(start.request.stopping.stop) if start.request.stopping.stop else None,
+            matcher=None if start.request.beams else stop_matcher(start.request.stopping.stop),
             records=bytearray(start.committed),
             num_tokens=0,
             num_spilled=start.base,
@@ -200,8 +206,15 @@ class RowTable:
         return [row for row in self.rows.values() if not row.ended]
 
     def num_blocks(self, block_size: int) -> int:
-        """Count the KV blocks that hold tokens of any row; rows may share blocks."""
+        """Count the KV blocks that hold tokens of any row; rows may share blocks. Of a beam search all count:
+        its beams take them as they need them.
+        """
         filled: set[int] = set()
         for row in self.rows.values():
-            filled.update(unpack_ids(row.blocks)[: -(-(len(row.prompt_ids) + row.num_tokens) // block_size)])
+            num_filled = -(-(len(row.prompt_ids) + row.num_tokens) // block_size)
+            filled.update(unpack_ids(row.blocks)[: None if row.request.beams else num_filled])
         return len(filled)
+
+
+def stop_matcher(stops: Sequence[str]) -> StopMatcher | None:
+    return StopMatcher(stops) if stops else None

@@ -149,7 +149,7 @@ class AgentState:
     def add_time(self, step: StepResult) -> None:
         """Add the duration of a step to the next report."""
         if step.duration_ms:
-            decodes = step.num_samples > len(step.prefilled)
+            decodes = step.num_beams > 0 or step.num_samples > len(step.prefilled)
             kind = decodes, step.prefill_tokens > 0
             steps, tokens, ms = self.step_times.get(kind, (0, 0, 0.0))
             self.step_times[kind] = steps + 1, tokens + step.prefill_tokens, ms + step.duration_ms

@@ -68,6 +68,9 @@ class StepHandler:
         self.add_tokens(step)
         self.add_prompts(step)
         rows = state.table.rows
+        for number, records in step.sequences:
+            if (row := rows.get(number)) is not None and not row.ended:
+                row.set_sequences(records)
         for number, why, end in step.ended:
             if (row := rows.get(number)) is not None and not row.ended:
                 self.finish_row(row, why, end)

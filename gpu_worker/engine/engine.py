@@ -14,6 +14,7 @@ from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.proposer import make_proposer
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
+from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import forward_in_parts, forward_without_failing
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
@@ -31,6 +32,7 @@ from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.sampling.beam_candidates import BeamScores, score_beams, search_steps
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
@@ -185,6 +187,8 @@ class Engine:
         slices = self.rows.launch()
         if not slices:
             return None
+        if self.rows.copies:
+            self.loaded.cache.copy(self.rows.take_copies())
         if before:
             self.pace.on_launch(before.is_done)
         elif not self.communicator.rank:
@@ -207,13 +211,29 @@ class Engine:
         )
         self.communicator.broadcast_tensor(output.ids)
         copied = [] if self.communicator.rank else copy_logits(logits, slices)
-        return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied)
+        beams = self.score_beams(launched, requests) if self.rows.groups else None
+        return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
+
+    def score_beams(
+        self, launched: LaunchedStep, requests: Sequence[SampleRequest | None]
+    ) -> BeamScores | None:
+        """Launch the search for the best continuations of the beams in a step."""
+        steps = list(search_steps(launched.slices, self.rows.groups, self.loaded.vocab_size))
+        if not steps:
+            return None
+        logits = select_sample_logits(launched.logits, launched.slices)
+        return score_beams(logits, requests, steps, self.communicator)
 
     def collect(self, in_flight: InFlightStep) -> float:
         """Read a step → its duration in ms."""
         samples = in_flight.read()
         self.rows.collect(
-            in_flight.slices, samples.ids, samples.logprobs, samples.top_logprobs, samples.prompt_logprobs
+            in_flight.slices,
+            samples.ids,
+            samples.logprobs,
+            samples.top_logprobs,
+            samples.prompt_logprobs,
+            samples.candidates,
         )
         self.rows.result.logits += (piece for copied in in_flight.logits for piece in copied.pieces())
         self.collected_step = in_flight.number

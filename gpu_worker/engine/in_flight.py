@@ -1,13 +1,15 @@
 """A step in flight: launched on the device, not yet read by the host; and the pace of launches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from gpu_worker.engine.batch.beam_search import Candidate
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
+from gpu_worker.engine.sampling.beam_candidates import BeamScores
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.raw_logits import CopiedLogits
 
@@ -99,12 +101,14 @@ class StepSamples:
     Attributes:
         top_logprobs: by the place of the sample in `ids`.
         prompt_logprobs: of the slices that ask for them, in order.
+        candidates: continuations of beams, by the number of their search.
     """
 
     ids: list[int]
     logprobs: list[float]
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    candidates: dict[int, list[Candidate]] = field(default_factory=dict)
 
 
 class InFlightStep:
@@ -122,6 +126,7 @@ class InFlightStep:
         output: SamplerOutput,
         prompts: Sequence[SamplerOutput],
         logits: Sequence[CopiedLogits] = (),
+        beams: BeamScores | None = None,
     ) -> None:
         self.number = launched.number
         self.slices = launched.slices
@@ -131,6 +136,7 @@ class InFlightStep:
         self.output = copy_to_host(output)
         self.prompts = [copy_to_host(prompt) for prompt in prompts]
         self.logits = logits
+        self.beams = beams.to_host() if beams else None
         self.copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self.copied:
             self.copied.record()
@@ -149,7 +155,9 @@ class InFlightStep:
         """Wait for the step → what it sampled. Here alone the host waits for the device within a step."""
         if self.copied:
             self.copied.synchronize()
-        return unpack_samples(self.output, self.requests, [pack_logprobs(prompt) for prompt in self.prompts])
+        prompts = [pack_logprobs(prompt) for prompt in self.prompts]
+        candidates = self.beams.candidates() if self.beams else {}
+        return replace(unpack_samples(self.output, self.requests, prompts), candidates=candidates)
 
 
 def copy_to_host(output: SamplerOutput) -> SamplerOutput:

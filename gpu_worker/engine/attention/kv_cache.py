@@ -74,6 +74,18 @@ def fill_kv(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
         raw(store).index_fill_(1, blocks, number)
 
 
+def copy_kv(store: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy blocks in place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; sources and
+    targets int64 [n], no block of which is both.
+    """
+    if store.is_cuda:
+        from gpu_worker.engine.cuda.kernels.kv_write import copy_blocks
+
+        copy_blocks(raw(store), sources, targets)
+    else:
+        raw(store)[:, targets] = raw(store)[:, sources]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """How queries meet the cache; layers with the same view share what a step prepares.
@@ -202,3 +214,10 @@ class KVCache:
         index = to_device(list(blocks), self.device)
         for store in self.stores.values():
             fill_kv(store, index, value)
+
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of all layers: (source, target), no block of which is both."""
+        sources, targets = to_device(list(zip(*copies, strict=True)), self.device)
+        for store in self.stores.values():
+            copy_kv(store, sources, targets)

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from common.messages.request import BeamParams
 from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32
@@ -49,6 +50,7 @@ class Row:
         proposer: proposes the tokens after the next one; None proposes none.
         class_index: the lower, the sooner its prompt is computed.
         num_passed: steps since its prompt was the first to be computed.
+        beams: it belongs to a beam search (beam_group.py); None to none.
     """
 
     number: int
@@ -73,6 +75,7 @@ class Row:
     ended: bool = False
     class_index: int = 0
     num_passed: int = 0
+    beams: BeamParams | None = None
 
     @classmethod
     def of(
@@ -107,9 +110,17 @@ class Row:
             collected_index=start.base,
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
-            proposer=make_proposer(ids, grammar) if make_proposer and not start.logits else None,
+            proposer=make_proposer(ids, grammar)
+            if make_proposer and not (start.logits or start.beams)
+            else None,
             class_index=start.class_index,
+            beams=start.beams,
         )
+
+    @property
+    def num_places(self) -> int:
+        """Places that it takes in a batch."""
+        return self.beams.width if self.beams else 1
 
     @property
     def has_grammar(self) -> bool:
@@ -219,7 +230,11 @@ class RowSlice:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether it is unknown, until the step is read, how many of its proposals are right."""
+        """Whether it is unknown, until the step is read, how many of its proposals are right, or which
+        beams go on.
+        """
+        if self.row.beams:
+            return self.samples
         proposer = self.row.proposer
         return bool(self.proposed) and proposer is not None and not proposer.is_sure
 

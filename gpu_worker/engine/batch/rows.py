@@ -11,7 +11,10 @@ from itertools import islice
 
 import numpy as np
 
+from common.messages.beams import pack_sequences
 from common.messages.records import pack_floats, pack_ids
+from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
+from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate, StopTextFactory, no_stop_text
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
     ProposerFactory,
@@ -31,13 +34,14 @@ from gpu_worker.engine.batch.step_result import (
     StepResultBuilder,
     TopLogprobs,
 )
-from gpu_worker.protocol import Grant
+from gpu_worker.protocol import Grant, StartRow
 
 PATIENCE = 16
 """One step in this number begins with the prompt that has waited longest, unless it was first since then."""
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
 MAX_SCORED_TOKENS = 256
+NO_CANDIDATES: Mapping[int, Sequence[Candidate]] = {}
 
 
 def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
@@ -81,6 +85,9 @@ class Rows:
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
         max_decoded: most tokens of one step that are of rows that decode, or proposals.
+        make_stop_text: looks for the stop strings of beams.
+        groups: beam searches, by the number of their row.
+        copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
         grant: the newest grant.
         result: what happened since the last `take_result`.
@@ -94,6 +101,9 @@ class Rows:
     prefix_caching: bool = False
     make_proposer: ProposerFactory | None = None
     max_decoded: int = sys.maxsize
+    make_stop_text: StopTextFactory = no_stop_text
+    groups: dict[int, BeamGroup] = field(default_factory=dict)
+    copies: list[BlockCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     step: int = 0
     grant: Grant = NO_GRANT
@@ -111,9 +121,24 @@ class Rows:
                 start, self.eos_ids, self.make_grammar, self.recompute_length is not None, self.make_proposer
             )
             granted.append(row.blocks[start.num_cached // self.block_size :])
+            if row.beams:
+                self.start_search(row, start)
             if end := row.finish_reason:  # the broker had lost the end
                 self.finish(row, end)
         return granted
+
+    def start_search(self, row: Row, start: StartRow) -> None:
+        """Start the beam search of a row. Beams whose K must all be computed anew have no blocks for that:
+        such a search ends at once.
+        """
+        assert row.beams and not row.base
+        text = self.make_stop_text(row.ids.tolist(), start.stopping) if start.stopping.stop else None
+        beams = [Beam(state=row.sampling_state, text=text)]
+        search = BeamSearch(row.beams, row.max_new_tokens, row.ends, beams)
+        self.groups[row.number] = BeamGroup(row, search, self.block_size)
+        limit, num_prompt = self.recompute_length, len(row.ids)
+        if limit is not None and num_prompt <= limit < num_prompt + row.max_new_tokens - 1:
+            self.finish(row, "beam_length")
 
     def extend(self, number: int, blocks: Int32) -> Int32:
         """Append blocks to a row → these blocks; none if the row is gone."""
@@ -121,6 +146,8 @@ class Rows:
         if row is None:
             return NO_BLOCKS
         row.blocks = np.concatenate((row.blocks, blocks))
+        if row.beams:
+            self.groups[number].add_blocks(blocks)
         return blocks
 
     def launch(self) -> list[RowSlice]:
@@ -141,13 +168,13 @@ class Rows:
         count.
         """
         self.step -= not computed
-        able = {row_slice.row.number for row_slice in computed}
-        for row_slice in slices:
-            row = row_slice.row
-            if row.number not in able:
-                row.kv_len = row_slice.begin
-                row.in_flight -= 1
-                self.finish(row, "forward")
+        able = set(map(id, computed))
+        failed = [row_slice for row_slice in slices if id(row_slice) not in able]
+        for row_slice in failed:
+            row_slice.row.kv_len = row_slice.begin
+            row_slice.row.in_flight -= 1
+        for number in {row_slice.row.number: None for row_slice in failed}:  # of a beam search as a whole
+            self.finish(self.rows[number], "forward")
         place_samples(computed)
 
     def schedule_slices(self) -> list[RowSlice]:
@@ -155,18 +182,20 @@ class Rows:
         of prompts up to the budgets. Rows after the first `max_rows` stand by.
         """
         slices, prompts, places = [], [], self.grant.max_rows or sys.maxsize
-        spare = max(0, self.max_decoded - min(len(self.rows), places))
+        spare = max(0, self.max_decoded - min(self.num_places, places))
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens:
                 continue
-            if not places:
+            if places < row.num_places:
                 break
-            places -= 1
+            places -= row.num_places
             room = len(row.blocks) * self.block_size - row.kv_len
             if not row.is_ready or room <= 0:
                 continue
             if row.kv_len < len(row.ids):
                 prompts.append(row)
+            elif row.beams:
+                slices += self.schedule_group(self.groups[row.number])
             else:
                 slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
                 spare -= len(slices[-1].proposed)
@@ -175,6 +204,21 @@ class Rows:
         slices += chunks(line, self.block_size, budget, self.max_scored_tokens)
         return slices
 
+    @property
+    def num_places(self) -> int:
+        """Places that all rows take together."""
+        return len(self.rows) + sum(group.search.params.width - 1 for group in self.groups.values())
+
+    def schedule_group(self, group: BeamGroup) -> list[RowSlice]:
+        slices, copies = group.slices()
+        self.copies += copies
+        return slices
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the blocks that must be copied before the step just launched is computed."""
+        copies, self.copies = self.copies, []
+        return copies
+
     def collect(
         self,
         slices: Sequence[RowSlice],
@@ -182,11 +226,14 @@ class Rows:
         logprobs: Sequence[float],
         top_logprobs: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
         prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
+        candidates: Mapping[int, Sequence[Candidate]] = NO_CANDIDATES,
     ) -> None:
         """Take what a launched step sampled: `ids` and `logprobs` of all samples of all slices, in order;
-        `top_logprobs` by the place in `ids`; `prompt_logprobs` of the slices that report them, in order.
+        `top_logprobs` by the place in `ids`; `prompt_logprobs` of the slices that report them, in order;
+        `candidates` of beam searches, by row, in place of their samples.
         """
         sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
+        searched: dict[int, None] = {}
         for row_slice in slices:
             if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
@@ -194,11 +241,32 @@ class Rows:
             if row_slice.num_scored and row_slice.row.prompt_logprobs is not None:
                 self.add_prompt_logprobs(row_slice, next(scored))
             samples = list(islice(sampled, row_slice.num_samples))
-            if samples and not row_slice.is_void:
+            if row_slice.row.beams:
+                self.result.num_beams += row_slice.decodes
+                searched |= {row_slice.row.number: None} if samples else {}
+            elif samples and not row_slice.is_void:
                 self.add_tokens(row_slice, samples, top_logprobs)
             row_slice.row.in_flight -= 1
             if row_slice.row.ended:
                 self.release(row_slice.row)
+        for number in searched:
+            self.advance_search(number, candidates.get(number, ()))
+
+    def advance_search(self, number: int, candidates: Sequence[Candidate]) -> None:
+        """Go on with the best continuations of the beams of a search."""
+        leader = self.rows.get(number)
+        if leader is None or leader.ended:
+            if leader:
+                self.release(leader)
+            return
+        search = self.groups[number].search
+        if not search.length:
+            self.result.prefilled.append((leader.number, leader.kv_len))
+        search.advance(candidates)
+        leader.collected_index = search.length
+        if why := search.finish_reason:
+            self.result.sequences.append((leader.number, pack_sequences(search.finished)))
+            self.finish(leader, why)
 
     def add_prompt_logprobs(self, row_slice: RowSlice, logprobs: PromptLogprobs) -> None:
         if not row_slice.row.ended:
@@ -255,8 +323,11 @@ class Rows:
 
     def release(self, row: Row) -> None:
         """Release the blocks of an ended row, unless a launched step still holds it."""
-        if row.in_flight == 0 and self.rows.pop(row.number, None) is not None:
-            self.result.released.append((row.number, row.kv_len))
+        group = self.groups.get(row.number)
+        in_flight = group.num_in_flight if group else row.in_flight
+        if in_flight == 0 and self.rows.pop(row.number, None) is not None:
+            num_decoded = self.groups.pop(row.number).num_decoded if group else 0
+            self.result.released.append((row.number, row.kv_len + num_decoded))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
             self.result.freed.append(row.blocks[num_kept:])
 

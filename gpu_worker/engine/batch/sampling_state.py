@@ -147,6 +147,9 @@ class GrammarMask(Protocol):
         `grammar_limit`; "" if the row goes on.
         """
 
+    def copy(self) -> "GrammarMask":
+        """An independent copy."""
+
     def after(self, token: int) -> "GrammarMask":
         """A copy that has taken one more token."""
 
@@ -267,13 +270,19 @@ class SamplingState:
         if self.top_p_decay is not None:
             self.top_p_decay.accept(token)
 
+    def copy(self) -> "SamplingState":
+        """An independent copy."""
+        return self.copy_with(self.grammar.copy() if self.grammar else None)
+
     def after(self, token: int) -> "SamplingState":
         """A copy that has taken one more token."""
-        counts = self.token_counts.copy() if self.token_counts else None
-        grammar = self.grammar.after(token) if self.grammar else None
-        state = replace(self, token_counts=counts, top_p_decay=copy(self.top_p_decay), grammar=grammar)
+        state = self.copy_with(self.grammar.after(token) if self.grammar else None)
         state.note(token)
         return state
+
+    def copy_with(self, grammar: GrammarMask | None) -> "SamplingState":
+        counts = self.token_counts.copy() if self.token_counts else None
+        return replace(self, token_counts=counts, top_p_decay=copy(self.top_p_decay), grammar=grammar)
 
     def penalty(self) -> Float32:
         """Return what the frequency and presence penalties subtract from the scores of `token_counts.ids`."""

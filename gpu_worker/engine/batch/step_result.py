@@ -57,6 +57,8 @@ class StepResultBuilder:
     prefill_tokens: int = 0
     proposed_tokens: int = 0
     logits: list[tuple[int, int, bytes]] = field(default_factory=list)
+    num_beams: int = 0
+    sequences: list[tuple[int, bytes]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
@@ -74,4 +76,6 @@ class StepResultBuilder:
             prefill_tokens=self.prefill_tokens,
             proposed_tokens=self.proposed_tokens,
             logits=tuple(self.logits),
+            num_beams=self.num_beams,
+            sequences=tuple(self.sequences),
         )

@@ -103,12 +103,16 @@ class Matcher:
         log.warning("a row fails: %s", error)
         return "grammar_limit" if LIMIT_ERROR.search(error) else "grammar"
 
+    def copy(self) -> "Matcher":
+        copied: Future[llguidance.LLMatcher] = Future()
+        copied.set_result(self.compiled.result().deep_copy())
+        return Matcher(copied, self.num_words)
+
     def after(self, token: int) -> "Matcher":
         if self.following is None or self.following[0] != token:
-            copied: Future[llguidance.LLMatcher] = Future()
-            copied.set_result(self.compiled.result().deep_copy())
-            copied.result().consume_token(token)
-            self.following = token, Matcher(copied, self.num_words)
+            following = self.copy()
+            following.compiled.result().consume_token(token)
+            self.following = token, following
         return self.following[1]
 
     def forced(self, most: int) -> list[int]:

@@ -19,6 +19,9 @@ class FixedGrammar:
     def accept(self, token: int) -> str:
         return ""
 
+    def copy(self) -> "FixedGrammar":
+        return self
+
     def after(self, token: int) -> "FixedGrammar":
         return self
 

@@ -22,7 +22,7 @@ class Question:
 
     Attributes:
         model: the name of the folder, which has a digest of its weights.
-        what: how many new tokens, or `logprobs`.
+        what: how many new tokens, `logprobs`, or `beams`, width and how many new tokens.
     """
 
     model: str
@@ -76,6 +76,16 @@ def loaded(model_id: str) -> Any:
     return load(model_files.resolve(model_id, dtype="float32"))
 
 
+def reference_beams(
+    prompts_ids: Sequence[Sequence[int]], width: int, max_new_tokens: int, model_id: str = "smollm2"
+) -> list[list[tuple[list[int], float]]]:
+    """New ids and score of all sequences that a beam search finds for each prompt, the best first: float32,
+    one prompt at a time.
+    """
+    found = kept(prompts_ids, model_id, f"beams {width} {max_new_tokens}")
+    return [[(ids, score) for ids, score in sequences] for sequences in found]
+
+
 def kept(prompts_ids: Sequence[Sequence[int]], model_id: str, what: int | str) -> list[Any]:
     """The model's answer to each prompt: from the tree, or from disk, where it is computed once."""
     path = model_files.resolve(model_id, dtype="float32")
@@ -101,6 +111,8 @@ def in_the_tree() -> dict[Question, Any]:
 def answer(model: Any, question: Question) -> Any:
     if question.what == "logprobs":
         return logprobs(model, question.ids)
+    if str(question.what).startswith("beams"):
+        return beams(model, question.ids, *map(int, str(question.what).split()[1:]))
     return generate(model, question.ids, int(question.what))
 
 
@@ -120,6 +132,28 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     )
     new_ids: list[int] = output[0, len(ids) :].tolist()
     return new_ids
+
+
+def beams(model: Any, ids: Sequence[int], width: int, max_new_tokens: int) -> list[tuple[list[int], float]]:
+    import torch
+
+    prompt = torch.tensor([list(ids)])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=width,
+        num_return_sequences=width,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    eos, found = model.generation_config.eos_token_id, []
+    for sequence, score in zip(output.sequences, output.sequences_scores.tolist(), strict=True):
+        new_ids = sequence[len(ids) :].tolist()
+        length = new_ids.index(eos) + 1 if eos in new_ids else len(new_ids)
+        found.append((new_ids[:length], score))
+    return found
 
 
 def logprobs(model: Any, ids: Sequence[int]) -> list[list[float]]:

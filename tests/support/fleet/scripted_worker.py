@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
@@ -18,10 +18,12 @@ from common.broker.keys import Keys
 from common.broker.lua import ScriptCall, run_script
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.detokenize import Detokenizer
+from common.messages.beams import BeamSequence, pack_sequences
 from common.messages.codec import decode, encode
 from common.messages.events import ChannelSequences, Events, Terminal, Tokens
 from common.messages.plan import WorkerCapacity
 from common.messages.records import (
+    RECORD,
     pack_floats,
     pack_ids,
     pack_records,
@@ -43,12 +45,14 @@ VOCAB_SIZE = 5
 class Answer:
     """What a request is to be answered: ids, one a step, within the request's limits; then end-of-sequence,
     the error, or nothing. `num_cached`: tokens of its prompt that are reported as found in the prefix cache.
+    `beams`: what a beam search finds, which comes at once, unless it does not end or fails.
     """
 
     ids: list[int]
     ends: bool = True
     error: str = ""
     num_cached: int = 0
+    beams: Sequence[BeamSequence] = ()
 
 
 class Live:
@@ -56,18 +60,21 @@ class Live:
 
     def __init__(self, entry_id: bytes, request: Generate, answer: Answer, tokenizer: Tokenizer) -> None:
         self.entry_id, self.request, self.error = entry_id, request, answer.error
-        self.ids = answer.ids + [EOS] * (answer.ends and not answer.error)
+        self.ids = [] if request.beams else answer.ids + [EOS] * (answer.ends and not answer.error)
         self.logprobs = unpack_floats(pack_floats([-0.1 - i / 7 for i in range(len(self.ids))]))
         detokenizer = Detokenizer(tokenizer, unpack_ids(request.prompt_ids))
         self.texts = [detokenizer.step(token_id) for token_id in self.ids]
         self.done = 0
         self.cancelled = False
         self.num_cached = answer.num_cached
+        self.beams = answer.beams[: request.beams.width] if request.beams and answer.ends else ()
 
     @property
     def reason(self) -> str | None:
         if self.cancelled:
             return "cancelled"
+        if self.beams:
+            return self.beams[0].reason
         if self.error and self.done == len(self.ids):
             return "error"
         if self.done == self.request.stopping.max_new_tokens:
@@ -293,10 +300,11 @@ class FakeWorker:
 
     def terminal(self, live: Live) -> FlushedTerminal:
         request, reason = live.request, live.reason or ""
-        end = Terminal(request.request_id, reason, live.done, live.error, "generation" if live.error else "")
+        records = pack_sequences(live.beams) if live.beams else pack_tokens(live.tokens(0, live.done))
+        num_tokens = len(records) // (RECORD.size * request.width)
+        end = Terminal(request.request_id, reason, num_tokens, live.error, "generation" if live.error else "")
         number = self.channels.next_number(request.channel, self.sequence)
         payload = encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
-        records = pack_tokens(live.tokens(0, live.done))
         ttl_ms = request.result_ttl_ms
         return FlushedTerminal(request.request_id, 1, 0, end, records, ttl_ms, request.channel, payload)
 

@@ -107,3 +107,29 @@ def fill_blocks(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None
     fill_block_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](
         store, blocks, value, num_blocks, page, WIDTH
     )
+
+
+@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]
+def copy_block_part(
+    store: tl.tensor, sources: tl.tensor, targets: tl.tensor, num_blocks: tl.tensor, page: tl.tensor,
+    width: tl.constexpr
+) -> None:  # fmt: skip
+    """One program for a pair of blocks, a tensor of the store, and `width` numbers of the blocks' pages in
+    that tensor.
+    """
+    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
+    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
+    first = tl.program_id(1).to(tl.int64) * num_blocks
+    column = tl.program_id(2) * width + tl.arange(0, width)
+    numbers = tl.load(store + (first + source) * page + column, mask=column < page)
+    tl.store(store + (first + target) * page + column, numbers, mask=column < page)
+
+
+def copy_blocks(store: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """store [tensors, blocks, kv_heads, block_size, dim] of any dtype, sources and targets int64 [n]. As
+    `copy_kv` in attention/kv_cache.py.
+    """
+    num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
+    copy_block_part[(len(sources), num_tensors, triton.cdiv(page, WIDTH))](
+        store, sources, targets, num_blocks, page, WIDTH
+    )

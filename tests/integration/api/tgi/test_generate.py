@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from api.streams.stream import Stream
-from api.tgi.render import StreamBodies, rank_by_logprob
+from api.tgi.render import StreamBodies, rank
 from common.messages.events import Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
@@ -232,7 +232,7 @@ def ended(logprobs: list[float]) -> Stream:
 def test_the_best_has_the_highest_mean_log_probability() -> None:
     """Not the highest sum: here the longer answer is the better one."""
     short, long = ended([-1.0]), ended([-0.5, -0.6, -0.7])
-    assert rank_by_logprob([short, long]) == [long, short]
+    assert rank([short, long]) == [long, short]
 
 
 async def test_the_last_frame_has_details_if_they_are_requested() -> None:

@@ -80,6 +80,7 @@ async def test_info_has_the_limits(
         "model_pipeline_tag",
         "max_concurrent_requests",
         "max_best_of",
+        "max_beam_width",
         "max_stop_sequences",
         "max_input_tokens",
         "max_total_tokens",

@@ -1,0 +1,178 @@
+"""Beam search in request bodies: its fields, which TGI's and OpenAI's routes share, and what cannot stand
+beside them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from api.errors import invalid, quoted
+from api.requests.fields import SamplingFields, Whole, with_one_error
+from api.requests.params import GREEDY_BELOW, NEUTRAL, SWITCHES, GenerationParams, Limits
+from common.messages.request import BeamParams
+from common.settings.ranges import DIVERSITIES, LENGTH_PENALTIES, Range
+
+EarlyStopping = Annotated[
+    bool | Literal["never"] | Whole, with_one_error('Input should be true, false, "never" or a whole number')
+]
+NEVER = 2
+"""`BeamParams.early_stopping` for transformers' "never", and for TensorRT-LLM's numbers from 2 on."""
+WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
+"""Fields that mean nothing without a beam search → the value that is accepted all the same."""
+
+
+class BeamFields(SamplingFields):
+    """Sampling parameters and those of a beam search."""
+
+    beam_width: Whole | None = Field(
+        default=None,
+        description="Search for the likeliest sequences, this many at once, in place of sampling.",
+        json_schema_extra={"minimum": 1},
+    )
+    length_penalty: float | None = Field(
+        default=None,
+        description="Of a beam search: the sum of a sequence's log-probabilities is divided by its length to "
+        "this power. Default: 1.",
+        json_schema_extra=LENGTH_PENALTIES.schema,
+    )
+    early_stopping: EarlyStopping | None = Field(
+        default=None,
+        description="Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
+        'TensorRT-LLM\'s 1), when no better one is likely (false, 0), or when none is possible ("never", 2). '
+        "Default: false.",
+        json_schema_extra={"enum": [True, False, "never", 0, 1, 2, None]},
+    )
+    diversity: float | None = Field(
+        default=None,
+        description="Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0.",
+        json_schema_extra=DIVERSITIES.schema,
+    )
+    beam_search_diversity_rate: float | None = Field(
+        default=None, description="The same as `diversity`.", json_schema_extra=DIVERSITIES.schema
+    )
+
+    def beam_params(self, width: int | None, num_returned: int | None = None) -> BeamParams | None:
+        """How a beam search of this width is done; None for no beam search. Raises ApiError (422).
+
+        Args:
+            num_returned: sequences that are returned; by default all.
+        """
+        if None not in (self.diversity, self.beam_search_diversity_rate):
+            raise invalid(
+                "`diversity` and `beam_search_diversity_rate` exclude each other",
+                "beam_search_diversity_rate",
+            )
+        if width is None:
+            self.check_no_beams()
+            return None
+        return BeamParams(
+            width=width,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=stopping_number(self.early_stopping),
+            diversity=self.diversity or self.beam_search_diversity_rate or 0.0,
+            num_returned=width if num_returned is None else num_returned,
+        )
+
+    def check_no_beams(self) -> None:
+        """Raises ApiError (422) for a field that has no effect without a beam search."""
+        given = {
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping and stopping_number(self.early_stopping),
+            "diversity": self.diversity,
+            "beam_search_diversity_rate": self.beam_search_diversity_rate,
+        }
+        for name, value in given.items():
+            if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
+                raise invalid(f"`{name}` needs a beam search: set `beam_width`", name)
+
+
+def stopping_number(early_stopping: bool | str | int | None) -> int:
+    """`early_stopping` as `BeamParams` has it."""
+    return NEVER if early_stopping == "never" else min(int(early_stopping or 0), NEVER)
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+
+def check_beams(params: GenerationParams, limits: Limits) -> None:
+    """Raises ApiError (422) for a beam search that is out of range, or beside which something stands."""
+    beams = params.beams
+    if beams is None:
+        return
+    most = limits.max_beam_width
+    setting = "MAX_BEAM_WIDTH" if most == limits.settings.max_beam_width else "MAX_BATCH_SIZE"
+    check_range(params, "beam_width", Range(1, most), beams.width, f" ({setting})")
+    check_range(params, "num_returned", Range(1, beams.width), beams.num_returned, " (the beam width)")
+    check_range(params, "length_penalty", LENGTH_PENALTIES, beams.length_penalty)
+    check_range(params, "early_stopping", Range(0), beams.early_stopping)
+    check_range(params, "diversity", DIVERSITIES, beams.diversity)
+    for name, why in excluded(params):
+        text = f"`{params.name(name)}` and a beam search exclude each other: {why}"
+        raise invalid(text, params.name(name))
+
+
+def check_range(
+    params: GenerationParams, field: str, allowed: Range, value: float, setting: str = ""
+) -> None:
+    if not allowed.holds(value):
+        name = params.name(field)
+        raise invalid(f"`{name}` must be {allowed}{setting}. Given: {quoted(value)}", name)
+
+
+def excluded(params: GenerationParams) -> Iterator[tuple[str, str]]:
+    """Names of parameters that cannot stand beside a beam search, and why."""
+    greedy = params.sampling.temperature < GREEDY_BELOW
+    sampling = replace(
+        params.sampling,
+        temperature=NEUTRAL.temperature if greedy else params.sampling.temperature,
+        top_k=max(params.sampling.top_k, 0),
+    )
+    if params.do_sample:
+        yield "do_sample", "it draws no token"
+    for name in SWITCHES:
+        if getattr(sampling, name) != getattr(NEUTRAL, name):
+            yield name, "it draws no token"
+    if params.n > 1:
+        yield "n", "it finds several texts itself"
+    if params.watermark:
+        yield "watermark", "it would decide between sequences"
+    if params.top_n_tokens:
+        yield "top_n_tokens", "only the log-probabilities of its own tokens are returned"
+    for name in ("context_logits", "generation_logits"):
+        if getattr(params, name):
+            yield f"return_{name}", "logits of its sequences are not kept"
+    if params.prompt_logprobs is not None:
+        yield "prompt_logprobs", "only the log-probabilities of its own tokens are returned"
+
+
+def most_of_beams(params: GenerationParams, num_prompt: int, limits: Limits) -> int:
+    """How many new tokens a worker's KV cache holds of each sequence, at least one."""
+    if params.beams is None or limits.max_cached_tokens is None:
+        return limits.max_total_tokens
+    return max(1, (limits.max_cached_tokens - num_prompt) // params.beams.width)
+
+
+def searched_beams(
+    params: GenerationParams, num_prompt: int, num_new: int, limits: Limits
+) -> BeamParams | None:
+    """The beam search of a request; None for greedy decoding, which a search of one sequence is. Raises
+    ApiError (422) if no KV cache of a worker holds it: its sequences share the prompt, and each has its own
+    new tokens.
+
+    Args:
+        num_prompt, num_new: tokens of the prompt, and the most new ones.
+    """
+    beams = params.beams
+    if beams is None or beams.width == 1:
+        return None
+    needed, most = num_prompt + beams.width * num_new, limits.max_cached_tokens
+    if most is not None and needed > most:
+        width, length = params.name("beam_width"), params.name("max_new_tokens")
+        raise invalid(
+            f"tokens of the prompt + `{width}` * `{length}` must be at most {most}, what the KV cache of a "
+            f"worker holds. Given: {num_prompt} + {beams.width} * {num_new}",
+            width,
+        )
+    return beams
