@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from common import model_config, model_files
 from common.process import machine
 from common.process.logs import plural
+from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, choose_backend, probe_attention
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
@@ -41,7 +42,6 @@ from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.protocol import UnservableModel, first_cause
-from gpu_worker.rank import RankInfo
 
 log = logging.getLogger(__name__)
 

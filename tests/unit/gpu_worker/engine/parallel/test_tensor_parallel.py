@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
+from common.rank import RankInfo, local_ranks
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import split_evenly, split_heads
 from gpu_worker.protocol import UnservableModel
-from gpu_worker.rank import RankInfo, local_ranks
 from tests.support.engine import multi_rank_engine, rank_memory, tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.multi_rank_engine import Led
