@@ -114,7 +114,8 @@ class Leader:
         """Take a rank in, or refuse it."""
         if cause := self.refusal(rank, world_size):
             link.send({"refused": cause, "world_size": self.info.world_size})
-            return self.forget(link)
+            self.forget(link)
+            return
         self.strangers.remove(link)
         self.joined[rank] = link
         self.members[rank] = Member(rank, host, peer_address(link))

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
-from common.rank import RankInfo, local_ranks
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
@@ -306,14 +305,3 @@ def test_too_many_ranks_for_the_heads() -> None:
     assert all(end > begin for begin, end in split_heads(6, 3, 6)[0])
     with pytest.raises(UnservableModel, match="NUM_SHARD"):
         split_heads(6, 3, 7)
-
-
-def test_a_place_is_read_from_torchruns_variables() -> None:
-    ranks = local_ranks(3)
-    assert [RankInfo.read(info.environ()) for info in ranks] == ranks
-    assert RankInfo.read({"WORLD_SIZE": "1", "RANK": "0"}) == RankInfo() == local_ranks(1)[0]
-    with pytest.raises(
-        SettingError,
-        match="RANK: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: 'MASTER_PORT'",
-    ):
-        RankInfo.read({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here"})
