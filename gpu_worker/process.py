@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import setproctitle
@@ -29,8 +29,9 @@ from common.metrics.aggregate import publishing_metrics
 from common.model_config import read_other_tokenizer, read_tokenizer
 from common.process import parent_death
 from common.process.preload import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
+from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
-from common.startup import configure_process, exit_when_unservable, start_process
+from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
@@ -38,8 +39,8 @@ from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import EngineStuck
+from gpu_worker.follower import configure_follower, follow
 from gpu_worker.protocol import LoadProgress, Ready
-from gpu_worker.rank import RankInfo, local_ranks
 
 log = logging.getLogger(__name__)
 
@@ -79,40 +80,62 @@ async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> 
     return line.result() if line.done() else b""
 
 
+def own_ranks(settings: Settings) -> list[RankInfo]:
+    """The ranks that this process starts: the one that a launcher has made it, or all of this machine. Raises
+    SettingError.
+    """
+    launched = RankInfo.read(os.environ)
+    if launched.world_size == 1:
+        return machine_ranks(settings, gpu_claims.num_ranks(settings))
+    if launched.world_size != (settings.num_shard or launched.world_size):
+        cause = f"{settings.num_shard}, but {launched.world_size} ranks were started"
+        raise SettingError("num_shard", f"{cause} (by torchrun, MPI or Slurm)")
+    return [launched]
+
+
+async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[RankProcess] = ()) -> int:
+    """Run this worker's processes of this machine, some of which may be preloaded → the exit status."""
+    ranks = own_ranks(settings)
+    environ = {"WORKER_NAME": own.name, "WORKER_INCARNATION": own.incarnation}
+    if RankInfo.read(os.environ).world_size == 1 and (gpus := gpu_claims.claim(settings, len(ranks))):
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # torchrun has chosen the GPUs of its ranks
+    if ranks[0].rank:
+        configure_follower(own, settings)
+        return await follow(settings, environ, ranks, preloaded)
+    configure_process(own, settings)
+    return await serve(settings, own, environ, ranks, preloaded)
+
+
+def resolve(settings: Settings, dtype: str) -> Path:
+    """The directory of the model. Raises SettingError."""
+    return model_files.resolve(
+        settings.model_id, settings.revision, log.info, weightless=settings.makes_weights, dtype=dtype
+    )
+
+
 async def serve(
-    settings: Settings, name: str, incarnation: str, preloaded: Sequence[RankProcess] = ()
+    settings: Settings,
+    own: ProcessIdentity,
+    environ: Mapping[str, str],
+    ranks: Sequence[RankInfo],
+    preloaded: Sequence[RankProcess],
 ) -> int:
-    """Serve as one incarnation, with the preloaded processes of the engine if there are → the exit status."""
-    directory = model_files.resolve(
-        settings.model_id,
-        settings.revision,
-        log.info,
-        weightless=settings.makes_weights,
-        dtype=settings.dtype,
-    )
-    tokenizer = find_tokenizer(settings, directory)
-    own = RankInfo.read(os.environ)
-    ranks = [own] if own.world_size > 1 else local_ranks(gpu_claims.num_ranks(settings))
-    # torchrun has chosen the GPUs of its ranks
-    gpus = gpu_claims.claim(settings, len(ranks)) if own.world_size == 1 else {}
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    engine = await EngineClient.start(
-        {
-            **settings.environ(),
-            **devices,
-            "MODEL_ID": str(directory),
-            "WORKER_NAME": name,
-            "WORKER_INCARNATION": incarnation,
-        },
-        ranks,
-        preloaded,
-    )
+    """Serve as one incarnation → the exit status. `environ`: for the engine's processes, beside settings."""
+    # other machines wait for these ranks: they all find the model once they are connected
+    is_spread = len(ranks) < ranks[0].world_size
+    directory = None if is_spread else resolve(settings, settings.dtype)
+    found = settings.model_copy(update={"model_id": str(directory)}) if directory else settings
+    engine = await EngineClient.start({**found.environ(), **environ}, ranks, preloaded)
     try:
-        table = RowTable(tokenizer)
-        ready = await wait_for_engine(settings, engine, incarnation)
-        return await serve_engine(
-            settings, engine, table, capacity(settings, ready, name, incarnation, directory)
-        )
+        table = RowTable(find_tokenizer(settings, directory)) if directory else None
+        ready = await wait_for_engine(settings, engine, own.incarnation)
+        directory = directory or resolve(settings, ready.dtype)
+        table = table or RowTable(find_tokenizer(settings, directory))
+        worker = capacity(settings, ready, own.name, own.incarnation, directory)
+        status = await serve_engine(settings, engine, table, worker)
+        if is_spread and status == 0:
+            await engine.end()
+        return status
     except EngineDied as error:
         log.error("%s", error)
         return 1
@@ -222,29 +245,16 @@ async def serve_preloaded(flags: Sequence[str]) -> int:
     """Wait for a place in the fleet, then serve there → the exit status."""
     parent_death.die_with_parent()
     setproctitle.setproctitle("tokenfleet preloading")
-    ranks = await wait_for_place(gpu_claims.num_ranks(Settings.read([])), flags)
+    ranks = await wait_for_place(len(own_ranks(Settings.read([]))), flags)
     identity = start_process("worker", "w0")
-    settings = Settings.read([])
-    configure_process(identity, settings)
-    return await serve(settings, identity.name, identity.incarnation, ranks)
+    return await run(Settings.read([]), identity, ranks)
 
 
 def main() -> None:
-    """Run a worker, preloaded with `--preload`. If torchrun started this process as a rank above 0, run that
-    rank of the engine.
-    """
+    """Run a worker, preloaded with `--preload`; on a machine without its rank 0 only the ranks there."""
     if sys.argv[1:2] == [PRELOAD_FLAG]:
         with exit_when_unservable():
             sys.exit(uvloop.run(serve_preloaded(sys.argv[1:])))
     identity = start_process("worker", "w0")
     with exit_when_unservable():
-        settings, info = Settings.read([]), RankInfo.read(os.environ)
-        if info.world_size not in (1, settings.num_shard or info.world_size):
-            raise SettingError(
-                "num_shard",
-                f"{settings.num_shard}, but torchrun started {info.world_size} ranks (WORLD_SIZE)",
-            )
-        if info.rank:
-            os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
-        configure_process(identity, settings)
-        sys.exit(uvloop.run(serve(settings, identity.name, identity.incarnation)))
+        sys.exit(uvloop.run(run(Settings.read([]), identity)))

@@ -34,7 +34,11 @@ class ProtocolError(ValueError):
 
 
 class PeerClosed(Exception):
-    """The agent has closed the socket; on ranks above 0: rank 0 is gone."""
+    """The agent has closed the socket."""
+
+
+class WorkerEnds(PeerClosed):
+    """The agent has said that the worker ends in order."""
 
 
 class UnservableModel(Exception):
@@ -107,6 +111,11 @@ class Begin:
     """The variables with which a preloaded engine starts."""
 
     variables: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The worker ends in order; ranks on other machines are told so, and end, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +229,10 @@ class EngineFailure:
     cause: str
 
 
-Frame = Begin | Grant | LoadProgress | Ready | StepResult | EngineFailure
+Frame = Begin | End | Grant | LoadProgress | Ready | StepResult | EngineFailure
 NAMES: dict[type[Frame], str] = {
     Begin: "begin",
+    End: "end",
     Grant: "grant",
     LoadProgress: "progress",
     Ready: "ready",

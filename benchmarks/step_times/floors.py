@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import model_files
+from common.rank import RankInfo
 from common.settings.settings import Settings
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.model.config import read_config
 from gpu_worker.engine.model.load import choose_device, choose_dtype
-from gpu_worker.rank import RankInfo
 
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Bytes of a copy, far more than caches hold."""

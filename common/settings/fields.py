@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.settings.types import (
+    MAX_PROCESSES,
     Count,
     Device,
     Dtype,
@@ -164,6 +165,16 @@ class SettingFields(BaseModel):
     """ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)"""
     sharded: bool | None = None
     """true: several ranks run one model together (default: as NUM_SHARD says)"""
+    nnodes: Processes = 1
+    """machines that run one worker together, each with as many of its ranks; NUM_SHARD counts all ranks"""
+    node_rank: Annotated[Number, Field(lt=MAX_PROCESSES)] = 0
+    """which of NNODES machines this is, from 0: that one has the worker's agent"""
+    master_addr: str | None = None
+    """address of the machine with rank 0, where the ranks of several machines meet"""
+    master_port: Annotated[Port, Field(ge=1)] = 29_500
+    """port at MASTER_ADDR"""
+    rendezvous_timeout_s: Annotated[Seconds, Field(ge=1)] = 300.0
+    """how long a rank waits for all others to connect; then it ends with a line that names them (s)"""
     num_gateways: Processes = 1
     """gateway processes that `serve` starts"""
     num_batchers: Processes = 1

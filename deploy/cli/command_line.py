@@ -16,6 +16,7 @@ import setproctitle
 from common.process import logs
 from common.process.logs import new_incarnation
 from common.process.parent_death import die_with_parent
+from common.rank import launcher_of
 from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
@@ -49,7 +50,8 @@ def replace_unprintable() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command. Returns the exit code."""
-    os.environ.setdefault("PARENT_PID", "0")  # a user started it, and may log out
+    if not launcher_of(os.environ):  # what has started a rank ends it, too
+        os.environ.setdefault("PARENT_PID", "0")  # a user started it, and may log out
     match list(argv):
         case ["--version" | "-V"]:
             print(f"tokenfleet {version('tokenfleet')}")
@@ -85,7 +87,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--name", default=f"{kind[0]}0")
     own, rest = parser.parse_known_args(argv)
-    parent = {"PARENT_PID": os.environ["PARENT_PID"]}
+    parent = {"PARENT_PID": os.environ.get("PARENT_PID", str(os.getppid()))}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
     setproctitle.setproctitle(

@@ -1,5 +1,6 @@
 """Local fleet: the processes of a fleet on one machine, their ports, and how far they are preloaded."""
 
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
 from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
+from common.rank import follows
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.launcher import prepare
@@ -58,6 +60,13 @@ class LocalFleet:
     def ours(self) -> list[SupervisedProcess]:
         """All but the broker, in the order of their start."""
         return [*self.batchers, *self.workers, *self.gateways, *self.jobs]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has nothing but ranks of a worker whose rank 0 runs on another machine. It has no
+        broker, and nobody but that rank knows whether it is ready.
+        """
+        return bool(self.workers) and follows(self.settings, os.environ)
 
     @property
     def is_whole(self) -> bool:
@@ -135,8 +144,8 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     suffices not even for a worker without a model, PRELOAD_WORKER can still demand one. `worker_bytes`:
     memory of a worker that has loaded the model; 0: not known, as on macOS.
     """
-    num_ranks = settings.num_shard or 1
-    may_load = num_ranks == 1 and not prepare.caches_on_gpu(settings) and worker_bytes > 0
+    num_ranks = -(-(settings.num_shard or 1) // settings.nnodes)
+    may_load = num_ranks == settings.nnodes == 1 and not prepare.caches_on_gpu(settings) and worker_bytes > 0
     if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
         return [PRELOAD_FLAG, LOAD_FLAG]
     return (

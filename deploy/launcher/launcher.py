@@ -57,7 +57,7 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    prepare.check_ranks()
+    prepare.check_ranks(settings)
     prepare.check_port(settings)
     prepare.check_memory(settings)
     if settings.redis_url is not None:
@@ -120,7 +120,7 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         await wait_for_broker(fleet.settings)
     for process in fleet.ours:
         tasks.create_task(supervise(process, fleet, tasks))
-    if await wait_until_ready(fleet):
+    if not fleet.follows and await wait_until_ready(fleet):
         fleet.was_ready = True
         if fleet.is_whole:
             say_ready(fleet.settings)
@@ -142,9 +142,9 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         returncode, lived_s = await process.run_once()
         if not process.should_run or (fleet.is_ending and returncode == 0):
             return
-        if process.kind in DEATHS:
+        if process.kind in DEATHS and not fleet.follows:
             tasks.create_task(report_death(fleet.settings, process.kind, process.incarnation))
-        if not fleet.was_ready:
+        if not fleet.was_ready and (returncode == os.EX_CONFIG or not fleet.follows):
             if returncode == os.EX_CONFIG:  # it has printed the setting itself
                 raise FleetEnded(os.EX_CONFIG)
             raise FleetEnded(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")

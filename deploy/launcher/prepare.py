@@ -21,6 +21,7 @@ from common import model_files
 from common.broker import client
 from common.model_config import read_other_tokenizer
 from common.process import machine
+from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -86,12 +87,22 @@ def check_memory(settings: Settings) -> None:
         )
 
 
-def check_ranks() -> None:
-    """Refuse torchrun: workers would read its variables, and wait for ranks that never start."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+def check_ranks(settings: Settings) -> None:
+    """Check that the worker of this fleet is the one whose ranks run on several machines. Raises
+    SettingError.
+    """
+    if launcher_of(os.environ):
         raise SettingError(
             "world_size",
-            "is set by torchrun, which starts workers (-m gpu_worker), not fleets; set NUM_SHARD instead",
+            "is set by torchrun, MPI or Slurm, which start `tokenfleet worker`, not fleets: set NUM_SHARD",
+        )
+    if settings.nnodes > 1 and settings.node_rank:
+        raise SettingError(
+            "node_rank", f"{settings.node_rank}: a fleet runs on machine 0; start `tokenfleet worker` here"
+        )
+    if settings.nnodes > 1 and settings.num_workers > 1:
+        raise SettingError(
+            "num_workers", f"{settings.num_workers}, but only one worker may run on several machines (NNODES)"
         )
 
 
@@ -151,7 +162,14 @@ def wait_for_model(settings: Settings) -> Settings:
 
 
 def prepare(settings: Settings, kind: str) -> Settings:
-    """Check the broker, find the model, and return the settings for one process that starts by itself."""
+    """Check the broker, find the model, and return the settings for one process that starts by itself. Ranks
+    that run on several machines find the model once they are connected.
+    """
+    if kind == "worker" and is_spread(settings, os.environ):
+        set_hub_variables(settings)
+        if not follows(settings, os.environ):
+            check_broker(settings)
+        return settings
     check_broker(settings)
     if kind == "gateway":
         log.info("%s", describe_access(settings))

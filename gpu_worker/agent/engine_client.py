@@ -3,6 +3,7 @@ receives steps.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from common.process.machine import run_delay_s
+from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import (
     Begin,
+    End,
     EngineFailure,
     Frame,
     FrameDecoder,
@@ -28,10 +31,10 @@ from gpu_worker.protocol import (
     StepResult,
     encode,
 )
-from gpu_worker.rank import RankInfo
 
 ENGINE_MODULE = "gpu_worker.engine"
 """What an engine process runs."""
+END_TIMEOUT_S = 2.0
 
 StepsHandler = Callable[[Sequence[StepResult]], None]
 
@@ -179,8 +182,9 @@ class EngineClient:
         return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:
-        """Kill all ranks when this one ends. A rank above 0 sends nothing but why it failed."""
-        frame = await self.ranks[number].link.receive()
+        """Kill all ranks when this one ends, with the reason that it gave."""
+        while isinstance(frame := await self.ranks[number].link.receive(), LoadProgress | Ready):
+            pass  # rank 0 says the same
         self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
 
@@ -242,6 +246,19 @@ class EngineClient:
     def run_delay_s(self) -> float:
         """How long the engine's threads have waited for a core since they started."""
         return sum(run_delay_s(rank.process.pid) for rank in self.ranks)
+
+    @property
+    def has_ended_in_order(self) -> bool:
+        """Whether a rank has ended by itself, without a failure."""
+        return any(rank.process.returncode == 0 for rank in self.ranks)
+
+    async def end(self) -> None:
+        """Tell ranks of other machines that the worker ends in order, then end those of this one."""
+        self.ranks[0].link.send(End())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self.ranks[0].process.wait()
+        self.kill()
 
     def kill(self) -> None:
         for rank in self.ranks:

@@ -26,7 +26,7 @@ def visible_gpus() -> list[str]:
 def num_ranks(settings: Settings) -> int:
     """Return how many ranks run the model together. Raises SettingError."""
     if settings.num_shard is None and settings.sharded:
-        if (count := len(usable_gpus(settings))) > 1:
+        if (count := len(usable_gpus(settings)) * settings.nnodes) > 1:
             return count
         raise SettingError(
             "sharded",
@@ -52,7 +52,8 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     if not gpus:
         return {}  # with DEVICE=cuda the engine reports the fault
     if count > len(gpus):
-        raise SettingError("num_shard", f"{count}, but this worker sees {plural(len(gpus), 'GPU')}")
+        here = " on each machine (NNODES)" if settings.nnodes > 1 else ""
+        raise SettingError("num_shard", f"{count}{here}, but this worker sees {plural(len(gpus), 'GPU')}")
     folder = Path(settings.gpu_locks)
     held: dict[str, IO[str]] = {}
     for place in range(int(1 / settings.cuda_memory_fraction)):

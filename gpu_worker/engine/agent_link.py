@@ -5,9 +5,10 @@ report to its agent before it has imported the rest.
 import contextlib
 import select
 import socket
+import threading
 from collections.abc import Iterator
 
-from gpu_worker.protocol import Begin, Frame, FrameDecoder, Grant, PeerClosed, encode
+from gpu_worker.protocol import Begin, End, Frame, FrameDecoder, Grant, PeerClosed, WorkerEnds, encode
 
 RECEIVE_BYTES = 2**18
 
@@ -17,6 +18,7 @@ class AgentLink:
     `send`.
 
     Attributes:
+        sending: held while a frame is sent; the thread that learns of a lost rank may send one.
         woken, waker: the two ends of a pipe; a byte in it ends the wait for grants.
     """
 
@@ -24,6 +26,7 @@ class AgentLink:
         channel.setblocking(True)
         self.channel = channel
         self.frames = FrameDecoder()
+        self.sending = threading.Lock()
         woken, waker = socket.socketpair()
         woken.setblocking(False)
         waker.setblocking(False)
@@ -31,8 +34,10 @@ class AgentLink:
         self.waker = waker
 
     def send(self, frame: Frame) -> None:
+        """Raises PeerClosed."""
         try:
-            self.channel.sendall(encode(frame))
+            with self.sending:
+                self.channel.sendall(encode(frame))
         except ConnectionError as error:
             raise PeerClosed from error
 
@@ -43,11 +48,13 @@ class AgentLink:
 
     def grants(self, wait_s: float) -> Iterator[Grant]:
         """Yield all grants that have arrived, in order. Wait for the first up to `wait_s`, or until `wake` is
-        called. Raises PeerClosed.
+        called. Raises PeerClosed, WorkerEnds.
         """
         while self.read(wait_s):
             for frame in self.frames:
                 wait_s = 0.0
+                if isinstance(frame, End):
+                    raise WorkerEnds
                 assert isinstance(frame, Grant)
                 yield frame
 

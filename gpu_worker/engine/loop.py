@@ -48,7 +48,7 @@ def idle(engine: Engine, link: AgentLink) -> None:
 
 
 def run_follower(engine: Engine, communicator: Communicator) -> None:
-    """Run the same steps as rank 0 until rank 0 ends (raises PeerClosed)."""
+    """Run the same steps as rank 0 until rank 0 ends."""
     while True:
         for grant in communicator.receive_grants():
             engine.apply(grant)

@@ -1,9 +1,9 @@
 """The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N [--preload]`.
 
-Settings and the rank (torchrun's variables) are in the environment. File N is a socket to the agent; ranks
-above 0 send nothing through it but why they failed. A rank that torchrun starts on another machine has no
-agent and no socket. With --preload the process imports everything, with --load it loads the model, too; then
-it waits for the variables of the worker that it becomes a part of.
+Settings and the rank (torchrun's variables) are in the environment. File N is a socket to the process that
+has started this one: the agent, or on a machine without rank 0 its follower. Ranks above 0 say how they load,
+that they are ready, and why they failed. With --preload the process imports everything, with --load it loads
+the model, too; then it waits for the variables of the worker that it becomes a part of.
 """
 
 import argparse
@@ -23,10 +23,12 @@ from common.model_files import no_progress
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
+from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.protocol import EngineFailure, LoadProgress, PeerClosed
-from gpu_worker.rank import RankInfo
+from gpu_worker.engine.parallel.rank_links import RankLinks, RankLost
+from gpu_worker.engine.parallel.rendezvous import RendezvousFailed, connect_ranks
+from gpu_worker.protocol import EngineFailure, LoadProgress, PeerClosed, WorkerEnds
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 would keep the thread that it waits for from running. OpenMP reads it when torch is imported.
 """
 CUDA_ERROR_NOT_INITIALIZED = 3
+LOSS_TIMEOUT_S = 1.0
+"""How long an error of a collective operation waits for the news that a rank is lost."""
 
 
 def main() -> None:
@@ -42,19 +46,23 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
-    parser.add_argument("--fd", type=int, help="inherited stream socket to the agent")
+    parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the agent")
     parser.add_argument(
         PRELOAD_FLAG, action="store_true", help="import everything, then wait for the variables"
     )
     parser.add_argument(LOAD_FLAG, action="store_true", help="load the model before, too (on CPU, one rank)")
     flags = parser.parse_args()
-    link = AgentLink(socket.socket(fileno=flags.fd)) if flags.fd is not None else None
+    link = AgentLink(socket.socket(fileno=flags.fd))
     try:
-        loaded = preload(link, flags.load) if flags.preload and link is not None else None
+        loaded = preload(link, flags.load) if flags.preload else None
         setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
         serve(link, loaded)
     except PeerClosed:
         exit_now(0)
+    except RankLost as lost:
+        end_with(link, lost)
+    except RendezvousFailed as error:
+        report_failure(link, EngineFailure("", str(error)))
     except SettingError as error:
         report_failure(link, EngineFailure(error.name, error.cause))
     except BaseException as error:
@@ -95,39 +103,56 @@ def check_cuda_is_unused() -> None:
             raise RuntimeError("an import has initialised CUDA")
 
 
-def serve(link: AgentLink | None, loaded: Any) -> None:
+def serve(link: AgentLink, loaded: Any) -> None:
     """Serve with the model `loaded`; load one if it is None."""
     settings, info = Settings.read([], os.environ), RankInfo.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {info.rank}' if info.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output, os.environ.get("WORKER_INCARNATION", ""))
+    if info.world_size == 1:
+        return run(settings, info, link, loaded, None)
+    if not info.is_local:
+        link.send(LoadProgress(f"waiting for all {info.world_size} ranks at {info.address}:{info.port}"))
+    links = connect_ranks(info, settings.rendezvous_timeout_s, settings.worker_ttl_s)
+    links.watch(lambda lost: end_with(link, lost))
+    try:
+        run(settings, info, link, loaded, links)
+    except WorkerEnds:
+        links.say_end()
+        raise
+    except RuntimeError as error:  # of gloo or NCCL, if another rank has ended
+        if lost := links.wait_for_loss(LOSS_TIMEOUT_S):
+            raise lost from error
+        raise
+
+
+def run(settings: Settings, info: RankInfo, link: AgentLink, loaded: Any, links: RankLinks | None) -> None:
+    """Load the model unless it is `loaded`, and run steps until the agent or rank 0 ends."""
     prepare_import()
     from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
 
-    communicator = Communicator(info)
-    leads = link if info.rank == 0 else None
-    engine = Engine(
-        settings,
-        (lambda text: leads.send(LoadProgress(text))) if leads else no_progress,
-        communicator,
-        loaded,
-    )
+    communicator = Communicator(info, links)
+    engine = Engine(settings, lambda text: link.send(LoadProgress(text)), communicator, loaded)
     gc.freeze()
     gc.enable()
-    if leads is None:
+    link.send(engine.ready)
+    if info.rank:
         run_follower(engine, communicator)
     else:
-        leads.send(engine.ready)
-        run_leader(engine, communicator, leads)
+        run_leader(engine, communicator, link)
 
 
-def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:
+def end_with(link: AgentLink, lost: RankLost) -> NoReturn:
+    """End this rank since another one is lost, or since rank 0 ends the worker."""
+    if lost.is_end:
+        exit_now(0)
+    report_failure(link, EngineFailure("", str(lost)))
+
+
+def report_failure(link: AgentLink, failure: EngineFailure) -> NoReturn:
     with contextlib.suppress(PeerClosed):
-        if link:
-            link.send(failure)
-        else:
-            log.critical("%s: %s", failure.setting.upper(), failure.cause)
+        link.send(failure)
     exit_now(1)
 
 

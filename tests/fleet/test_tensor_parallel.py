@@ -6,28 +6,21 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import redis
 
 from benchmarks.client import stream
 from common import model_files
 from common.broker.keys import Keys
-from common.messages.codec import decode
-from common.messages.plan import WorkerCapacity
-from deploy.launcher.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.load import Load
-from tests.support.machine.ports import free_port
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.waiting import wait_until, wait_until_sync
+from tests.support.waiting import wait_until
 
 MAX_NEW_TOKENS = 100
 NEW_TOKENS = 40
@@ -128,48 +121,6 @@ async def test_ids_of_the_default_model_equal_transformers() -> None:
             *(stream(f"{fleet.base_url}/generate_stream", body) for body in bodies)
         )
     assert [answer.ids for answer in answers] == reference_ids(prompt_ids(prompts), NEW_TOKENS)
-
-
-@pytest.mark.slow
-def test_ranks_of_two_machines_end_together(broker: Broker, model: Path) -> None:
-    """torchrun starts one rank on each machine. If one of them ends, both end."""
-    port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(port),
-    ]
-    variables = {name.upper(): str(value) for name, value in SETTINGS.items()} | {
-        "MODEL_ID": str(model),
-        "REDIS_URL": broker.url,
-    }
-    environ = os.environ | variables
-    machines = [
-        psutil.Popen([*command, "--node-rank", str(node), "-m", "gpu_worker"], env=environ)
-        for node in range(2)
-    ]
-    try:
-        with redis.Redis.from_url(broker.url) as client:
-            [incarnation] = wait_until_sync(lambda: client.zrange(KEYS.workers, 0, -1))
-            worker = decode(
-                WorkerCapacity,
-                wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity")),
-            )
-        assert worker.world_size == 2
-        ranks = [process for machine in machines for process in machine.children(recursive=True)]
-        machines[1].kill()
-        wait_until_sync(lambda: have_ended(ranks))
-    finally:
-        for machine in machines:
-            for process in [*machine.children(recursive=True), machine] if machine.is_running() else []:
-                process.kill()
-            machine.wait()
 
 
 @pytest.mark.slow

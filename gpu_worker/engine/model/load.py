@@ -1,6 +1,7 @@
 """Loading: from settings to a model on its device, with a KV cache on its attention modules."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 from common import model_config, model_files
 from common.process import machine
 from common.process.logs import plural
+from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, choose_backend, probe_attention
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
@@ -33,6 +35,7 @@ from gpu_worker.engine.model.quantized_linears import (
     shard_blocks,
     use_fp8,
 )
+from gpu_worker.engine.model.same_model import check_same, describe_model
 from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
@@ -41,7 +44,6 @@ from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.protocol import UnservableModel, first_cause
-from gpu_worker.rank import RankInfo
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     device = choose_device(settings.device, communicator.info)
     dtype = choose_dtype(settings.dtype, device)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
+    if communicator.links and not communicator.info.is_local:
+        description = describe_model(path, settings, name_of(dtype), device.type)
+        check_same(settings.model_id, communicator.exchange(description), communicator.links.members)
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     config = read_config(path, settings)
     check_fp8(config, settings, device, dtype)
@@ -220,13 +225,16 @@ def choose_device(name: str, info: RankInfo) -> torch.device:
         raise SettingError("device", "cuda, but torch sees no CUDA device")
     if not available or name == "cpu":
         return torch.device("cpu")
-    if info.local_rank >= torch.cuda.device_count():
+    local_rank = info.local_rank
+    if torch.cuda.device_count() == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+        local_rank = 0  # what has started this rank shows it its own GPU only
+    if local_rank >= torch.cuda.device_count():
         raise SettingError(
             "num_shard",
             f"{info.local_world_size}, but torch sees {plural(torch.cuda.device_count(), 'CUDA device')}",
         )
-    torch.cuda.set_device(info.local_rank)
-    return torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

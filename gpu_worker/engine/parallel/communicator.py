@@ -2,8 +2,11 @@
 grants by gloo.
 """
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -12,9 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_worker.protocol import FrameDecoder, Grant, PeerClosed, encode
-from gpu_worker.rank import LOOPBACK, RankInfo
+from common.rank import LOOPBACK, RankInfo
+from gpu_worker.engine.parallel.rank_links import RankLinks
+from gpu_worker.engine.parallel.rendezvous import RendezvousFailed, connect_ranks
+from gpu_worker.protocol import FrameDecoder, Grant, encode
 
+CONNECT_TIMEOUT = timedelta(seconds=60)
+SIOCGIFADDR = 0x8915
 FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
 
@@ -27,25 +34,21 @@ class Communicator:
     computed the same bits, and ranks may run on processors of different kinds.
     """
 
-    def __init__(self, info: RankInfo) -> None:
-        """Return when all ranks are connected."""
+    def __init__(self, info: RankInfo, links: RankLinks | None = None) -> None:
+        """Return when all ranks are connected. `links`: those of this rank, if it has them already. Raises
+        RendezvousFailed, SettingError.
+        """
         self.info = info
         self.rank = info.rank
         self.world_size = info.world_size
+        self.links = links
         if self.world_size > 1:
-            if info.address == LOOPBACK:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            ours = info.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
-            dist.init_process_group(
-                backend,
-                init_method=None if ours else f"tcp://{info.address}:{info.port}",
-                store=local_store(info) if ours else None,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=FOREVER,
-            )
+            self.links = links or connect_ranks(info)
+            join_process_group(self.links)
+
+    def exchange(self, message: Any) -> list[Any]:
+        """The messages of all ranks, which are JSON, by rank."""
+        return self.links.exchange(message) if self.links else [message]
 
     # Tensors: the same on all ranks afterwards.
 
@@ -101,11 +104,8 @@ class Communicator:
         return grants
 
     def receive_grants(self) -> Iterator[Grant]:
-        """The other ranks' part; waits for rank 0. Raises PeerClosed when rank 0 is gone."""
-        try:
-            [size] = self.broadcast_ints([0])
-        except RuntimeError as error:
-            raise PeerClosed from error
+        """The other ranks' part; waits for rank 0."""
+        [size] = self.broadcast_ints([0])
         buffer = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.broadcast(buffer, 0)
@@ -116,13 +116,52 @@ class Communicator:
             yield frame
 
 
-def local_store(info: RankInfo) -> Any:
-    """The store at which the ranks of one machine find each other. By itself torch would listen on all of the
-    machine's addresses.
+def join_process_group(links: RankLinks) -> None:
+    """Connect the ranks by torch. Raises RendezvousFailed."""
+    own = links.members[links.rank]
+    name_interface(own.address)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    size = len(links.members)
+    listener = links.listener.detach() if links.listener else None
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            links.address, links.store_port, size, not links.rank, CONNECT_TIMEOUT, master_listen_fd=listener
+        )
+        dist.init_process_group(
+            backend, store=store, rank=links.rank, world_size=size, timeout=CONNECT_TIMEOUT
+        )
+    except RuntimeError as error:
+        network = os.environ.get("GLOO_SOCKET_IFNAME", "the network of its own name")
+        raise RendezvousFailed(
+            f"{own} cannot reach the other ranks by {network} (GLOO_SOCKET_IFNAME): {first_line(error)}"
+        ) from error
+    dist.distributed_c10d._set_pg_timeout(FOREVER)
+
+
+def name_interface(address: str) -> None:
+    """Have gloo and NCCL use the network by which the ranks are connected, unless the user names another. By
+    themselves they take what the machine's own name means, often loopback.
     """
-    leads = info.rank == 0
-    listener = socket.create_server((LOOPBACK, info.port)).detach() if leads else None
-    return dist.TCPStore(LOOPBACK, info.port, info.world_size, leads, FOREVER, master_listen_fd=listener)  # type: ignore[attr-defined]
+    if interface := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def interface_of(address: str) -> str:
+    """The network interface with this IPv4 address; empty if it is not known."""
+    if address == LOOPBACK and sys.platform == "darwin":
+        return "lo0"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 SINGLE_RANK = Communicator(RankInfo())

@@ -14,12 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from common.process.parent_death import die_with_parent
+from common.rank import LOOPBACK, RankInfo, free_port
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Grant, StepResult
-from gpu_worker.rank import LOOPBACK, RankInfo, free_port
 from tests.support.forks.client import ForkedProcess
 
 OVER = Grant(-1, 0)

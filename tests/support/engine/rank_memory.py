@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import model_files
 from common.process.parent_death import die_with_parent
+from common.rank import free_port
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import tp_weights
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from gpu_worker.rank import free_port
 from tests.support.engine import multi_rank_engine
 
 MIB = 2**20

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from common.rank import RankInfo
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Grant
-from gpu_worker.rank import RankInfo
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, unpacked
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.rank import RankInfo
 from gpu_worker.engine.cuda import compile as compiling
 from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.rank import RankInfo
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB

@@ -3,10 +3,10 @@
 import pytest
 
 from common.process import machine
+from common.rank import RankInfo
 from common.settings.settings import Settings
 from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.rank import RankInfo
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import split_evenly, split_heads
 from gpu_worker.protocol import UnservableModel
-from gpu_worker.rank import RankInfo, local_ranks
 from tests.support.engine import multi_rank_engine, rank_memory, tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.multi_rank_engine import Led
@@ -306,14 +305,3 @@ def test_too_many_ranks_for_the_heads() -> None:
     assert all(end > begin for begin, end in split_heads(6, 3, 6)[0])
     with pytest.raises(UnservableModel, match="NUM_SHARD"):
         split_heads(6, 3, 7)
-
-
-def test_a_place_is_read_from_torchruns_variables() -> None:
-    ranks = local_ranks(3)
-    assert [RankInfo.read(info.environ()) for info in ranks] == ranks
-    assert RankInfo.read({"WORLD_SIZE": "1", "RANK": "0"}) == RankInfo() == local_ranks(1)[0]
-    with pytest.raises(
-        SettingError,
-        match="RANK: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: 'MASTER_PORT'",
-    ):
-        RankInfo.read({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here"})

@@ -1,0 +1,190 @@
+"""A worker whose ranks run on several machines: here processes of their own, in folders of their own, and in
+the slow tests in network namespaces of their own.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.client import stream
+from common import model_files
+from deploy.launcher.embedded_broker import Broker
+from tests.support.engine import tiny_models
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.fleet.fleet import Fleet, have_ended, is_alive
+from tests.support.fleet.machines import OURS, Link, Machine, can_make_links, tokenfleet
+from tests.support.load import Load
+from tests.support.machine.ports import free_port
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.waiting import wait_until
+
+MAX_NEW_TOKENS = 100
+NEW_TOKENS = 24
+STREAMS = 3
+VOCAB = 49_152
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "debug_kv": True,
+    "kv_cache_bytes": "32MiB",
+    "worker_ttl_s": 3,
+    "threads": 1,
+    "num_shard": 2,
+}
+TINY = SETTINGS | {"model_id": "tiny", "nnodes": 2, "master_addr": "127.0.0.1"}
+FOLLOW = tokenfleet("supervise", "worker", "--node-rank", "1")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A folder for each machine, with a tiny model that both call by the same name."""
+    folders = [tmp_path_factory.mktemp(f"machine{number}") for number in range(2)]
+    sizes = tiny_models.LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    tiny_models.save(folders[0] / "tiny", "Llama", sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_files.resolve("smollm2") / name, folders[0] / "tiny")
+    shutil.copytree(folders[0] / "tiny", folders[1] / "tiny")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def machines(folders: list[Path]) -> Iterator[tuple[Fleet, Machine]]:
+    own = TINY | {"master_port": free_port()}
+    with (
+        Machine(FOLLOW, folders[1], **own) as second,
+        Fleet(**own | {"model_id": folders[0] / "tiny"}) as fleet,
+    ):
+        yield fleet, second
+
+
+@pytest.mark.parametrize("place", [1, 0])
+async def test_a_killed_rank_costs_no_token(machines: tuple[Fleet, Machine], place: int) -> None:
+    """Both machines end their part of the worker, and start it again."""
+    fleet, second = machines
+    expected = await Load(fleet, MAX_NEW_TOKENS, STREAMS).whole()
+    worker, ranks = fleet.pid("w0"), [*fleet.engines("w0"), second.engine()]
+    load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
+    await load.progress(5)
+    assert load.running and len(ranks) == 2
+    ranks[place].send_signal(signal.SIGKILL)
+    await asyncio.to_thread(fleet.restarted, "w0", worker)
+    assert await load.whole() == expected
+    assert second.engine().pid != ranks[1].pid
+    await wait_until(lambda: have_ended(ranks))
+
+
+def test_a_worker_that_waits_in_vain_names_who_is_missing(broker: Broker, folders: list[Path]) -> None:
+    own = TINY | {"master_port": free_port(), "rendezvous_timeout_s": 1, "redis_url": broker.url}
+    with Machine(tokenfleet("worker"), folders[0], **own) as first:
+        assert first.command.wait(60) == 1
+        place = f"127.0.0.1:{own['master_port']}"
+        assert f"rank 1 of 2 has not connected to {place} within 1 s (RENDEZVOUS_TIMEOUT_S)" in first.log()
+
+
+@contextlib.contextmanager
+def serving(broker: Broker, folder: Path) -> Iterator[str]:
+    """A batcher and a gateway without a worker → the gateway's URL."""
+    port = free_port()
+    own = {
+        "redis_url": broker.url,
+        "hostname": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    for kind in ("batcher", "api"):
+        (folder / kind).mkdir()
+    with (
+        Machine(tokenfleet("batcher"), folder / "batcher", **own),
+        Machine(tokenfleet("api"), folder / "api", **own),
+    ):
+        yield f"http://127.0.0.1:{port}"
+
+
+async def generate(url: str) -> list[list[int]]:
+    """The ids of a few prompts, once a worker serves."""
+
+    async def is_ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+                return (await client.get("/health")).status_code == 200
+        return False
+
+    await wait_until(is_ready)
+    bodies = [
+        {"inputs": PROMPTS[place], "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
+        for place in FEW
+    ]
+    answers = await asyncio.gather(*(stream(f"{url}/generate_stream", body) for body in bodies))
+    return [answer.ids for answer in answers]
+
+
+def expected_ids() -> list[list[int]]:
+    return reference_ids(prompt_ids([PROMPTS[place] for place in FEW]), NEW_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI (apt-get install openmpi-bin)")
+async def test_mpirun_starts_the_ranks(broker: Broker, tmp_path: Path) -> None:
+    """A model by its name; SIGTERM ends both ranks in order."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *tokenfleet("worker")]
+    own = SETTINGS | {"redis_url": broker.url, "kv_cache_bytes": "128MiB", "master_port": free_port()}
+    with serving(broker, tmp_path) as url, Machine(command, tmp_path, **own) as ranks:
+        assert await generate(url) == expected_ids()
+        engines = [*ranks.titled("tokenfleet engine")]
+        assert len(engines) == 2
+        ranks.command.send_signal(signal.SIGTERM)
+        await wait_until(lambda: have_ended(engines))
+
+
+@pytest.mark.slow
+async def test_torchrun_starts_ranks_on_two_machines_again(broker: Broker, tmp_path: Path) -> None:
+    """A model by its name."""
+    own = SETTINGS | {"redis_url": broker.url, "kv_cache_bytes": "128MiB"}
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *place, "--max-restarts", "9"]
+    with contextlib.ExitStack() as running:
+        url = running.enter_context(serving(broker, tmp_path))
+        nodes = []
+        for number in range(2):
+            (tmp_path / str(number)).mkdir()
+            command = [*torchrun, "--node-rank", str(number), "-m", "deploy.cli", "worker"]
+            nodes.append(running.enter_context(Machine(command, tmp_path / str(number), **own)))
+        assert await generate(url) == expected_ids()
+        engines = [node.engine() for node in nodes]
+        engines[1].kill()
+        await wait_until(lambda: have_ended(engines))
+        assert await generate(url) == expected_ids()
+        assert all(is_alive(node.engine()) for node in nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_links(), reason="needs the right to make network namespaces")
+@pytest.mark.parametrize("under_streams", [True, False])
+async def test_a_cut_link_ends_both_sides_until_it_heals(folders: list[Path], under_streams: bool) -> None:
+    """No side is told of the cut. Each names the other, starts again, and waits; streams then go on."""
+    own = TINY | {"master_port": free_port(), "master_addr": OURS}
+    with contextlib.ExitStack() as running:
+        link = running.enter_context(Link(f"tf{os.getpid()}"))
+        second = running.enter_context(Machine([*link.inside, *FOLLOW], folders[1], **own))
+        fleet = running.enter_context(Fleet(**own | {"model_id": folders[0] / "tiny"}))
+        expected = await Load(fleet, MAX_NEW_TOKENS, STREAMS).whole()
+        ranks = [*fleet.engines("w0"), second.engine()]
+        load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
+        await (load.progress(5) if under_streams else load.whole())
+        link.cut()
+        await wait_until(lambda: have_ended(ranks))
+        assert "rank 1 on " in fleet.errors() and "(10.77.0.2) is lost: " in fleet.errors()
+        assert "rank 0 on " in second.log() and "(10.77.0.1) is lost: " in second.log()
+        link.heal()
+        ids = await (load if under_streams else Load(fleet, MAX_NEW_TOKENS, STREAMS)).whole()
+        assert ids == expected
