@@ -60,7 +60,7 @@ async def test_ids_and_scores_equal_transformers_on_every_route(
 async def test_a_killed_worker_costs_a_search_no_sequence(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "return_token_ids": True} | BEAMS
+    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True} | BEAMS
     undisturbed = of_choices((await post(http, "/v1/completions", body))["choices"])
     await wait_until(lambda: fleet.workers_ready() == 2)
     asking = asyncio.create_task(post(http, "/v1/completions", body))
