@@ -203,12 +203,25 @@ async def test_a_search_that_fails_has_one_error(broker: Broker) -> None:
     assert tgi.status_code == 424 and tgi.json()["error"] == json.loads(event)["error"]
 
 
-async def test_a_search_whose_sequences_are_too_few_fails(broker: Broker) -> None:
-    async with answering(broker.url, Answer([], beams=SEQUENCES[:3])) as (_, _, client):
-        whole = await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
-        chunks = frames(await streamed(client, PATH, {"prompt": "Hi"} | BEAMS))
-    assert whole.status_code == 500 and "cannot be read" in whole.text
-    assert [*chunks[-1]] == ["error"]
+async def test_a_search_may_find_fewer_sequences_than_were_asked_for(broker: Broker) -> None:
+    """As with a grammar of two texts."""
+    prompts, usage = {"prompt": ["Hi", "Oh"]} | BEAMS, {"stream_options": {"include_usage": True}}
+    tgi = {"inputs": "Hi", "parameters": BEAMS | {"details": True}}
+    async with answering(broker.url, Answer([], beams=SEQUENCES[:2])) as (_, _, client):
+        whole = (await client.post(PATH, json=prompts)).json()
+        chunks = frames(await streamed(client, PATH, prompts | usage))
+        chat = frames(await streamed(client, CHAT_PATH, CHAT | BEAMS))
+        found = (await client.post("/generate", json=tgi)).json()
+        async with client.stream("POST", "/generate_stream", json=tgi) as response:
+            events = [json.loads(data) for data in data_of(await response.aread())]
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [
+        *zip((0, 1, 4, 5), SHOWN[:2] * 2, strict=True)
+    ]
+    assert sorted(one["index"] for chunk in chunks for one in chunk["choices"]) == [0, 1, 4, 5]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert [one["choices"][0]["index"] for one in chat] == [0, 1, 0, 1]
+    assert len(found["details"]["best_of_sequences"]) == 1
+    assert [event["generated_text"] for event in events] == [*TEXTS[:2]]
 
 
 async def test_another_gateway_goes_on_with_the_next_sequence(broker: Broker) -> None:
