@@ -54,7 +54,7 @@ class WorkerMonitor(Monitor):
     Attributes:
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker.
-        max_cached_tokens: what the smallest KV cache of a worker holds.
+        smallest: the worker with the smallest KV cache.
         last_error: why the last read failed; empty if it succeeded.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
@@ -70,7 +70,7 @@ class WorkerMonitor(Monitor):
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
-        self.max_cached_tokens = 0
+        self.smallest: WorkerCapacity | None = None
         self.last_error = "not connected to the broker yet"
         self.state = "ready"
         self.names: list[str] = []
@@ -116,7 +116,7 @@ class WorkerMonitor(Monitor):
         if ages_s:
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
             self.max_total_tokens = min(one.max_total_tokens for one in capacities)
-            self.max_cached_tokens = min(one.num_blocks * one.block_size for one in capacities)
+            self.smallest = min(capacities, key=lambda one: one.num_blocks * one.block_size)
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
@@ -133,7 +133,8 @@ class WorkerMonitor(Monitor):
         """Limits of a request; valid after `check` succeeded once."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
         max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
-        return Limits(max_input_tokens, max_total_tokens, self.settings, self.max_cached_tokens)
+        cache = (self.smallest.num_blocks, self.smallest.block_size) if self.smallest else ()
+        return Limits(max_input_tokens, max_total_tokens, self.settings, *cache)
 
 
 class BatcherMonitor(Monitor):

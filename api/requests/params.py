@@ -31,13 +31,14 @@ class Limits:
 
     Attributes:
         max_total_tokens: of prompt and new tokens together.
-        max_cached_tokens: tokens that the smallest KV cache of a worker holds; None if that is not known.
+        num_blocks, block_size: of the smallest KV cache of a worker; 0 if that is not known.
     """
 
     max_input_tokens: int
     max_total_tokens: int
     settings: Settings
-    max_cached_tokens: int | None = None
+    num_blocks: int = 0
+    block_size: int = 0
 
     @property
     def max_client_batch_size(self) -> int:

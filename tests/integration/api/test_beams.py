@@ -317,8 +317,8 @@ REFUSED_BY_TGI: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True}, "`use_beam_search` is not a field of this route"),
     (
         {"beam_width": 8, "max_new_tokens": 1000},
-        "tokens of the prompt + `beam_width` * `max_new_tokens` must be at most 1024, what the KV cache of a "
-        "worker holds. Given: 1 + 8 * 1000",
+        "`max_new_tokens` must be at most 128 with this prompt and `beam_width`: a worker's KV cache holds "
+        "the prompt once, and the new tokens of each sequence. Given: 1000",
     ),
 ]
 REFUSED_BY_OPENAI: list[tuple[str, dict[str, Any], str]] = [
@@ -348,7 +348,9 @@ async def test_what_cannot_be_combined_is_refused_by_name(broker: Broker, subtes
         ("/generate", {"inputs": "Hi", "parameters": fields}, text)
         for fields, text in REFUSED_BY_BOTH + REFUSED_BY_TGI
     ]
+    long = {"prompt": [[28] * 1000], "max_tokens": 1, "use_beam_search": True, "n": 4}
     refused += [
+        (PATH, long, "`n` must be at most 2 with this prompt: a worker's KV cache"),
         ("/vertex", {"instances": [CHAT | {"beam_width": 2, "n": 2}]}, "`n` must be 1"),
     ]
     async with answering(broker.url, ANSWER) as (worker, _, client):
@@ -379,7 +381,7 @@ async def test_a_search_is_by_default_as_long_as_a_cache_holds(broker: Broker) -
         await client.post(
             "/generate", json={"inputs": "Hi", "parameters": {"beam_width": 4, "max_new_tokens": 255}}
         )
-    assert [request.stopping.max_new_tokens for request in worker.seen] == [(64 * 16 - 1) // 4, 255]
+    assert [request.stopping.max_new_tokens for request in worker.seen] == [256, 255]
 
 
 async def test_a_batch_may_be_smaller_than_a_search(broker: Broker) -> None:
