@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from api.answers.chat_answer import ChoiceParser, is_whole_json, marks_of, render_message
 from api.answers.stop_holdback import StopHoldback
-from api.streams.beams import all_outputs
+from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering
 
@@ -33,7 +33,10 @@ class Choice:
         offsets: for each token taken, the number of characters before it.
         begun: whether the first piece, or a chunk before it, was taken.
         ended: whether everything was taken.
+        is_absent: whether it does not exist (api/streams/beams.py).
     """
+
+    is_absent = False
 
     def __init__(
         self, index: int, stream: Stream, text: StopHoldback, prefix: str, rendering: Rendering
@@ -101,6 +104,10 @@ class Choice:
 
 class SequenceChoice(Choice):
     """A sequence of a beam search: its whole text is one piece."""
+
+    @property
+    def is_absent(self) -> bool:  # type: ignore[override]
+        return is_absent(self.stream)
 
     @property
     def has_piece(self) -> bool:

@@ -46,6 +46,8 @@ class ChoicesRenderer(ABC):
         """The whole response, once all choices have finished."""
         choices = []
         for choice in self.choices:
+            if choice.is_absent:
+                continue
             pieces = []
             while choice.has_piece:
                 pieces.append(choice.take_piece())
@@ -59,6 +61,9 @@ class ChoicesRenderer(ABC):
         """The next chunks of a choice that has a piece: the one before its first piece, or those of the
         piece, which may be none.
         """
+        if choice.is_absent:
+            choice.ended = True
+            return []
         if not choice.begun and (first := self.render_first_delta(choice)):
             choice.begun = True
             fields = {"index": choice.index, **first, "finish_reason": None}

@@ -148,31 +148,37 @@ def excluded(params: GenerationParams) -> Iterator[tuple[str, str]]:
 
 
 def most_of_beams(params: GenerationParams, num_prompt: int, limits: Limits) -> int:
-    """How many new tokens a worker's KV cache holds of each sequence, at least one."""
-    if params.beams is None or limits.max_cached_tokens is None:
+    """How many new tokens of each sequence a worker's KV cache holds; below 1 if it holds too few sequences
+    of this prompt.
+    """
+    if params.beams is None or not limits.num_blocks:
         return limits.max_total_tokens
-    return max(1, (limits.max_cached_tokens - num_prompt) // params.beams.width)
+    shared = num_prompt // limits.block_size
+    blocks = shared + (limits.num_blocks - shared) // params.beams.width
+    return blocks * limits.block_size - num_prompt + 1
 
 
 def searched_beams(
     params: GenerationParams, num_prompt: int, num_new: int, limits: Limits
 ) -> BeamParams | None:
     """The beam search of a request; None for greedy decoding, which a search of one sequence is. Raises
-    ApiError (422) if no KV cache of a worker holds it: its sequences share the prompt, and each has its own
-    new tokens.
+    ApiError (422) if no KV cache of a worker holds it.
 
     Args:
         num_prompt, num_new: tokens of the prompt, and the most new ones.
     """
-    beams = params.beams
+    beams, most = params.beams, most_of_beams(params, num_prompt, limits)
     if beams is None or beams.width == 1:
         return None
-    needed, most = num_prompt + beams.width * num_new, limits.max_cached_tokens
-    if most is not None and needed > most:
-        width, length = params.name("beam_width"), params.name("max_new_tokens")
+    why = "a worker's KV cache holds the prompt once, and the new tokens of each sequence"
+    if most < 1:
+        name, widest = params.name("beam_width"), limits.num_blocks - num_prompt // limits.block_size
         raise invalid(
-            f"tokens of the prompt + `{width}` * `{length}` must be at most {most}, what the KV cache of a "
-            f"worker holds. Given: {num_prompt} + {beams.width} * {num_new}",
-            width,
+            f"`{name}` must be at most {widest} with this prompt: {why}. Given: {beams.width}", name
+        )
+    if num_new > most:
+        name, width = params.name("max_new_tokens"), params.name("beam_width")
+        raise invalid(
+            f"`{name}` must be at most {most} with this prompt and `{width}`: {why}. Given: {num_new}", name
         )
     return beams

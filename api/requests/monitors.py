@@ -55,7 +55,7 @@ class WorkerMonitor(Monitor):
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker.
         vocab_size, dtype: of the logits that workers return; 0 if one of them returns none.
-        max_cached_tokens: what the smallest KV cache of a worker holds.
+        smallest: the worker with the smallest KV cache.
         last_error: why the last read failed; empty if it succeeded.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
@@ -73,7 +73,7 @@ class WorkerMonitor(Monitor):
         self.max_total_tokens = 0
         self.vocab_size = 0
         self.dtype = ""
-        self.max_cached_tokens = 0
+        self.smallest: WorkerCapacity | None = None
         self.last_error = "not connected to the broker yet"
         self.state = "ready"
         self.names: list[str] = []
@@ -121,7 +121,7 @@ class WorkerMonitor(Monitor):
             self.max_total_tokens = min(worker.max_total_tokens for worker in ready)
             self.vocab_size = min(worker.vocab_size for worker in ready)
             self.dtype = ready[0].dtype
-            self.max_cached_tokens = min(worker.num_blocks * worker.block_size for worker in ready)
+            self.smallest = min(ready, key=lambda worker: worker.num_blocks * worker.block_size)
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
@@ -144,7 +144,8 @@ class WorkerMonitor(Monitor):
             self.settings,
             vocab_size=self.vocab_size,
             dtype=self.dtype,
-            max_cached_tokens=self.max_cached_tokens,
+            num_blocks=self.smallest.num_blocks if self.smallest else 0,
+            block_size=self.smallest.block_size if self.smallest else 0,
         )
 
 

@@ -32,7 +32,7 @@ class Limits:
     Attributes:
         max_total_tokens: of prompt and new tokens together.
         vocab_size, dtype: of the logits that workers return; 0 if they return none.
-        max_cached_tokens: tokens that the smallest KV cache of a worker holds; None if that is not known.
+        num_blocks, block_size: of the smallest KV cache of a worker; 0 if that is not known.
     """
 
     max_input_tokens: int
@@ -40,7 +40,8 @@ class Limits:
     settings: Settings
     vocab_size: int = 0
     dtype: str = "float32"
-    max_cached_tokens: int | None = None
+    num_blocks: int = 0
+    block_size: int = 0
 
     @property
     def max_client_batch_size(self) -> int:

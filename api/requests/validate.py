@@ -217,7 +217,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
             name,
             limits.max_total_tokens,
         )
-    most = min(room, most_of_beams(params, num_prompt_tokens, limits)) if most is None else most
+    most = min(room, max(1, most_of_beams(params, num_prompt_tokens, limits))) if most is None else most
     if least > most:
         raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
     return most

@@ -5,6 +5,7 @@ stream, and each sequence ends when its last record has come.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from api.prompts.tokenizer import ModelTokenizer
 from api.streams.stream import LateText, Stream, StreamTimes
@@ -22,6 +23,13 @@ def new_stream(request: Generate, tokenizer: ModelTokenizer, answer: bytes = b""
 def all_outputs(streams: Sequence[Stream]) -> list[Stream]:
     """The streams of all texts of an answer, in order, from those of its requests."""
     return [output for stream in streams for output in stream.outputs]
+
+
+def is_absent(stream: Stream) -> bool:
+    """Whether a sequence does not exist, as its search has ended without it: a grammar may allow fewer than
+    were asked for.
+    """
+    return stream.request.beams is not None and stream.finished and not stream.ids
 
 
 class EndTimes(StreamTimes):
@@ -110,12 +118,18 @@ class BeamSearchStream(Stream):
             sequence.end(Terminal(self.request.request_id, reason, sequence.num_tokens))
 
     def end(self, terminal: Terminal) -> bool:
-        """End the search. Sequences that have not ended by then fail, with it or because of lost records."""
+        """End the search. The sequences that it has not found end without tokens, or fail with it."""
         if self.terminal or not super().end(terminal):
             return self.terminal is not None
-        if terminal.reason in FINISHED and self.open_sequence is not None:
+        if terminal.reason in FINISHED and not self.has_whole_sequences:
             why = "the sequences of its beam search cannot be read"
             self.terminal = terminal = Terminal(terminal.request_id, "error", 0, why)
         while (sequence := self.open_sequence) is not None:
-            sequence.end(terminal)
+            sequence.end(replace(terminal, num_tokens=0))
         return True
+
+    @property
+    def has_whole_sequences(self) -> bool:
+        """Whether it has found one, and the record after the last one has come."""
+        cut = self.open_sequence
+        return self.sequences[0].terminal is not None and (cut is None or not cut.ids)

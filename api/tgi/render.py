@@ -14,7 +14,7 @@ from api.http.sse import MAX_ITEMS, Change, Feed, sse_frames
 from api.json import to_json
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import AnswerRenderer, time_headers, total_headers
-from api.streams.beams import all_outputs
+from api.streams.beams import all_outputs, is_absent
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
@@ -82,6 +82,8 @@ class SequenceBodies(Feed[bytes]):
         new: list[bytes] = []
         while self.left and (sequence := self.left[0]).terminal:
             self.left = self.left[1:] if sequence.finished else []
+            if is_absent(sequence):
+                continue
             self.num_shown += 1
             new.append(self.render(sequence))
         self.ended = not self.left
@@ -264,7 +266,7 @@ def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> lis
 def rank(streams: Sequence[Stream]) -> list[Stream]:
     """The streams of all texts, the best first: by mean log-probability, or as a beam search ranks them."""
     if streams[0].request.beams:
-        return all_outputs(streams)
+        return [output for output in all_outputs(streams) if not is_absent(output)]
     return sorted(streams, key=lambda stream: sum(stream.logprobs) / max(1, stream.num_tokens), reverse=True)
 
 

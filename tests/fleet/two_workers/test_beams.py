@@ -1,80 +1,76 @@
-"""Beam searches of the whole fleet find what transformers finds, on every route and as jobs, whatever worker
-dies meanwhile.
-"""
+"""Beam searches through Redis: their sequences are transformers', also when the worker dies in between."""
 
-import asyncio
-import json
 import os
 import signal
-from collections.abc import Sequence
-from typing import Any
 
-import httpx
+import pytest
 from redis.asyncio import Redis
 
+from common.broker.committed import read
 from common.broker.keys import Keys
-from tests.support.engine.reference import prompt_ids, reference_beams
+from common.broker.pool_client import PoolClient
+from common.messages.beams import BeamSequence, unpack_sequences
+from common.messages.codec import decode
+from common.messages.plan import Report
+from common.messages.records import pack_ids
+from common.messages.request import BeamParams, Generate, StoppingParams
+from tests.support.broker_state import admit
+from tests.support.engine.reference import Found, prompt_ids, reference_beams
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, post
+from tests.support.prompts import PROMPTS
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-WIDTH, NUM_TOKENS = 4, 12
-BEAMS = {"beam_width": WIDTH}
-CHAT = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": NUM_TOKENS}
-Found = list[tuple[list[int], float]]
+NEW_TOKENS = 17
+WIDTH = 4
 
 
-def expected(ids: Sequence[int]) -> Found:
-    return rounded(reference_beams([ids], WIDTH, NUM_TOKENS)[0])
+async def sequences_of(redis: Redis, request_id: str) -> list[BeamSequence]:
+    """Wait for the end of a beam search → its sequences."""
+    await wait_until(lambda: redis.hexists(KEYS.request(request_id), "terminal"))
+    state = (await read(PoolClient(redis, KEYS), [request_id]))[request_id]
+    assert not state.error and state.num_tokens == state.num_final, state
+    return unpack_sequences(state.records)
 
 
-def rounded(found: Found) -> Found:
-    """Scores differ in their last digits: sums of float32 have another order."""
-    return [(ids, round(score, 3)) for ids, score in found]
+def beam_request(name: str, prompt: list[int], num_tokens: int, width: int = WIDTH) -> Generate:
+    return Generate(name, "d", pack_ids(prompt), StoppingParams(num_tokens), beams=BeamParams(width))
 
 
-def of_choices(choices: list[dict[str, Any]]) -> Found:
-    return rounded([(choice["token_ids"], choice["beam_score"]) for choice in choices])
+def check_found(found: list[BeamSequence], expected: list[Found]) -> None:
+    assert [sequence.ids for sequence in found] == [ids for ids, _ in expected]
+    assert [sequence.score for sequence in found] == pytest.approx([score for _, score in expected], abs=1e-3)
 
 
-def of_details(details: dict[str, Any]) -> Found:
-    sequences = [details, *details["best_of_sequences"]]
-    return rounded([([token["id"] for token in one["tokens"]], one["beam_score"]) for one in sequences])
+async def test_sequences_are_those_of_transformers(fleet: Fleet, redis: Redis) -> None:
+    [prompt] = prompt_ids(PROMPTS[20:21])
+    await admit(redis, beam_request("beams", prompt, NEW_TOKENS))
+    found = await sequences_of(redis, "beams")
+    check_found(found, *reference_beams([prompt], NEW_TOKENS, num_beams=WIDTH))
 
 
-async def test_ids_and_scores_equal_transformers_on_every_route(
-    http: httpx.AsyncClient, redis: Redis
-) -> None:
-    found = expected(prompt_ids([PROMPT])[0])
-    completion = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True} | BEAMS
-    assert of_choices((await post(http, "/v1/completions", completion))["choices"]) == found
-    chat = await post(http, "/v1/chat/completions", CHAT | BEAMS | {"return_token_ids": True})
-    assert of_choices(chat["choices"]) == expected(chat["prompt_token_ids"])
-    generate = {"inputs": PROMPT, "parameters": BEAMS | {"max_new_tokens": NUM_TOKENS, "details": True}}
-    assert of_details((await post(http, "/generate", generate))["details"]) == found
-    await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "beams", **generate})})
-    result = json.loads(await wait_until(lambda: redis.get(KEYS.result("beams"))))
-    assert of_details(result["details"]) == found
+async def test_a_search_whose_worker_dies_finds_the_same(fleet: Fleet, redis: Redis) -> None:
+    """Nothing of it is published before its end, so nothing is published twice."""
+    [prompt] = prompt_ids(PROMPTS[20:21])
+    num_tokens = 60
+    await admit(redis, beam_request("undisturbed", prompt, num_tokens))
+    undisturbed = await sequences_of(redis, "undisturbed")
+    workers = [name.decode() for name in await redis.zrange(KEYS.workers, 0, -1)]
+    seen: dict[str, str | bytes] = {KEYS.reports(worker): "0" for worker in workers}
+    await new_reports(redis, seen)
+    await admit(redis, beam_request("killed", prompt, num_tokens))
+    while not any(report.prefilled for report in await new_reports(redis, seen)):
+        pass
+    worker = await redis.hget(KEYS.request("killed"), "worker")  # type: ignore[misc]
+    os.kill(fleet.pid(worker.decode().split("-")[0]), signal.SIGKILL)
+    assert await sequences_of(redis, "killed") == undisturbed
+    assert await redis.hget(KEYS.request("killed"), "attempt") == b"2"  # type: ignore[misc]
 
 
-async def test_a_killed_worker_costs_a_search_no_sequence(
-    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
-) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "return_token_ids": True} | BEAMS
-    undisturbed = of_choices((await post(http, "/v1/completions", body))["choices"])
-    request_id = "1" * 32
-    asking = asyncio.create_task(
-        http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
-    )
-    worker = await wait_until(lambda: redis.hget(KEYS.request(request_id), "worker"))  # type: ignore[arg-type,return-value]
-    name = worker.decode().partition("-")[0]
-    os.kill(await asyncio.to_thread(fleet.pid, name), signal.SIGKILL)
-    assert of_choices((await asking).json()["choices"]) == undisturbed
-    whole = "".join([line async for line in asyncio_lines(http, request_id)])
-    assert "died" in whole
-
-
-async def asyncio_lines(http: httpx.AsyncClient, request_id: str) -> Any:
-    answer = await http.get(f"/fleet/requests/{request_id}")
-    yield answer.text
+async def new_reports(redis: Redis, seen: dict[str, str | bytes]) -> list[Report]:
+    """Reports of workers, by the names of their streams, since those that were seen."""
+    reports = []
+    for name, entries in await redis.xread(seen, block=100):
+        reports += [decode(Report, fields[b"report"]) for _, fields in entries]
+        seen[name.decode()] = entries[-1][0]
+    return reports

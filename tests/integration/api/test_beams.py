@@ -203,12 +203,25 @@ async def test_a_search_that_fails_has_one_error(broker: Broker) -> None:
     assert tgi.status_code == 424 and tgi.json()["error"] == json.loads(event)["error"]
 
 
-async def test_a_search_whose_sequences_are_too_few_fails(broker: Broker) -> None:
-    async with answering(broker.url, Answer([], beams=SEQUENCES[:3])) as (_, _, client):
-        whole = await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
-        chunks = frames(await streamed(client, PATH, {"prompt": "Hi"} | BEAMS))
-    assert whole.status_code == 500 and "cannot be read" in whole.text
-    assert [*chunks[-1]] == ["error"]
+async def test_a_search_may_find_fewer_sequences_than_were_asked_for(broker: Broker) -> None:
+    """As with a grammar of two texts."""
+    prompts, usage = {"prompt": ["Hi", "Oh"]} | BEAMS, {"stream_options": {"include_usage": True}}
+    tgi = {"inputs": "Hi", "parameters": BEAMS | {"details": True}}
+    async with answering(broker.url, Answer([], beams=SEQUENCES[:2])) as (_, _, client):
+        whole = (await client.post(PATH, json=prompts)).json()
+        chunks = frames(await streamed(client, PATH, prompts | usage))
+        chat = frames(await streamed(client, CHAT_PATH, CHAT | BEAMS))
+        found = (await client.post("/generate", json=tgi)).json()
+        async with client.stream("POST", "/generate_stream", json=tgi) as response:
+            events = [json.loads(data) for data in data_of(await response.aread())]
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [
+        *zip((0, 1, 4, 5), SHOWN[:2] * 2, strict=True)
+    ]
+    assert sorted(one["index"] for chunk in chunks for one in chunk["choices"]) == [0, 1, 4, 5]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert [one["choices"][0]["index"] for one in chat] == [0, 1, 0, 1]
+    assert len(found["details"]["best_of_sequences"]) == 1
+    assert [event["generated_text"] for event in events] == [*TEXTS[:2]]
 
 
 async def test_another_gateway_goes_on_with_the_next_sequence(broker: Broker) -> None:
@@ -304,8 +317,8 @@ REFUSED_BY_TGI: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True}, "`use_beam_search` is not a field of this route"),
     (
         {"beam_width": 8, "max_new_tokens": 1000},
-        "tokens of the prompt + `beam_width` * `max_new_tokens` must be at most 1024, what the KV cache of a "
-        "worker holds. Given: 1 + 8 * 1000",
+        "`max_new_tokens` must be at most 128 with this prompt and `beam_width`: a worker's KV cache holds "
+        "the prompt once, and the new tokens of each sequence. Given: 1000",
     ),
 ]
 REFUSED_BY_OPENAI: list[tuple[str, dict[str, Any], str]] = [
@@ -335,7 +348,9 @@ async def test_what_cannot_be_combined_is_refused_by_name(broker: Broker, subtes
         ("/generate", {"inputs": "Hi", "parameters": fields}, text)
         for fields, text in REFUSED_BY_BOTH + REFUSED_BY_TGI
     ]
+    long = {"prompt": [[28] * 1000], "max_tokens": 1, "use_beam_search": True, "n": 4}
     refused += [
+        (PATH, long, "`n` must be at most 2 with this prompt: a worker's KV cache"),
         ("/vertex", {"instances": [CHAT | {"beam_width": 2, "n": 2}]}, "`n` must be 1"),
     ]
     async with answering(broker.url, ANSWER) as (worker, _, client):
@@ -366,7 +381,7 @@ async def test_a_search_is_by_default_as_long_as_a_cache_holds(broker: Broker) -
         await client.post(
             "/generate", json={"inputs": "Hi", "parameters": {"beam_width": 4, "max_new_tokens": 255}}
         )
-    assert [request.stopping.max_new_tokens for request in worker.seen] == [(64 * 16 - 1) // 4, 255]
+    assert [request.stopping.max_new_tokens for request in worker.seen] == [256, 255]
 
 
 async def test_a_batch_may_be_smaller_than_a_search(broker: Broker) -> None:

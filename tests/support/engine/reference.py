@@ -15,6 +15,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toke
 ANSWERS = Path(__file__).parents[1] / "reference" / "smollm2.jsonl"
 """Those that the default suite asks for, since they take a minute; a line of it is a file of CACHE."""
 
+Found = tuple[list[int], float]
+"""A sequence of a beam search: its ids and its score."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -22,7 +25,7 @@ class Question:
 
     Attributes:
         model: the name of the folder, which has a digest of its weights.
-        what: how many new tokens, `logprobs`, or `beams`, width and how many new tokens.
+        what: how many new tokens, or `logprobs`, or the arguments of a beam search as JSON.
     """
 
     model: str
@@ -77,13 +80,11 @@ def loaded(model_id: str) -> Any:
 
 
 def reference_beams(
-    prompts_ids: Sequence[Sequence[int]], width: int, max_new_tokens: int, model_id: str = "smollm2"
-) -> list[list[tuple[list[int], float]]]:
-    """New ids and score of all sequences that a beam search finds for each prompt, the best first: float32,
-    one prompt at a time.
-    """
-    found = kept(prompts_ids, model_id, f"beams {width} {max_new_tokens}")
-    return [[(ids, score) for ids, score in sequences] for sequences in found]
+    prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2", **arguments: Any
+) -> list[list[Found]]:
+    """The sequences of each prompt's beam search, the best first, in float32. `arguments` are `generate`'s."""
+    what = json.dumps({"max_new_tokens": max_new_tokens, **arguments}, sort_keys=True)
+    return [[(ids, score) for ids, score in answer] for answer in kept(prompts_ids, model_id, what)]
 
 
 def kept(prompts_ids: Sequence[Sequence[int]], model_id: str, what: int | str) -> list[Any]:
@@ -111,9 +112,9 @@ def in_the_tree() -> dict[Question, Any]:
 def answer(model: Any, question: Question) -> Any:
     if question.what == "logprobs":
         return logprobs(model, question.ids)
-    if str(question.what).startswith("beams"):
-        return beams(model, question.ids, *map(int, str(question.what).split()[1:]))
-    return generate(model, question.ids, int(question.what))
+    if isinstance(question.what, str):
+        return beams(model, question.ids, **json.loads(question.what))
+    return generate(model, question.ids, question.what)
 
 
 def load(path: Path) -> Any:
@@ -134,26 +135,25 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     return new_ids
 
 
-def beams(model: Any, ids: Sequence[int], width: int, max_new_tokens: int) -> list[tuple[list[int], float]]:
+def beams(model: Any, ids: Sequence[int], num_beams: int, **arguments: Any) -> list[Found]:
+    """The sequences that transformers' own beam search finds, the best first, without padding."""
     import torch
 
     prompt = torch.tensor([list(ids)])
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_new_tokens,
         do_sample=False,
-        num_beams=width,
-        num_return_sequences=width,
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
         return_dict_in_generate=True,
         output_scores=True,
+        **arguments,
     )
-    eos, found = model.generation_config.eos_token_id, []
-    for sequence, score in zip(output.sequences, output.sequences_scores.tolist(), strict=True):
-        new_ids = sequence[len(ids) :].tolist()
-        length = new_ids.index(eos) + 1 if eos in new_ids else len(new_ids)
-        found.append((new_ids[:length], score))
-    return found
+    lengths = (output.beam_indices >= 0).sum(-1).tolist()
+    rows = output.sequences[:, len(ids) :].tolist()
+    scores = output.sequences_scores.tolist()
+    return [(row[:length], score) for row, length, score in zip(rows, lengths, scores, strict=True)]
 
 
 def logprobs(model: Any, ids: Sequence[int]) -> list[list[float]]:
