@@ -13,10 +13,12 @@ from starlette.responses import Response
 from api.errors import invalid
 from api.http.auth import sent_key
 from api.http.middleware import request_id
+from api.http.request_trace import trace_of
 from api.http.sse import Feed
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
 from api.requests.service_terms import on_terms
+from api.streams.answer_trace import traced
 from api.streams.describe_answer import describe_answer
 from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
 from api.streams.stream import Stream
@@ -124,7 +126,7 @@ def new_answer(
         resume_s, detached, priority, service_tier: the fields of the body.
     """
     own_id = request_id(request)
-    return describe_answer(
+    answer = describe_answer(
         request_id=own_id,
         route=request.url.path,
         streamed=streamed,
@@ -134,6 +136,7 @@ def new_answer(
         rendering=rendering,
         terms=read_terms(request, own_id, streamed, resume_s, detached),
     )
+    return traced(answer, trace_of(request.scope))
 
 
 async def submit_and_respond(

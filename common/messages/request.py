@@ -117,6 +117,7 @@ class Generate:
         class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of choices of its answer; each is a request with the same prompt.
+        traceparent: the span that it is part of, by W3C's name; empty where its trace is not sampled.
     """
 
     request_id: str = wire_field("id")
@@ -137,6 +138,7 @@ class Generate:
     cache_salt: str = wire_field("cs", default="")
     block_hashes: bytes = wire_field("bh", default=b"")
     num_choices: int = wire_field("ns", default=1)
+    traceparent: str = wire_field("tr", default="")
 
     @property
     def service_class(self) -> str:

@@ -38,6 +38,7 @@ FLOORS = {
         "housekeeping recovery",
         "terminals worker_registry",
         "inbox timeline",
+        "traces",
         "actions failure_detector lease scheduling",
     ],
     "gpu_worker": [
@@ -49,7 +50,7 @@ FLOORS = {
         "engine.cuda.kernels protocol rank",
     ],
     "common": [
-        "startup",
+        "startup traces",
         "metrics model_files",
         "broker gguf_check model_config",
         "settings",

@@ -35,6 +35,7 @@ TGI_DEFAULTS = """
 --validation-workers 2
 --api-key secret
 --json-output false
+--otlp-endpoint http://collector:4317
 --otlp-service-name text-generation-inference.router
 --cors-allow-origin https://a.example
 --ngrok false
@@ -75,8 +76,6 @@ are variables, too.
 NOT_SERVED = """
 --cuda-graphs 1,2
 --weights-cache-override /data
---otlp-endpoint http://collector:4317
---otlp-service-name mine
 --ngrok true
 --ngrok-edge edge
 --tokenizer-name bigscience/bloom
