@@ -15,11 +15,11 @@ from importlib.metadata import version
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from common.metrics import catalogue
 from common.process.logs import plural
@@ -38,6 +38,7 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 GRPC, HTTP = "grpc", "http/protobuf"
 TRACES_PATH = "/v1/traces"
 DEFAULT_QUEUE_SIZE = 2048
+OK = Status(StatusCode.UNSET)
 
 
 class OtlpExporter:
@@ -55,18 +56,15 @@ class OtlpExporter:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         self.sender = CountingExporter(make_exporter(settings.otlp_endpoint))
         self.max_waiting = read_queue_size()
-        self.processor = BatchSpanProcessor(self.sender, max_queue_size=self.max_waiting)
+        try:
+            self.processor = BatchSpanProcessor(self.sender, max_queue_size=self.max_waiting)
+        except ValueError as error:  # of a batch that is larger than the queue
+            raise SettingError("otel_bsp_max_export_batch_size", str(error)) from error
         self.num_given = 0
-        self.ids = GivenIds()
         self.sampler = TracerProvider(shutdown_on_exit=False).sampler
-        provider = TracerProvider(
-            ALWAYS_ON,
-            make_resource(settings, incarnation),
-            shutdown_on_exit=False,
-            id_generator=self.ids,
-        )
-        provider.add_span_processor(self.processor)
-        self.tracer = provider.get_tracer(SERVICE, version(SERVICE))
+        self.resource = make_resource(settings, incarnation)
+        self.scope = InstrumentationScope(SERVICE, version(SERVICE))
+        keep_quiet(self.sender.causes)
 
     def sample(
         self, carrier: Mapping[str, str], new_id: str, name: str, kind: Kind, attributes: Attributes
@@ -83,24 +81,28 @@ class OtlpExporter:
     def export(self, span: TraceSpan) -> None:
         """Hand a span to the thread that sends, or drop it where too many wait."""
         if self.num_given - self.sender.num_done >= self.max_waiting:
-            self.sender.drop(1, "too many spans wait")
+            self.sender.drop(1, "more than OTEL_BSP_MAX_QUEUE_SIZE wait")
             return
         self.num_given += 1
+        self.processor.on_end(self.readable(span))
+
+    def readable(self, span: TraceSpan) -> ReadableSpan:
+        """The SDK's span. It is made as a whole: a tracer, which lets spans grow, takes six times as long."""
         trace_id, span_id = ids_of(span.traceparent)
-        self.ids.trace_id, self.ids.span_id = int(trace_id, 16), int(span_id, 16)
-        made = self.tracer.start_span(
+        return ReadableSpan(
             span.name,
-            parent_context(trace_id, span.parent_id),
-            SpanKind[span.kind],
-            dict(span.attributes),
+            context_of(trace_id, span_id),
+            context_of(trace_id, span.parent_id) if span.parent_id else None,
+            self.resource,
+            span.attributes,
+            [Event(event.name, event.attributes, event.at_ns) for event in span.events],
             [Link(context_of(*ids_of(link))) for link in span.links],
-            span.start_ns,
+            SpanKind[span.kind],
+            status=Status(StatusCode.ERROR, span.error) if span.error else OK,
+            start_time=span.start_ns,
+            end_time=max(span.end_ns, span.start_ns),
+            instrumentation_scope=self.scope,
         )
-        for event in span.events:
-            made.add_event(event.name, dict(event.attributes), event.at_ns)
-        if span.error:
-            made.set_status(Status(StatusCode.ERROR, span.error))
-        made.end(max(span.end_ns, span.start_ns))
 
     def close(self) -> None:
         """Send what waits, for CLOSE_S at most."""
@@ -111,51 +113,39 @@ class OtlpExporter:
             self.sender.drop(num_left, f"they were not sent within {CLOSE_S:.0f} s")
 
 
-class GivenIds(RandomIdGenerator):
-    """The ids of the span that is made next."""
-
-    trace_id = 0
-    span_id = 0
-
-    def generate_trace_id(self) -> int:
-        return self.trace_id
-
-    def generate_span_id(self) -> int:
-        return self.span_id
-
-
 class CountingExporter(SpanExporter):
-    """Sends by another exporter, and counts spans that it drops. What fails is logged once, and so is the end
-    of it.
+    """Sends by another exporter, and counts spans that are dropped. Each cause is logged once, and so is the
+    end of all.
 
     Attributes:
         num_done: spans that were sent or dropped by the thread.
         num_dropped: since spans were last sent.
+        told: the causes since then.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
         self.exporter = exporter
         self.num_done = 0
         self.num_dropped = 0
+        self.told: set[str] = set()
         self.causes = LastMessage()
-        sdk_log = logging.getLogger("opentelemetry")
-        sdk_log.addHandler(self.causes)
-        sdk_log.propagate = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.causes.text = ""
         result = self.exporter.export(spans)
         self.num_done += len(spans)
         if result is not SpanExportResult.SUCCESS:
-            self.drop(len(spans), self.causes.text or "the exporter failed")
+            self.drop(len(spans), "the receiver did not take them", self.causes.text)
         elif self.num_dropped:
             log.warning("traces are sent again; %s dropped", plural(self.num_dropped, "span"))
             self.num_dropped = 0
+            self.told.clear()
         return result
 
-    def drop(self, num_spans: int, why: str) -> None:
-        if not self.num_dropped:
-            log.warning("traces cannot be sent, and spans are dropped: %s", why)
+    def drop(self, num_spans: int, cause: str, detail: str = "") -> None:
+        if cause not in self.told:
+            log.warning("spans are dropped: %s%s", cause, f": {detail}" if detail else "")
+        self.told.add(cause)
         self.num_dropped += num_spans
         catalogue.SPANS_DROPPED.add(num_spans)
 
@@ -170,6 +160,13 @@ class LastMessage(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
+
+
+def keep_quiet(causes: LastMessage) -> None:
+    """Let the SDK's log go to `causes` alone, from here on: it says of each request that it has failed."""
+    sdk_log = logging.getLogger("opentelemetry")
+    sdk_log.handlers = [causes]
+    sdk_log.propagate = False
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:
@@ -222,9 +219,3 @@ def make_resource(settings: Settings, incarnation: str) -> Resource:
 
 def context_of(trace_id: str, span_id: str) -> SpanContext:
     return SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(TraceFlags.SAMPLED))
-
-
-def parent_context(trace_id: str, parent_id: str) -> Context:
-    if not parent_id:
-        return Context()
-    return trace.set_span_in_context(NonRecordingSpan(context_of(trace_id, parent_id)), Context())
