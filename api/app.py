@@ -27,6 +27,7 @@ from api.http.connection_limits import LIMITS
 from api.http.error_handlers import error_handlers
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
+from api.http.request_trace import trace_request
 from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
 from api.kserve.routes import info_router as kserve_info
@@ -50,6 +51,7 @@ from api.tgi.routes_generate import router as generate
 from api.tgi.routes_tokenize import router as tokenize
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
+from common.traces import tracing
 
 ROUTERS = (
     generate,
@@ -111,9 +113,9 @@ def build(
     app.state.pools = gateway.pools
     add_routes(app, gateway.settings, draining or Draining())
     served = add_cors(partial(resume_posts, app), gateway.settings)
-    return wrap(
-        served, channel or KeeperChannel(None), partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
-    )
+    traced = [trace_request] if tracing.is_on() else []
+    arrival = partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
+    return wrap(served, channel or KeeperChannel(None), *traced, arrival)
 
 
 def wrap(app: ASGIApp, channel: KeeperChannel, *inner: Middleware) -> ASGIApp:

@@ -26,6 +26,7 @@ from common.process import logs, parent_death
 from common.process.preload import PRELOAD_FLAG, wait_for_place
 from common.settings.settings import SettingError, Settings
 from common.startup import configure_process, exit_when_unservable, start_process
+from common.traces import tracing
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ def main() -> None:
         own = start_process("api", "g0")
         settings = Settings.read([])
         configure_process(own, settings)
-        serve(settings, own.incarnation, preloaded or load_tokenizer(settings))
+        with tracing.exporting(settings, own.incarnation):
+            serve(settings, own.incarnation, preloaded or load_tokenizer(settings))
 
 
 def preload() -> ModelTokenizer:

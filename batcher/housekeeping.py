@@ -126,7 +126,7 @@ class Housekeeping:
     @property
     def wait_ms(self) -> int:
         """Milliseconds until `start` has something to do."""
-        return min(self.left_ms, self.timeline.left_ms) if self.timeline.unwritten else self.left_ms
+        return min(self.left_ms, self.timeline.left_ms) if self.timeline.has_unwritten else self.left_ms
 
     def start(self, undecodable: int, control_id: str) -> None:
         """Start what is due, unless a task runs. Messages of `control` before `control_id` are handled."""

@@ -103,6 +103,8 @@ class Batcher:
         self.inbox.follow(self.keys.control, self.backlog.control_id)
         await self.backlog.read_requests(self.on_entry)
         self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
+        self.timeline.traces.note_former(self.scheduler.sequences.values())
+        self.pending.defer(self.timeline.traces.recall)
         self.pending.add(*(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended))
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):

@@ -18,6 +18,7 @@ from common.metrics.aggregate import publishing_metrics
 from common.process.event_loop import collect_garbage, run_until_one_ends
 from common.settings.settings import Settings
 from common.startup import configure_process, exit_when_unservable, start_process
+from common.traces import tracing
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,13 @@ def main() -> None:
     with exit_when_unservable():
         settings = Settings.read([])
         configure_process(identity, settings)
+        with tracing.exporting(settings, identity.incarnation):
+            run(settings, identity.incarnation)
+
+
+def run(settings: Settings, incarnation: str) -> None:
     try:
-        uvloop.run(serve(settings, identity.incarnation))
+        uvloop.run(serve(settings, incarnation))
     except LeaseLost as error:
         log.warning("lease lost: %s", error)
         sys.exit(1)

@@ -41,7 +41,7 @@ class Terminals:
             "request %s ended by the batcher: %s",
             request.request_id,
             why,
-            extra=for_request(request.request_id),
+            extra=for_request(request.request_id, request.traceparent),
         )
         await self.dequeue(sequence)
         self.timeline.record(sequence, "ended", num_tokens=sequence.base, why=why)
@@ -55,6 +55,7 @@ class Terminals:
     def on_dequeued(self, sequence: Sequence, has_ended: int) -> bool:
         if has_ended:
             self.scheduler.forget(sequence)
+            self.timeline.record_dequeued(sequence)
         return bool(has_ended)
 
     async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:

@@ -1,4 +1,5 @@
-"""TimelineWriter: records what happens to requests, for people, in the stream `timeline`; and counts it.
+"""TimelineWriter: records what happens to requests, for people, in the stream `timeline` and in traces; and
+counts it.
 
 Nothing depends on it.
 """
@@ -12,6 +13,7 @@ from itertools import islice
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
+from batcher.traces import RequestTraces
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
@@ -37,6 +39,7 @@ class TimelineWriter:
 
     def __init__(self, pool: PoolClient, clock: Callable[[], int]) -> None:
         self.pool = pool
+        self.traces = RequestTraces(pool)
         self.clock = clock
         self.unwritten: dict[str, list[TimelineEvent]] = {}
         self.written_s = 0.0
@@ -55,6 +58,8 @@ class TimelineWriter:
         at_ms = at_ms or self.clock()
         event = TimelineEvent(at_ms, what, worker, sequence.attempt, num_tokens, why, num_cached)
         self.unwritten.setdefault(sequence.request_id, []).append(event)
+        if sequence.request.traceparent:
+            self.traces.add(sequence.request, event)
 
     def record_queued(self, sequence: Sequence) -> None:
         at_ms = parse_stream_id(sequence.entry_id)[0]
@@ -113,6 +118,15 @@ class TimelineWriter:
     def count_resume(self, sequence: Sequence, cause: str) -> None:
         catalogue.RESUMES.add(1, sequence.request.service_class, cause)
 
+    def record_dequeued(self, sequence: Sequence) -> None:
+        """Note that a request has left the queue: its trace is over."""
+        if sequence.request.traceparent:
+            self.traces.end(sequence.request_id, self.clock())
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self.unwritten or self.traces.over)
+
     @property
     def left_ms(self) -> int:
         """Milliseconds until events may be written."""
@@ -120,13 +134,16 @@ class TimelineWriter:
 
     @property
     def is_due(self) -> bool:
-        return bool(self.unwritten) and self.left_ms <= 0
+        return self.has_unwritten and self.left_ms <= 0
 
     async def write(self) -> None:
         """Write the events recorded since the last write. If the broker fails, MAX_UNWRITTEN are kept."""
         if not self.is_due:
             return
         self.written_s = time.monotonic()
+        self.traces.export_ended()
+        if not self.unwritten:
+            return
         unwritten, self.unwritten = self.unwritten, {}
         try:
             async with self.pool.redis.pipeline(transaction=False) as pipe:

@@ -30,8 +30,10 @@ from common.messages.events import terminal_for
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. Requests of a job have ids that no job can have: `{id}#{choice}`."""
 ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
-ADDRESS = ("id", "reply_to", "reply")
-"""Fields that are not content: the id, and where the answer goes."""
+ADDRESS = ("id", "reply_to", "reply", "traceparent")
+"""Fields that are not content: the id, where the answer goes, and the trace that the job is part of."""
+TRACEPARENT = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
+"""Pattern of W3C's name of a span."""
 
 
 class JobBody(BaseModel):
@@ -51,6 +53,7 @@ class JobBody(BaseModel):
     deadline_ms: Whole | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
+    traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
 
 
 @dataclass(frozen=True, slots=True)

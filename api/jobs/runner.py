@@ -11,13 +11,16 @@ from redis.exceptions import ResponseError
 
 from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
+from api.http.request_trace import RequestTrace
 from api.jobs.job import Job, left_ms, waiting_turn
+from api.jobs.job_trace import begin_job_trace, note_failure, note_job
 from api.jobs.reply import Frame, Reply
 from api.jobs.validated_job import ChatJob, GenerateJob, validate_job
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.pool_registry import names_own
+from api.streams.answer_trace import note_answer
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
@@ -47,6 +50,7 @@ class JobRun:
         ended: set when the job is answered, or this gateway gives it up.
         frames: all frames so far; none are made before a reply has listeners.
         num_frames: their number in each lane.
+        trace: None where it is not sampled.
     """
 
     def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock) -> None:
@@ -63,6 +67,7 @@ class JobRun:
         self.num_frames: Counter[int] = Counter()
         self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
+        self.trace: RequestTrace | None = None
 
     def join(self, reply: Reply) -> None:
         """Add the reply of another entry with the same job: it gets all frames."""
@@ -72,10 +77,13 @@ class JobRun:
 
     async def run(self) -> None:
         """Serve the job; returns when it is answered, with a result or an error."""
+        self.trace = begin_job_trace(self.pool, self.job)
         answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
             await reply.send(self.frames, self.max_frames, answer, request_ids)
+        if self.trace is not None:
+            self.trace.finish()
 
     async def render_result(self) -> bytes:
         """The result or the error. An error becomes the last frame, too, unless a frame has it already."""
@@ -83,9 +91,11 @@ class JobRun:
             return await self.serve()
         except ApiError as error:
             metrics.count_error(error.status, error.error_type)
+            note_failure(self.trace, error.error_type, str(error))
             body = to_json(self.job.family(error)[1])
-        except Exception:
+        except Exception as error:
             log.exception("job %s", self.job.id)
+            note_failure(self.trace, "internal", type(error).__name__)
             body = to_json(self.job.family(internal_error())[1])
         if all(text != body for _, _, text in self.frames):
             self.add_frames([(0, body)])
@@ -99,12 +109,15 @@ class JobRun:
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
             valid = await validate_job(self.pool, self.job)
+            note_job(self.trace, self.job, valid.requests, self.pool.settings.model_name)
             await self.admit_all(valid.requests)
         self.max_frames = sum(
             len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
             for stream in self.streams
         )
         await self.send_frames(valid)
+        if self.trace is not None:
+            note_answer(self.trace, self.streams)
         for stream in self.streams:
             assert stream.terminal is not None
             if not stream.finished:
@@ -141,6 +154,7 @@ class JobRun:
                 grace_ms=0,
                 result_ttl_ms=RESULT_TTL_MS,
                 ttl_ms=min(content.ttl_ms, await left_ms(self.pool, self.job)),
+                traceparent=self.trace.generation if self.trace else "",
             )
             stream = new_stream(request, self.pool.tokenizer)
             self.streams.append(stream)

@@ -56,7 +56,7 @@ def count_stream(stream: Stream, limits: Limits) -> None:
         plural(num_tokens, "token"),
         age_s,
         why,
-        extra=for_request(request_id),
+        extra=for_request(request_id, stream.request.traceparent),
     )
     catalogue.REQUESTS.add(1, stream.request.service_class, reason)
     if stream.finished:

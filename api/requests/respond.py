@@ -14,11 +14,13 @@ from starlette.responses import Response
 from api.errors import invalid
 from api.http.auth import sent_key
 from api.http.middleware import request_id
+from api.http.request_trace import trace_of
 from api.http.sse import Feed
 from api.requests.logits import accepts_bytes
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
 from api.requests.service_terms import on_terms
+from api.streams.answer_trace import traced
 from api.streams.describe_answer import describe_answer
 from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
 from api.streams.stream import Stream
@@ -128,7 +130,7 @@ def new_answer(
     own_id, requests = request_id(request), [*requests]
     if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
         rendering = replace(rendering, as_file=True)
-    return describe_answer(
+    answer = describe_answer(
         request_id=own_id,
         route=request.url.path,
         streamed=streamed,
@@ -138,6 +140,7 @@ def new_answer(
         rendering=rendering,
         terms=read_terms(request, own_id, streamed, resume_s, detached),
     )
+    return traced(answer, trace_of(request.scope))
 
 
 async def submit_and_respond(

@@ -15,6 +15,7 @@ from api.requests.params import GenerationParams, Limits, sampling_params
 from common.messages.records import pack_ids
 from common.messages.request import Generate
 from common.settings.ranges import BIASES, MAX_STOP_CHARS, RANGES
+from common.traces import tracing
 
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
@@ -27,9 +28,16 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
 
     Raises ApiError (422) naming the field at fault and its limit.
     """
-    params = with_truncate(params, limits)
+    with tracing.span("validate"):
+        return await make_requests(with_truncate(params, limits), limits, tokenizer)
+
+
+async def make_requests(
+    params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer
+) -> list[Generate]:
     check(params, limits, tokenizer)
-    prompt_ids = await encode_prompt(params, limits, tokenizer)
+    with tracing.span("tokenize"):
+        prompt_ids = await encode_prompt(params, limits, tokenizer)
     own = {"grammar": await grammar_source(params, limits, tokenizer)} | watermark(params, limits)
     params = replace(params, sampling=replace(params.sampling, **own))
     num_new = max_new_tokens(params, len(prompt_ids), limits)

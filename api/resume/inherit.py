@@ -15,6 +15,7 @@ from api.errors import ApiError, asking_broker
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
+from api.http.request_trace import inherit_trace, trace_of
 from api.http.sse import CYCLE, RestOfFeed
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
@@ -39,6 +40,7 @@ async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, s
     kept: KeptAnswer = scope["state"][INHERITED]
     try:
         response = await respond(pools, Request(scope, receive), kept)
+        await response(scope, receive, send)
     except ClientDisconnect:
         return
     except ApiError as error:
@@ -46,8 +48,10 @@ async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, s
         if kept.head:
             scope["extensions"][CYCLE].transport.abort()
             return
-        response = error_response(error, "/")
-    await response(scope, receive, send)
+        await error_response(error, "/")(scope, receive, send)
+    finally:
+        if (trace := trace_of(scope)) is not None:
+            trace.finish()
 
 
 async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Response:
@@ -56,6 +60,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         lambda: attach_inherited(pools, kept),
         partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
     )
+    inherit_trace(request.scope, answer)
     release, renderer = pool.admission.release, attach.renderer_of(answer)
     if answer.streamed:
         frames = RestOfFeed(renderer.frames(answer, streams), kept.num_seen)

@@ -141,7 +141,7 @@ class Offers:
     def apply(self, stream: Stream, reply: OfferReply) -> None:
         """Apply the reply to an offer."""
         request_id = stream.request.request_id
-        extra = for_request(request_id)
+        extra = for_request(request_id, stream.request.traceparent)
         shown = plural(stream.num_tokens, "token")
         match reply.outcome:
             case "queued":

@@ -124,6 +124,21 @@ class InferOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTrace:
+    """The first span of an answer's trace, which whoever goes on with the answer ends.
+
+    Attributes:
+        root: its name, as `traceparent`.
+        parent_id: the client's span, if the client sent one.
+        started_ns: Unix time of its start.
+    """
+
+    root: str = wire_field("r")
+    parent_id: str = wire_field("p")
+    started_ns: int = wire_field("s")
+
+
+@dataclass(frozen=True, slots=True)
 class HttpAnswer:
     """One answer over HTTP: all choices of all prompts, and how they are rendered.
 
@@ -142,6 +157,7 @@ class HttpAnswer:
         prefixes: for each prompt, the text with which its choices begin.
         response: of the Responses API.
         infer: of KServe's …/infer.
+        trace: None where it is not sampled.
     """
 
     request_id: str = wire_field("id")
@@ -158,6 +174,7 @@ class HttpAnswer:
     terms: ResumeTerms = wire_field("tm", default_factory=ResumeTerms)
     response: ResponseParts | None = wire_field("rp", default=None)
     infer: InferOutputs | None = wire_field("in", default=None)
+    trace: AnswerTrace | None = wire_field("tr", default=None)
 
     @property
     def numbered(self) -> bool:

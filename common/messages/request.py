@@ -145,6 +145,7 @@ class Generate:
         logits: the logits that it returns; None returns none.
         beams: None is no beam search. One has no tokens before its end, then those of all its sequences
             (beams.py).
+        traceparent: the span that it is part of, by W3C's name; empty where its trace is not sampled.
     """
 
     request_id: str = wire_field("id")
@@ -167,6 +168,7 @@ class Generate:
     num_choices: int = wire_field("ns", default=1)
     beams: BeamParams | None = wire_field("bm", default=None)
     logits: LogitsParams | None = wire_field("lo", default=None)
+    traceparent: str = wire_field("tr", default="")
 
     @property
     def service_class(self) -> str:

@@ -221,6 +221,10 @@ LOOP_HOLD = Histogram(
     {"clock": ("wall", "cpu")},
     HOLD_S,
 )
+SPANS_DROPPED = Counter(
+    "tokenfleet_trace_spans_dropped",
+    "Number of spans that were not sent: the receiver of traces was away or slow",
+)
 BROKER_UP = Gauge("tokenfleet_broker_up", "Whether this gateway could read the broker: 1 or 0")
 
 TABLE: tuple[Metric, ...] = tuple(value for value in list(vars().values()) if isinstance(value, Metric))

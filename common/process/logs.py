@@ -1,9 +1,9 @@
 """Logs: every process writes one line per event to stderr, as `15:04:05.123 I w0 message`.
 
-With JSON_OUTPUT a line is a JSON object. A line about a request has its id: from REQUEST_ID while a gateway
-serves the request, elsewhere from `extra=for_request(request_id)`. Lines name the process by its place, and
-in
-JSON also by its incarnation: one life of a process, with its own streams in Redis.
+With JSON_OUTPUT a line is a JSON object. A line about a request has its id, and the ids of its span if it is
+traced: from REQUEST_ID and TRACEPARENT while a gateway serves the request, elsewhere from
+`extra=for_request(…)`. Lines name the process by its place, and in JSON also by its incarnation: one life of
+a process, with its own streams in Redis.
 """
 
 import json
@@ -39,32 +39,43 @@ def plural(count: int, noun: str) -> str:
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves."""
+TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
+"""The span that the current task is in, as W3C's `traceparent`; empty outside of a sampled trace."""
 
 
-def for_request(request_id: str) -> dict[str, str]:
+def for_request(request_id: str, traceparent: str = "") -> dict[str, str]:
     """Return the `extra` of a log line about a request."""
-    return {"request_id": request_id}
+    return {"request_id": request_id, "traceparent": traceparent}
+
+
+def traceparent_of(record: logging.LogRecord) -> str:
+    """Return the name of the span that a line belongs to; empty for none."""
+    return getattr(record, "traceparent", "") or TRACEPARENT.get()
 
 
 class TextFormatter(logging.Formatter):
-    """Local time with milliseconds, first letter of the level, name of the process, message.
+    """Local time with milliseconds, first letter of the level, name of the process, message; of a request
+    that is traced, the id of the trace.
 
     A traceback follows on lines of its own.
     """
 
     def __init__(self, process: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03d %(letter)s {process} %(message)s", datefmt="%H:%M:%S")
+        line = f"%(asctime)s.%(msecs)03d %(letter)s {process} %(message)s%(trace)s"
+        super().__init__(line, datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         record.letter = record.levelname[0]
+        traceparent = traceparent_of(record)
+        record.trace = f" trace_id={traceparent[3:35]}" if traceparent else ""
         return super().format(record)
 
 
 class JsonFormatter(logging.Formatter):
     """A JSON object with timestamp (UTC), level, process, incarnation, host, target and message.
 
-    It has request_id if the line is about a request, and exception if there is one. A process without an
-    incarnation, such as a launcher, gets one for its lines alone.
+    It has request_id if the line is about a request, trace_id and span_id if that is traced, and exception if
+    there is one. A process without an incarnation, such as a launcher, gets one for its lines alone.
     """
 
     def __init__(self, process: str, incarnation: str = "") -> None:
@@ -85,6 +96,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
             line["request_id"] = request_id
+        if traceparent := traceparent_of(record):
+            line |= {"trace_id": traceparent[3:35], "span_id": traceparent[36:52]}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -21,6 +21,7 @@ from common.settings.types import (
     RopeScaling,
     Seconds,
     ToolCallParser,
+    Url,
     Words,
 )
 
@@ -243,5 +244,9 @@ class SettingFields(BaseModel):
     """debug, info, warning or error"""
     json_output: bool = False
     """logs as one JSON object a line"""
+    otlp_endpoint: Url | None = None
+    """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)"""
+    otlp_service_name: str | None = None
+    """name of the service in traces (default: as OTEL_SERVICE_NAME, else tokenfleet)"""
     metrics_port: Port = 0
     """port of this process's own /metrics (0: none); `serve` gives each process the next one"""

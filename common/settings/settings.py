@@ -9,6 +9,7 @@ limits) travels in messages. Options of other servers that are no field here are
 import contextlib
 import ipaddress
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from common.settings import flags
@@ -20,6 +21,7 @@ from common.settings.types import SettingError, one_line_errors
 __all__ = ["SettingError", "Settings"]
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000
+ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
 class Settings(SettingFields):
@@ -74,6 +76,10 @@ class Settings(SettingFields):
             raise SettingError(
                 "compute_type",
                 f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII",
+            )
+        if self.otlp_endpoint and not ENDPOINT.fullmatch(self.otlp_endpoint):
+            raise SettingError(
+                "otlp_endpoint", f"{self.otlp_endpoint!r} is no URL as http://collector:4317 or https://…"
             )
         for word in self.tenant_weights:
             read_weight(word)

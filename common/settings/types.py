@@ -82,6 +82,8 @@ Processes = Annotated[Number, Field(ge=1, le=MAX_PROCESSES)]
 Port = Annotated[Number, Field(le=MAX_PORT)]
 Seconds = Annotated[float, Field(ge=0, le=WEEK_S)]
 Words = Annotated[tuple[str, ...], BeforeValidator(to_list)]
+Url = Annotated[str, BeforeValidator(lambda text: text.strip().replace("grpc://", "http://", 1))]
+"""A URL of HTTP; `grpc://` is vLLM's spelling of a receiver of traces."""
 Device = Annotated[Literal["auto", "cpu", "cuda"], spelled({})]
 Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], spelled(DTYPES)]
 KVCacheDtype = Annotated[Literal["auto", "fp8_e4m3", "fp8_e5m2"], spelled(KV_DTYPES)]

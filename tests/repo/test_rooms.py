@@ -39,6 +39,7 @@ FLOORS = {
         "housekeeping recovery",
         "terminals worker_registry",
         "inbox timeline",
+        "traces",
         "actions failure_detector lease scheduling",
     ],
     "gpu_worker": [
@@ -51,7 +52,7 @@ FLOORS = {
         "engine.cuda.kernels protocol",
     ],
     "common": [
-        "startup",
+        "startup traces",
         "metrics model_files rank",
         "broker gguf_check model_config",
         "settings",

@@ -5,7 +5,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.messages.answer import HttpAnswer, InferOutputs, Reading, Rendering
+from common.messages.answer import AnswerTrace, HttpAnswer, InferOutputs, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, Terminal, Timeline, TimelineEvent, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
@@ -53,6 +53,7 @@ GENERATE = Generate(
     "salt",
     b"hashes",
     4,
+    "00-1-2-01",
 )
 TOKENS_MAP = {"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]} | {
     "ti": b"",
@@ -101,7 +102,7 @@ EXAMPLES = [
         }
         | {"tl": 1000}
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "sh": 5}
-        | {"cs": "salt", "bh": b"hashes", "ns": 4, "bm": None, "lo": None},
+        | {"cs": "salt", "bh": b"hashes", "ns": 4, "bm": None, "lo": None, "tr": "00-1-2-01"},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Resume("r1"), {"v": 1, "id": "r1"}),
@@ -110,6 +111,7 @@ EXAMPLES = [
             *("r1", "/x", True, 5, "m", "f", 1, [b"\x01\0\0\0"], [GENERATE], ["P"]),
             Rendering(details=True, reading=Reading("hermes", "qwen3", "<think>", [("f", "{}")])),
             infer=InferOutputs("own", [("x", False, [2, 1])]),
+            trace=AnswerTrace("00-1-2-01", "2", 9),
         ),
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
@@ -122,7 +124,8 @@ EXAMPLES = [
             | {"ti": False, "ni": False, "pt": None, "js": False, "sf": False}
         }
         | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None}
-        | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}},
+        | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}}
+        | {"tr": {"r": "00-1-2-01", "p": "2", "s": 9}},
     ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
     (

@@ -64,7 +64,7 @@ LAUNCHER = """
 --rope-scaling linear --rope-factor 2.0
 --rope-factor 2.0
 --json-output
---otlp-endpoint http://collector:4317 : traces are not built yet
+--otlp-endpoint http://collector:4317
 --otlp-service-name text-generation-inference.router
 --cors-allow-origin https://a.example
 --api-key secret
@@ -118,7 +118,7 @@ ROUTER = """
 --validation-workers 2
 --api-key secret
 --json-output
---otlp-endpoint http://collector:4317 : traces are not built yet
+--otlp-endpoint http://collector:4317
 --otlp-service-name text-generation-inference.router
 --cors-allow-origin https://a.example
 --ngrok : tunnels are not built

@@ -1,0 +1,276 @@
+"""Request traces: the spans of what happens to a request in the queue and on workers.
+
+They follow from the request's timeline alone, and are exported when it has ended. The timeline is in Redis,
+so a new batcher reads what its predecessor had recorded, and the trace of a request has no hole.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from batcher.scheduling.sequence import Sequence as Request
+from common.broker.client import ERRORS, describe_error
+from common.broker.pool_client import PoolClient
+from common.messages.codec import WireError, decode
+from common.messages.events import FINISHED, Timeline, TimelineEvent
+from common.messages.request import Generate
+from common.traces import tracing
+from common.traces.span import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
+
+log = logging.getLogger(__name__)
+
+CHUNK = 500
+"""Entries of the timeline in one read."""
+ENDED, PLACED, QUEUED, PREFILLED = "ended", "placed", "queued", "prefilled"
+DECODE_EVENTS = ("interrupted", "died", "taken_over")
+
+
+class RequestTraces:
+    """Collects the events of live requests that are traced.
+
+    Attributes:
+        live: requests and their events, by request id.
+        over: of them, those that have left the queue: their spans are due.
+        unread: ids of requests whose events from before this epoch are not read yet.
+    """
+
+    def __init__(self, pool: PoolClient) -> None:
+        self.pool = pool
+        self.live: dict[str, tuple[Generate, list[TimelineEvent]]] = {}
+        self.over: dict[str, int] = {}
+        self.unread: set[str] = set()
+
+    def add(self, request: Generate, event: TimelineEvent) -> None:
+        if request.traceparent and tracing.is_on():
+            self.live.setdefault(request.request_id, (request, []))[1].append(event)
+
+    def end(self, request_id: str, now_ms: int) -> None:
+        """Note that a request has left the queue."""
+        if request_id in self.live:
+            self.over[request_id] = now_ms
+
+    def export_ended(self) -> None:
+        """Export the spans of requests that have ended. Those of an earlier epoch wait for its events."""
+        for request_id in [name for name in self.over if name not in self.unread]:
+            ended_ms = self.over.pop(request_id)
+            request, events = self.live.pop(request_id)
+            tracing.export(*spans_of(request, events, ended_ms))
+
+    # --- events from before this epoch ----------------------------------------------------------------------
+
+    def note_former(self, sequences: Iterable[Request]) -> None:
+        """Note requests from before this epoch, whose events `recall` will read."""
+        for request in (sequence.request for sequence in sequences):
+            if request.traceparent and tracing.is_on():
+                self.live.setdefault(request.request_id, (request, []))
+                self.unread.add(request.request_id)
+
+    async def recall(self) -> None:
+        """Read the former events of requests from before this epoch. Nothing depends on it."""
+        try:
+            found = await self.read_former(self.unread)
+        except ERRORS as error:
+            log.warning("timelines of an earlier epoch are not in traces: %s", describe_error(error))
+            found = {}
+        for request_id, events in found.items():
+            request, later = self.live[request_id]
+            self.live[request_id] = request, [*events, *(one for one in later if one not in events)]
+        self.unread.clear()
+
+    async def read_former(self, request_ids: set[str]) -> dict[str, list[TimelineEvent]]:
+        """Events by request id, oldest first. The stream is read backwards until all beginnings are there."""
+        found: dict[str, list[TimelineEvent]] = {}
+        newest, unfinished = "+", {name.encode(): name for name in request_ids}
+        while unfinished and (
+            entries := await self.pool.redis.xrevrange(self.pool.keys.timeline, newest, "-", count=CHUNK)
+        ):
+            for _, fields in entries:
+                for key in unfinished.keys() & fields.keys():
+                    events = read_events(fields[key])
+                    found[unfinished[key]] = events + found.get(unfinished[key], [])
+                    if events and events[0].what == QUEUED:
+                        del unfinished[key]
+            newest = f"({entries[-1][0].decode()}"
+        return found
+
+
+def read_events(data: bytes) -> list[TimelineEvent]:
+    """Events of one entry; none if another program has written it."""
+    try:
+        return decode(Timeline, data).events
+    except WireError:
+        return []
+
+
+# --- spans of events ----------------------------------------------------------------------------------------
+
+
+def spans_of(request: Generate, events: Sequence[TimelineEvent], ended_ms: int) -> list[TraceSpan]:
+    """The spans of a request that has ended: each wait in the queue, each attempt with its prefill, and one
+    decode over all attempts.
+    """
+    happened = complete(events, ended_ms)
+    attempts = [event for event in happened if event.what == PLACED]
+    return [
+        *(queued_span(request, *wait) for wait in waits_of(happened)),
+        *(span for placed in attempts for span in attempt_spans(request, placed, happened)),
+        *decode_spans(request, happened),
+    ]
+
+
+def complete(events: Sequence[TimelineEvent], ended_ms: int) -> list[TimelineEvent]:
+    """The events in order, the end last. What a batcher did not write before it died is taken from what came
+    next: an attempt was placed when it is first heard of.
+    """
+    end = next((event for event in events if event.what == ENDED), TimelineEvent(ended_ms, ENDED))
+    placed = {event.attempt for event in events if event.what == PLACED} | {0}
+    happened: list[TimelineEvent] = []
+    for event in sorted((event for event in events if event.what != ENDED), key=lambda one: one.at_ms):
+        if event.attempt not in placed and event.worker:
+            placed.add(event.attempt)
+            happened.append(replace(event, what=PLACED, why=""))
+        happened.append(event)
+    return [*happened, end]
+
+
+def waits_of(events: Sequence[TimelineEvent]) -> list[tuple[TimelineEvent, TimelineEvent]]:
+    """From what let a request wait to what ended that, for each wait."""
+    waits: list[tuple[TimelineEvent, TimelineEvent]] = []
+    began: TimelineEvent | None = None
+    for event in events:
+        if event.what in (PLACED, ENDED) and began is not None:
+            waits.append((began, event))
+            began = None
+        elif event.what in (QUEUED, *DECODE_EVENTS) and began is None:
+            began = event
+    return waits
+
+
+def queued_span(request: Generate, began: TimelineEvent, ended: TimelineEvent) -> TraceSpan:
+    return make_span(
+        request,
+        "queued",
+        str(began.at_ms),
+        began.at_ms,
+        ended.at_ms,
+        {"tokenfleet.cause": began.why or began.what, "tokenfleet.service_class": request.service_class},
+    )
+
+
+def attempt_spans(
+    request: Generate, placed: TimelineEvent, events: Sequence[TimelineEvent]
+) -> list[TraceSpan]:
+    """The span `infer` of one attempt, from its placing to its end, with a link to the attempt before it; and
+    its `prefill`.
+    """
+    later = events[events.index(placed) + 1 :]
+    over = next(event for event in later if event.what in (PLACED, ENDED, *DECODE_EVENTS))
+    own = attempt_name(request, placed.attempt)
+    known: dict[str, Value] = {"tokenfleet.attempt": placed.attempt, "tokenfleet.worker": placed.worker}
+    cause = over.why or over.what
+    infer = make_span(
+        request,
+        "infer",
+        "",
+        placed.at_ms,
+        over.at_ms,
+        known | {"tokenfleet.end": cause, "tokenfleet.base": placed.num_tokens},
+        traceparent=own,
+        links=[attempt_name(request, placed.attempt - 1)] if placed.attempt > 1 else [],
+        error=f"worker {placed.worker} died" if over.what == "died" else failure_of(over),
+    )
+    first = next((event for event in later[: later.index(over)] if event.what == PREFILLED), None)
+    if first is None:
+        return [infer]
+    cached = {"tokenfleet.cached_tokens": placed.num_cached, "gen_ai.usage.input_tokens": request.num_prompt}
+    prefill = TraceSpan(
+        derive_span(own, "prefill"),
+        "prefill",
+        NS_PER_MS * placed.at_ms,
+        NS_PER_MS * first.at_ms,
+        ids_of(own)[1],
+        attributes=known | cached,
+    )
+    return [infer, prefill]
+
+
+def attempt_name(request: Generate, attempt: int) -> str:
+    """The name of the span of an attempt: all who know the request and the attempt's number know it."""
+    return derive_span(request.traceparent, request.request_id, "infer", str(attempt))
+
+
+def decode_spans(request: Generate, events: Sequence[TimelineEvent]) -> list[TraceSpan]:
+    """One span from the first token to the end, over all attempts; none for a request without a token."""
+    start = next((i for i, event in enumerate(events) if event.what == PREFILLED), None)
+    if start is None:
+        return []
+    first, *between, end = events[start:]
+    marks = [
+        mark(first, "first_token"),
+        *(mark(event, name) for event in between if (name := name_of(event))),
+    ]
+    known: dict[str, Value] = {
+        "gen_ai.usage.input_tokens": request.num_prompt,
+        "gen_ai.usage.output_tokens": end.num_tokens,
+        "gen_ai.response.finish_reasons": [end.why or "unknown"],
+        "tokenfleet.attempts": max(event.attempt for event in events),
+    }
+    return [
+        make_span(
+            request,
+            "decode",
+            "",
+            first.at_ms,
+            end.at_ms,
+            known,
+            links=[attempt_name(request, n) for n in sorted({e.attempt for e in events if e.what == PLACED})],
+            events=marks,
+            error=failure_of(end),
+        )
+    ]
+
+
+def name_of(event: TimelineEvent) -> str:
+    """The name of an event of `decode`; empty for one that it does not show."""
+    return {PREFILLED: "resume", "interrupted": event.why, "died": "died", "taken_over": "taken_over"}.get(
+        event.what, ""
+    )
+
+
+def mark(event: TimelineEvent, name: str) -> SpanEvent:
+    known: dict[str, Value] = {"tokenfleet.attempt": event.attempt, "tokenfleet.tokens": event.num_tokens}
+    if event.worker:
+        known["tokenfleet.worker"] = event.worker
+    return SpanEvent(NS_PER_MS * event.at_ms, name, known)
+
+
+def failure_of(event: TimelineEvent) -> str:
+    """Why a request failed at this event; empty if it did not."""
+    return event.why if event.what == ENDED and event.why not in (*FINISHED, "") else ""
+
+
+def make_span(
+    request: Generate,
+    name: str,
+    word: str,
+    began_ms: int,
+    ended_ms: int,
+    attributes: dict[str, Value],
+    *,
+    traceparent: str = "",
+    links: Sequence[str] = (),
+    events: Sequence[SpanEvent] = (),
+    error: str = "",
+) -> TraceSpan:
+    """A span of a request, with its id. `word` tells it from others of its name."""
+    return TraceSpan(
+        traceparent or derive_span(request.traceparent, request.request_id, name, word),
+        name,
+        NS_PER_MS * began_ms,
+        NS_PER_MS * ended_ms,
+        ids_of(request.traceparent)[1],
+        attributes={"tokenfleet.request.id": request.request_id} | attributes,
+        events=events,
+        links=links,
+        error=error,
+    )

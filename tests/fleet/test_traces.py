@@ -1,0 +1,244 @@
+"""Traces of a whole fleet, received by OTLP: one trace for each request, through kills. Its engines have no
+model.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from common.broker.keys import Keys
+from tests.support.chaos.chaos_fleet import ChaosFleet
+from tests.support.fleet.fleet import Fleet
+from tests.support.traces import CLIENT_SPAN, ReceivedSpan, Receiver, traceparent
+from tests.support.waiting import wait_until, wait_until_sync
+
+KEYS = Keys("default")
+NUM_TOKENS = 60
+KILLED_AT = 5
+"""Tokens of a request when one of its processes is killed."""
+INNER = ("queued", "infer", "prefill", "decode")
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with Receiver().listening() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def fleet(receiver: Receiver) -> Iterator[Fleet]:
+    settings: dict[str, Any] = {
+        "num_workers": 2,
+        "num_gateways": 2,
+        "num_batchers": 2,
+        "num_jobs": 1,
+        "otlp_endpoint": receiver.grpc_url,
+        "otlp_service_name": "fleet-of-tests",
+        "otel_bsp_schedule_delay": 50,
+        "worker_ttl_s": 3,
+    }
+    with ChaosFleet(step_ms=20.0, has_proxy=False, **settings) as fleet:
+        wait_until_sync(lambda: fleet.workers_ready() == 2)
+        yield fleet
+
+
+def body(num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    return {"inputs": "The sky", "parameters": {"max_new_tokens": num_tokens, "ignore_eos": True}}
+
+
+async def stream(fleet: Fleet, trace_id: str, kill: Any = None) -> int:
+    """The number of tokens that a stream had; `kill` is called with its request's id at KILLED_AT tokens."""
+    headers, seen = {"traceparent": traceparent(trace_id)}, 0
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{fleet.base_url}/generate_stream", json=body(), headers=headers) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                assert "error" not in json.loads(line.removeprefix("data:"))
+                seen += 1
+                if seen == KILLED_AT and kill is not None:
+                    await kill(response.headers["x-request-id"])
+    return seen
+
+
+def check_tree(spans: dict[str, list[ReceivedSpan]], request: str, generation: str) -> None:
+    """One tree under the client's span; parts lie within the whole."""
+    [root], [inner] = spans[request], spans[generation]
+    assert (root.parent_id, inner.parent_id) == (CLIENT_SPAN, root.span_id)
+    for name in ("queued", "infer", "decode"):
+        assert {span.parent_id for span in spans[name]} == {inner.span_id}
+    assert {span.parent_id for span in spans["prefill"]} <= {span.span_id for span in spans["infer"]}
+    for span in (span for spans_of_name in spans.values() for span in spans_of_name):
+        assert span.end_ns >= span.start_ns
+        assert span.start_ns >= root.start_ns - 5_000_000, span.name
+        assert span.resource["service.name"] == "fleet-of-tests"
+
+
+async def test_a_stream_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+    assert await stream(fleet, trace_id) == NUM_TOKENS
+    names = ("POST /generate_stream", "generate_stream", "validate", "tokenize", *INNER, "send_generation")
+    spans = await receiver.whole_trace(trace_id, *names)
+    assert sorted(spans) == sorted(names)
+    assert {name: len(found) for name, found in spans.items()} == dict.fromkeys(names, 1)
+    check_tree(spans, "POST /generate_stream", "generate_stream")
+    [root], [inner], [decode] = spans[names[0]], spans[names[1]], spans["decode"]
+    assert root.kind == 2
+    assert root.attributes["http.request.method"] == "POST"
+    assert root.attributes["url.path"] == "/generate_stream"
+    assert root.attributes["http.response.status_code"] == 200
+    assert inner.attributes["gen_ai.operation.name"] == "text_completion"
+    assert inner.attributes["gen_ai.request.max_tokens"] == NUM_TOKENS
+    assert inner.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    assert inner.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert decode.event_names == ["first_token"]
+    assert decode.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    assert decode.end_ns - decode.start_ns > (NUM_TOKENS - 1) * 15_000_000
+
+
+async def test_a_chat_is_one_trace_without_a_client_span(fleet: Fleet, receiver: Receiver) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 2, "temperature": 0.5}
+    async with httpx.AsyncClient(timeout=60) as client:
+        response = await client.post(f"{fleet.base_url}/v1/chat/completions", json=chat)
+        assert response.status_code == 200
+    own_id = response.headers["x-request-id"]
+    root: ReceivedSpan = await wait_until(
+        lambda: next((s for s in receiver.spans if s.attributes.get("tokenfleet.request.id") == own_id), None)
+    )
+    names = ("POST /v1/chat/completions", *INNER, *INNER, "send_generation")
+    spans = await receiver.whole_trace(root.trace_id, *names)
+    assert len(spans["infer"]) == len(spans["decode"]) == 2, "one of each choice"
+    [inner] = spans["chat_completions"]
+    assert inner.attributes["gen_ai.operation.name"] == "chat"
+    assert inner.attributes["gen_ai.request.temperature"] == 0.5
+    assert inner.attributes["gen_ai.request.choice.count"] == 2
+    assert inner.attributes["gen_ai.usage.output_tokens"] == 8
+
+
+async def test_a_trace_that_is_not_sampled_exports_nothing(fleet: Fleet, receiver: Receiver) -> None:
+    unsampled, after = secrets.token_hex(16), secrets.token_hex(16)
+    async with httpx.AsyncClient(timeout=60) as client:
+        headers = {"traceparent": traceparent(unsampled, "00")}
+        url = f"{fleet.base_url}/generate"
+        assert (await client.post(url, json=body(2), headers=headers)).status_code == 200
+    await stream(fleet, after)
+    await receiver.whole_trace(after, "decode", "send_generation")
+    assert not receiver.trace(unsampled)
+
+
+async def test_a_refused_request_has_its_status(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+    async with httpx.AsyncClient(timeout=60) as client:
+        wrong = {"inputs": "x", "parameters": {"top_p": 7.0}}
+        headers = {"traceparent": traceparent(trace_id)}
+        response = await client.post(f"{fleet.base_url}/generate", json=wrong, headers=headers)
+        assert response.status_code == 422
+    spans = await receiver.whole_trace(trace_id, "POST /generate", "validate")
+    assert sorted(spans) == ["POST /generate", "generate", "validate"]
+    assert spans["POST /generate"][0].attributes["http.response.status_code"] == 422
+    assert not spans["POST /generate"][0].error, "the client is at fault"
+    assert "top_p" in spans["validate"][0].error
+
+
+async def worker_of(fleet: Fleet, request_id: str) -> str:
+    async with Redis.from_url(fleet.redis_url) as redis:
+        worker: bytes = await wait_until(lambda: redis.hget(KEYS.request(request_id), "worker"))
+    return worker.decode()
+
+
+async def test_a_killed_worker_leaves_one_trace_with_a_link(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+    killed = ""
+
+    async def kill(request_id: str) -> None:
+        nonlocal killed
+        killed = await worker_of(fleet, request_id)
+        os.kill(fleet.pid(killed.split("-")[0]), signal.SIGKILL)
+
+    assert await stream(fleet, trace_id, kill) == NUM_TOKENS
+    spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
+    check_tree(spans, "POST /generate_stream", "generate_stream")
+    first, second = spans["infer"]
+    assert first.attributes["tokenfleet.worker"] == killed != second.attributes["tokenfleet.worker"]
+    assert "died" in first.error and not second.error
+    assert second.links == [first.span_id]
+    [decode] = spans["decode"]
+    assert decode.event_names == ["first_token", "died", "resume"]
+    assert decode.attributes["tokenfleet.attempts"] == 2
+    assert len(spans["queued"]) == len(spans["prefill"]) == 2
+
+
+async def test_a_killed_gateway_leaves_one_trace(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+
+    async def kill(request_id: str) -> None:
+        async with Redis.from_url(fleet.redis_url) as redis:
+            gateway = (await redis.hget(KEYS.request(request_id), "gateway")).decode()
+        os.kill(fleet.pid(gateway.split("-")[0]), signal.SIGKILL)
+
+    assert await stream(fleet, trace_id, kill) == NUM_TOKENS
+    spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
+    check_tree(spans, "POST /generate_stream", "generate_stream")
+    assert spans["POST /generate_stream"][0].event_names == ["inherited"]
+    assert spans["generate_stream"][0].attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    [heir] = spans["send_generation"]
+    assert len(heir.links) == 1, "the span of the gateway that was killed"
+    wait_until_sync(lambda: {"g0", "g1"} <= fleet.pids().keys())
+
+
+async def test_a_killed_batcher_leaves_one_trace(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+
+    async def kill(request_id: str) -> None:
+        async with Redis.from_url(fleet.redis_url) as redis:
+            holder = (await redis.get(KEYS.batcher)).decode()
+        os.kill(fleet.pid(holder.split("-")[0]), signal.SIGKILL)
+
+    assert await stream(fleet, trace_id, kill) == NUM_TOKENS
+    spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
+    check_tree(spans, "POST /generate_stream", "generate_stream")
+    assert [len(spans[name]) for name in INNER] == [1, 1, 1, 1]
+    assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+
+
+async def test_a_job_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+    job = {"id": "traced", "inputs": "The sky", "parameters": {"max_new_tokens": 3}}
+    async with Redis.from_url(fleet.redis_url) as redis:
+        await redis.xadd(KEYS.submit, {"job": json.dumps(job | {"traceparent": traceparent(trace_id)})})
+        await wait_until(lambda: redis.get(KEYS.result("traced")))
+    spans = await receiver.whole_trace(trace_id, "process submit", "generate", "validate", *INNER)
+    check_tree(spans, "process submit", "generate")
+    assert spans["process submit"][0].kind == 5
+    assert spans["process submit"][0].attributes["messaging.destination.name"] == KEYS.submit
+    assert spans["generate"][0].attributes["gen_ai.usage.output_tokens"] == 3
+
+
+async def test_a_background_response_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+    asked = {"input": "Hi", "max_output_tokens": 5, "background": True}
+    async with httpx.AsyncClient(timeout=60, base_url=fleet.base_url) as client:
+        headers = {"traceparent": traceparent(trace_id)}
+        queued = (await client.post("/v1/responses", json=asked, headers=headers)).json()
+        assert queued["status"] == "queued"
+    spans = await receiver.whole_trace(trace_id, "POST /v1/responses", *INNER)
+    check_tree(spans, "POST /v1/responses", "responses")
+    assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == 5
+    assert spans["decode"][0].end_ns > spans["responses"][0].end_ns
+
+
+async def test_many_traces_are_told_apart(fleet: Fleet, receiver: Receiver) -> None:
+    trace_ids = [secrets.token_hex(16) for _ in range(8)]
+    await asyncio.gather(*(stream(fleet, trace_id) for trace_id in trace_ids))
+    for trace_id in trace_ids:
+        spans = await receiver.whole_trace(trace_id, "decode", "send_generation", "POST /generate_stream")
+        assert [len(spans[name]) for name in INNER] == [1, 1, 1, 1]
