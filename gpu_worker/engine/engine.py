@@ -77,6 +77,7 @@ class Engine:
             prefix_caching=self.prefix_caching,
             make_proposer=partial(make_proposer, settings.speculate),
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
+            num_micro_batches=communicator.num_stages,
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"
@@ -130,7 +131,7 @@ class Engine:
         """Measure the speed → the engine's capacity."""
         loaded = self.loaded
         shape = loaded.context, loaded.vocab_size, self.block_size
-        token_ms = warmup.token_ms(self.forward, *shape, loaded.device)
+        token_ms = self.measure_token_ms(*shape)
         most = warmup.max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
         tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
         return Ready(
@@ -146,6 +147,10 @@ class Engine:
             token_ms=token_ms,
             prefix_caching=self.prefix_caching,
         )
+
+    def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
+        """ms of one prompt token, in a step of many."""
+        return warmup.token_ms(self.forward, context, vocab_size, block_size, self.loaded.device)
 
     def apply(self, grant: Grant) -> None:
         """Apply a grant. Granted blocks start as zeros: no earlier row's values may reach the products."""
@@ -185,23 +190,23 @@ class Engine:
             return None
         if before:
             self.pace.on_launch(before.is_done)
-        elif not self.communicator.rank:
+        elif self.communicator.samples:
             self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        """Launch the sampling of a step. Rank 0 samples, and the other ranks take its tokens."""
+        """Launch the sampling of a step. One rank samples, and the others take its tokens."""
         if launched is None:
             return None
         logits, slices = launched.logits, launched.slices
         requests = sample_requests(slices)
-        if not self.communicator.rank:
+        if self.communicator.samples:
             self.matchers.finish_masks(requests)
         output = (
-            empty_output(len(requests), 0, self.loaded.device)
-            if self.communicator.rank
-            else sample(select_sample_logits(logits, slices), requests)
+            sample(select_sample_logits(logits, slices), requests)
+            if self.communicator.samples
+            else empty_output(len(requests), 0, self.loaded.device)
         )
         self.communicator.broadcast_tensor(output.ids)
         return InFlightStep(launched, requests, output, score_prompts(logits, slices))

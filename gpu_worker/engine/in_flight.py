@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgpack
 import torch
 
 from gpu_worker.engine.batch.row import RowSlice
@@ -104,6 +105,25 @@ class StepSamples:
     logprobs: list[float]
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+def pack_samples(samples: StepSamples) -> bytes:
+    """Pack what a step sampled, for another rank."""
+    data: bytes = msgpack.packb(
+        (samples.ids, samples.logprobs, samples.top_logprobs, samples.prompt_logprobs)
+    )
+    return data
+
+
+def unpack_sent_samples(data: bytes) -> StepSamples:
+    """Unpack what another rank sampled."""
+    ids, logprobs, tops, prompts = msgpack.unpackb(data, strict_map_key=False)
+    return StepSamples(
+        ids,
+        logprobs,
+        {place: TopLogprobs(*top) for place, top in tops.items()},
+        [PromptLogprobs(*prompt) for prompt in prompts],
+    )
 
 
 class InFlightStep:

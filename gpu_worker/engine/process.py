@@ -104,10 +104,11 @@ def serve(link: AgentLink | None, loaded: Any) -> None:
     from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
+    from gpu_worker.engine.pipeline import PipelineEngine
 
-    communicator = Communicator(info)
+    communicator = Communicator(info, settings.pipeline_parallel_size)
     leads = link if info.rank == 0 else None
-    engine = Engine(
+    engine = (PipelineEngine if communicator.num_stages > 1 else Engine)(
         settings,
         (lambda text: leads.send(LoadProgress(text))) if leads else no_progress,
         communicator,

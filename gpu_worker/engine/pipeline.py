@@ -1,0 +1,119 @@
+"""Pipeline engine: the engine of one rank of a pipeline, whose stages compute different micro-batches at the
+same time (arXiv:1811.06965).
+
+All ranks launch the same micro-batches in the same order. A rank launches until as many are in flight as there
+are stages, then waits for the samples of the oldest. So a stage computes one micro-batch while the others
+compute those before and after it. The last stage samples, and sends what it sampled to all ranks.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.model_files import Progress, no_progress
+from common.settings.settings import Settings
+from gpu_worker.engine.batch.inputs import build_inputs
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.engine import NAN, Engine
+from gpu_worker.engine.in_flight import LaunchedStep, StepSamples, pack_samples, unpack_sent_samples
+from gpu_worker.engine.model import warmup
+from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator
+from gpu_worker.protocol import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch in flight. `samples` is None where another rank samples."""
+
+    launched: LaunchedStep
+    samples: StepSamples | None
+
+
+class PipelineEngine(Engine):
+    """Runs one stage's part of the steps.
+
+    Attributes:
+        pending: the micro-batches in flight, oldest first.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        progress: Progress = no_progress,
+        communicator: Communicator = SINGLE_RANK,
+        loaded: LoadedModel | None = None,
+    ) -> None:
+        self.pending = deque[MicroBatch]()
+        super().__init__(settings, progress, communicator, loaded)
+
+    def step(self) -> StepResult | None:
+        """Launch what may be in flight, then read the oldest micro-batch → its result; None if none is in
+        flight and no row ended.
+        """
+        while len(self.pending) < self.rows.num_micro_batches and (launched := self.launch()):
+            self.pending.append(MicroBatch(launched, self.sample_and_send(launched)))
+        oldest = self.pending.popleft() if self.pending else None
+        duration_ms = self.read(oldest) if oldest else 0.0
+        result = self.rows.take_result()
+        if not oldest and not result:
+            return None
+        if self.debug_kv:
+            self.fill(result.freed, NAN)
+        return result.build(self.collected_step, duration_ms)
+
+    def sample_and_send(self, launched: LaunchedStep) -> StepSamples | None:
+        """Sample for all ranks if this rank does. It waits for the device: other stages wait for the ids."""
+        if not self.communicator.samples:
+            return None
+        in_flight = super().sample(launched)
+        assert in_flight
+        samples = in_flight.read()
+        self.communicator.send_to_all(pack_samples(samples), SAMPLES)
+        return samples
+
+    @torch.inference_mode()
+    def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+        """This stage's part of a step → logits float [num_logits, vocabulary]; in a stage before the last
+        hidden states [tokens, hidden], which go to the next stage.
+        """
+        loaded, communicator = self.loaded, self.communicator
+        inputs = build_inputs(slices, self.block_size, loaded.device)
+        shape = (1, inputs.ids.shape[1], loaded.model.config.hidden_size)
+        states = (
+            None
+            if loaded.stage.is_first
+            else communicator.receive_states(shape, loaded.geometry.dtype, loaded.device)
+        )
+        output = loaded.forward(inputs, states)
+        if not loaded.stage.is_last:
+            communicator.send_states(output)
+        return output
+
+    def measure_token_ms(self, *shape: int) -> float:
+        """ms of one prompt token, over all stages."""
+        loaded = self.loaded
+
+        def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
+            return loaded.forward(build_inputs(slices, self.block_size, loaded.device))
+
+        own_ns = int(warmup.token_ms(forward, *shape, loaded.device) * 1e6)
+        return self.communicator.all_reduce_sum(own_ns) / self.communicator.tp_size / 1e6
+
+    def read(self, batch: MicroBatch) -> float:
+        """Take what a micro-batch sampled → ms from its launch to its samples."""
+        samples = batch.samples or unpack_sent_samples(
+            self.communicator.receive(self.communicator.sampler, SAMPLES)
+        )
+        self.rows.collect(
+            batch.launched.slices,
+            samples.ids,
+            samples.logprobs,
+            samples.top_logprobs,
+            samples.prompt_logprobs,
+        )
+        self.collected_step = batch.launched.number
+        return (time.monotonic() - batch.launched.started_s) * 1e3
