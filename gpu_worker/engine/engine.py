@@ -208,8 +208,12 @@ class Engine:
             if self.communicator.samples
             else empty_output(len(requests), 0, self.loaded.device)
         )
-        self.communicator.broadcast_tensor(output.ids)
+        self.share(output.ids)
         return InFlightStep(launched, requests, output, score_prompts(logits, slices))
+
+    def share(self, ids: torch.Tensor) -> None:
+        """Give all ranks the ids int64 [rows] that one of them has sampled."""
+        self.communicator.broadcast_tensor(ids)
 
     def collect(self, in_flight: InFlightStep) -> float:
         """Read a step → its duration in ms."""

@@ -75,6 +75,9 @@ class PipelineEngine(Engine):
         self.communicator.send_to_all(pack_samples(samples), SAMPLES)
         return samples
 
+    def share(self, ids: torch.Tensor) -> None:
+        """Do nothing: other stages do not wait for the ids int64 [rows] yet."""
+
     @torch.inference_mode()
     def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """This stage's part of a step → logits float [num_logits, vocabulary]; in a stage before the last
