@@ -21,16 +21,16 @@ from gpu_worker.engine.engine import NAN, Engine
 from gpu_worker.engine.in_flight import LaunchedStep, StepSamples, pack_samples, unpack_sent_samples
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
-from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator
+from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator, Expected
 from gpu_worker.protocol import StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch in flight. `samples` is None where another rank samples."""
+    """A micro-batch in flight, and its samples, which another rank may send."""
 
     launched: LaunchedStep
-    samples: StepSamples | None
+    samples: StepSamples | Expected
 
 
 class PipelineEngine(Engine):
@@ -54,8 +54,10 @@ class PipelineEngine(Engine):
         """Launch what may be in flight, then read the oldest micro-batch → its result; None if none is in
         flight and no row ended.
         """
+        communicator = self.communicator
         while len(self.pending) < self.rows.num_micro_batches and (launched := self.launch()):
-            self.pending.append(MicroBatch(launched, self.sample_and_send(launched)))
+            samples = self.sample_and_send(launched) if communicator.samples else self.expect_samples()
+            self.pending.append(MicroBatch(launched, samples))
         oldest = self.pending.popleft() if self.pending else None
         duration_ms = self.read(oldest) if oldest else 0.0
         result = self.rows.take_result()
@@ -65,10 +67,11 @@ class PipelineEngine(Engine):
             self.fill(result.freed, NAN)
         return result.build(self.collected_step, duration_ms)
 
-    def sample_and_send(self, launched: LaunchedStep) -> StepSamples | None:
-        """Sample for all ranks if this rank does. It waits for the device: other stages wait for the ids."""
-        if not self.communicator.samples:
-            return None
+    def expect_samples(self) -> Expected:
+        return self.communicator.expect_bytes(self.communicator.sampler, SAMPLES)
+
+    def sample_and_send(self, launched: LaunchedStep) -> StepSamples:
+        """Sample for all ranks. This waits for the device, since other stages wait for the ids."""
         in_flight = super().sample(launched)
         assert in_flight
         samples = in_flight.read()
@@ -84,14 +87,14 @@ class PipelineEngine(Engine):
         hidden states [tokens, hidden], which go to the next stage.
         """
         loaded, communicator = self.loaded, self.communicator
-        inputs = build_inputs(slices, self.block_size, loaded.device)
-        shape = (1, inputs.ids.shape[1], loaded.model.config.hidden_size)
-        states = (
+        shape = (1, sum(row_slice.count for row_slice in slices), loaded.model.config.hidden_size)
+        expected = (
             None
             if loaded.stage.is_first
-            else communicator.receive_states(shape, loaded.geometry.dtype, loaded.device)
+            else communicator.expect_states(shape, loaded.geometry.dtype, loaded.device)
         )
-        output = loaded.forward(inputs, states)
+        inputs = build_inputs(slices, self.block_size, loaded.device)
+        output = loaded.forward(inputs, expected and expected.wait())
         if not loaded.stage.is_last:
             communicator.send_states(output)
         return output
@@ -108,9 +111,9 @@ class PipelineEngine(Engine):
 
     def read(self, batch: MicroBatch) -> float:
         """Take what a micro-batch sampled → ms from its launch to its samples."""
-        samples = batch.samples or unpack_sent_samples(
-            self.communicator.receive(self.communicator.sampler, SAMPLES)
-        )
+        samples = batch.samples
+        if isinstance(samples, Expected):
+            samples = unpack_sent_samples(self.communicator.receive_bytes(samples))
         self.rows.collect(
             batch.launched.slices,
             samples.ids,

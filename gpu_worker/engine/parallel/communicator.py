@@ -4,9 +4,11 @@ grants and samples by gloo.
 
 import os
 import socket
+import struct
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,24 @@ FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
 GRANTS, STATES, SAMPLES = 1, 2, 3
 """Tags of messages between two ranks: messages of one tag arrive in order."""
+LENGTH = struct.Struct("<q")
+HEAD_BYTES = 2048
+"""Size of the first message of bytes, which receivers expect before they know how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor that a rank will send into `buffer` [...] of any dtype."""
+
+    work: Any
+    buffer: torch.Tensor
+    rank: int
+    tag: int
+
+    def wait(self) -> torch.Tensor:
+        """→ the buffer, filled. On CUDA only the device waits."""
+        self.work.wait()
+        return self.buffer
 
 
 class Communicator:
@@ -35,6 +55,7 @@ class Communicator:
         tp_rank, tp_size: among the ranks of this stage.
         stage, num_stages: of a pipeline.
         group: the ranks of this stage; None if these are all.
+        grants: the next grants of rank 0, on other ranks, once some have come.
         unfinished: what was sent in the last rounds, with the tensors that must stay until it is over.
     """
 
@@ -51,6 +72,7 @@ class Communicator:
         self.tp_size = info.world_size // num_stages
         self.stage, self.tp_rank = divmod(info.rank, self.tp_size)
         self.group: Any = None
+        self.grants: Expected | None = None
         self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
         if self.world_size > 1:
             if info.address == LOOPBACK:
@@ -124,35 +146,38 @@ class Communicator:
         """Send hidden states [1, tokens, hidden] to the same place in the next stage."""
         self.send(states.contiguous(), self.rank + self.tp_size, STATES)
 
-    def receive_states(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Hidden states [*shape] of the stage before this one."""
-        states = torch.empty(*shape, dtype=dtype, device=device)
-        dist.recv(states, self.rank - self.tp_size, tag=STATES)
-        return states
+    def expect_states(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Expected":
+        """Expect hidden states [*shape] of the stage before this one."""
+        return self.expect(torch.empty(*shape, dtype=dtype, device=device), self.rank - self.tp_size, STATES)
+
+    def expect(self, buffer: torch.Tensor, rank: int, tag: int) -> "Expected":
+        """Take a tensor as soon as a rank sends it. What is expected in time does not have to be asked for."""
+        return Expected(dist.irecv(buffer, rank, tag=tag), buffer, rank, tag)
+
+    def expect_bytes(self, rank: int, tag: int) -> "Expected":
+        return self.expect(torch.empty(HEAD_BYTES, dtype=torch.uint8), rank, tag)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         self.unfinished[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
 
     def send_to_all(self, data: bytes, tag: int) -> None:
-        """Send bytes to all other ranks, behind their number."""
-        size, content = (
-            torch.tensor([len(data)]),
-            torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8),
-        )
+        """Send bytes to all other ranks: their number and the first of them, then the rest."""
+        head = LENGTH.pack(len(data)) + data[: HEAD_BYTES - LENGTH.size]
+        parts = [head.ljust(HEAD_BYTES), data[HEAD_BYTES - LENGTH.size :]]
+        tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
         for rank in range(self.world_size):
-            if rank != self.rank:
-                self.send(size, rank, tag)
-                if data:
-                    self.send(content, rank, tag)
+            for tensor in tensors if rank != self.rank else ():
+                self.send(tensor, rank, tag)
 
-    def receive(self, rank: int, tag: int) -> bytes:
-        """Return the next bytes that a rank sent to all."""
-        size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, rank, tag=tag)
-        content = torch.empty(int(size), dtype=torch.uint8)
-        if len(content):
-            dist.recv(content, rank, tag=tag)
-        return content.numpy().tobytes()
+    def receive_bytes(self, expected: "Expected") -> bytes:
+        """Wait for bytes that a rank sent to all."""
+        head = expected.wait().numpy().tobytes()
+        (size,) = LENGTH.unpack_from(head)
+        left = size - (HEAD_BYTES - LENGTH.size)
+        if left <= 0:
+            return head[LENGTH.size : LENGTH.size + size]
+        rest = torch.empty(left, dtype=torch.uint8)
+        return head[LENGTH.size :] + self.expect(rest, expected.rank, expected.tag).wait().numpy().tobytes()
 
     def begin_round(self) -> None:
         """Forget what was sent so long ago that all ranks must have it: a step is read by all before as many
@@ -177,7 +202,8 @@ class Communicator:
         """The other ranks' part; waits for rank 0. Raises PeerClosed when rank 0 is gone."""
         self.begin_round()
         try:
-            data = self.receive(0, GRANTS)
+            data = self.receive_bytes(self.grants or self.expect_bytes(0, GRANTS))
+            self.grants = self.expect_bytes(0, GRANTS)
         except RuntimeError as error:
             raise PeerClosed from error
         frames = FrameDecoder()
