@@ -1,8 +1,8 @@
-"""Prints what micro-batches gain in a pipeline of stages: `python -m benchmarks.pipeline [--stages 2] [--runs 5]`.
+"""Prints what micro-batches gain in a pipeline of stages: `python -m benchmarks.pipeline [--stages 2]`.
 
-Each stage is a process with its part of a tiny Llama, whose layers sleep 2 ms: so they stand for a device, and
-stages do not share cores. Groups of 4 rows decode: one group in flight, then as many as there are stages, in
-turns. It prints tokens/s and the ratio, medians of the runs.
+Each stage is a process with its part of a tiny Llama, whose layers sleep 2 ms: so they stand for a device,
+and stages do not share cores. Groups of 4 rows decode: one group in flight, then as many as there are stages,
+in turns. It prints tokens/s and the ratio, medians of the runs.
 """
 
 import argparse

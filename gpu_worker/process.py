@@ -226,10 +226,10 @@ def main() -> None:
     identity = start_process("worker", "w0")
     with exit_when_unservable():
         settings, info = Settings.read([]), RankInfo.read(os.environ)
-        if info.world_size not in (1, settings.num_shard or info.world_size):
+        if info.world_size not in (1, settings.num_ranks if settings.num_shard else info.world_size):
             raise SettingError(
                 "num_shard",
-                f"{settings.num_shard}, but torchrun started {info.world_size} ranks (WORLD_SIZE)",
+                f"{settings.num_ranks} ranks, but torchrun started {info.world_size} (WORLD_SIZE)",
             )
         if info.rank:
             os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])

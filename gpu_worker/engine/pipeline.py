@@ -1,11 +1,12 @@
 """Pipeline engine: the engine of one rank of a pipeline, whose stages compute different micro-batches at the
 same time (arXiv:1811.06965).
 
-All ranks launch the same micro-batches in the same order. A rank launches until as many are in flight as there
-are stages, then waits for the samples of the oldest. So a stage computes one micro-batch while the others
-compute those before and after it. The last stage samples, and sends what it sampled to all ranks.
+All ranks launch the same micro-batches in the same order. A rank launches until as many are in flight as
+there are stages, then waits for the samples of the oldest. So a stage computes one micro-batch while the
+others compute those before and after it. The last stage samples, and sends what it sampled to all ranks.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator, Expected
 from gpu_worker.protocol import StepResult
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,11 @@ class PipelineEngine(Engine):
     ) -> None:
         self.pending = deque[MicroBatch]()
         super().__init__(settings, progress, communicator, loaded)
+
+    def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
+        """Compile layers. Steps are not captured, since each needs the states of the stage before it."""
+        super().compile_and_capture(settings, progress)
+        log.info("PIPELINE_PARALLEL_SIZE: steps run without CUDA graphs")
 
     def step(self) -> StepResult | None:
         """Launch what may be in flight, then read the oldest micro-batch → its result; None if none is in

@@ -45,9 +45,12 @@ class LoadedModel:
     @property
     def capturable(self) -> bool:
         """Whether steps in which all rows decode can be captured as CUDA graphs: within the model they need
-        nothing from the host but ids, positions and tables.
+        nothing from the host but ids, positions and tables. Steps of several stages are not captured.
         """
-        return self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
+        is_whole = self.stage.num_stages == 1
+        return (
+            is_whole and self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
+        )
 
     @property
     def can_share_blocks(self) -> bool:

@@ -1,4 +1,6 @@
-"""Weights of one rank: reads the tensors of its stage from the checkpoint, of each its part (tensor parallel)."""
+"""Weights of one rank: reads the tensors of its stage from the checkpoint, and of each the rank's part (tensor
+parallel).
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,9 +78,12 @@ def read_shard(
     rank, num_stages = communicator.tp_rank, communicator.num_stages
     method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
     if method and method not in METHODS:
+        setting = ("num_shard", communicator.tp_size)
+        if communicator.tp_size == 1:
+            setting = ("pipeline_parallel_size", num_stages)
         raise SettingError(
-            "num_shard" if communicator.tp_size > 1 else "pipeline_parallel_size",
-            f"{communicator.world_size} ranks, but {settings.model_id} is quantised ({method}), and its weights cannot be split",
+            setting[0],
+            f"{setting[1]}, but {settings.model_id} is quantised ({method}), and its weights cannot be split",
         )
     if not settings.makes_weights:
         config = without_quantization(config)

@@ -151,7 +151,7 @@ class Communicator:
         return self.expect(torch.empty(*shape, dtype=dtype, device=device), self.rank - self.tp_size, STATES)
 
     def expect(self, buffer: torch.Tensor, rank: int, tag: int) -> "Expected":
-        """Take a tensor as soon as a rank sends it. What is expected in time does not have to be asked for."""
+        """Take a tensor as soon as a rank sends it: what is expected in time is not asked for."""
         return Expected(dist.irecv(buffer, rank, tag=tag), buffer, rank, tag)
 
     def expect_bytes(self, rank: int, tag: int) -> "Expected":

@@ -114,8 +114,8 @@ def make_stage(plan: StagePlan, number: int) -> Stage:
 
 
 def staged_class(whole: type[Any], plan: StagePlan, stage: Stage) -> type[Any]:
-    """The class of a model → a class whose models are one stage. It keeps the name by which transformers finds
-    its conversions.
+    """The class of a model → a class whose models are one stage. It keeps the name by which transformers
+    finds its conversions.
     """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:

@@ -114,7 +114,7 @@ def find_layers(model: Any, plan: Sequence[str]) -> str:
     ]
     if len(found) != 1:
         raise UnservableModel(
-            f"its layers are not one list, which could be split into stages (PIPELINE_PARALLEL_SIZE)"
+            "its layers are not one list, which could be split into stages (PIPELINE_PARALLEL_SIZE)"
         )
     return found[0]
 

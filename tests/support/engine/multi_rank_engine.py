@@ -1,8 +1,8 @@
 """An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of
 their own.
 
-`python -m tests.support.engine.multi_rank_engine RANK WORLD_SIZE PORT NUM_STAGES` is one of the others: it takes part in
-one engine after the other.
+`python -m tests.support.engine.multi_rank_engine RANK WORLD_SIZE PORT NUM_STAGES` is one of the others: it
+takes part in one engine after the other.
 """
 
 import contextlib
