@@ -102,20 +102,20 @@ class PipelineEngine(Engine):
             else communicator.expect_states(shape, loaded.geometry.dtype, loaded.device)
         )
         inputs = build_inputs(slices, self.block_size, loaded.device)
-        output = loaded.forward(inputs, expected and expected.wait())
+        output = loaded.forward(inputs, expected.wait() if expected else None)
         if not loaded.stage.is_last:
             communicator.send_states(output)
         return output
 
-    def measure_token_ms(self, *shape: int) -> float:
+    def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
         """ms of one prompt token, over all stages."""
         loaded = self.loaded
 
         def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
-            return loaded.forward(build_inputs(slices, self.block_size, loaded.device))
+            return loaded.forward(build_inputs(slices, block_size, loaded.device))
 
-        own_ns = int(warmup.token_ms(forward, *shape, loaded.device) * 1e6)
-        return self.communicator.all_reduce_sum(own_ns) / self.communicator.tp_size / 1e6
+        own_ms = warmup.token_ms(forward, context, vocab_size, block_size, loaded.device)
+        return self.communicator.all_reduce_sum(int(own_ms * 1e6)) / self.communicator.tp_size / 1e6
 
     def read(self, batch: MicroBatch) -> float:
         """Take what a micro-batch sampled → ms from its launch to its samples."""

@@ -1,6 +1,4 @@
-"""Weights of one rank: reads the tensors of its stage from the checkpoint, and of each the rank's part (tensor
-parallel).
-"""
+"""Weights of one rank: reads the tensors of its stage from the checkpoint, and of each the rank's part."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +87,8 @@ def read_shard(
         config = without_quantization(config)
     whole = meta_model(config, settings)
     plan = make_tp_plan(whole, communicator.tp_size) if communicator.tp_size > 1 else TpPlan({}, {})
-    part, stage, own_tensors = sharded_class(type(whole), plan.shards, rank), WHOLE, dict[str, Any]
+    part, stage = sharded_class(type(whole), plan.shards, rank), WHOLE
+    own_tensors: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     if num_stages > 1:
         stages = make_stage_plan(whole, num_stages)
         stage = make_stage(stages, communicator.stage)

@@ -1,9 +1,10 @@
 """Which part of a model each stage of a pipeline has: layers in order, as many bytes for each as possible."""
 
-import math
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -21,26 +22,28 @@ def split_layers(
     count = len(layer_bytes)
     if count < num_stages:
         raise UnservableModel(f"it has {count} layers, fewer than PIPELINE_PARALLEL_SIZE ({num_stages})")
-    sizes = [*layer_bytes]
-    sizes[0] += first_bytes
-    sizes[-1] += last_bytes
-    # by the number of layers split so far: the largest stage, the sum of squares (which tells equal splits
-    # apart), and where the stages begin
-    best: list[tuple[int, int, list[int]]] = [(0, 0, [])] + [(math.inf, 0, [])] * count  # type: ignore[list-item]
-    for _ in range(num_stages):
-        best = [
-            min(
-                (
-                    (max(largest, size), squares + size * size, [*begins, begin])
-                    for begin, (largest, squares, begins) in enumerate(best[:end])
-                    if largest < math.inf and (size := sum(sizes[begin:end])) >= 0
-                ),
-                default=(math.inf, 0, []),  # type: ignore[arg-type]
-            )
-            for end in range(count + 1)
-        ]
-    begins = best[count][2]
-    return list(zip(begins, [*begins[1:], count], strict=True))
+    ends = list(accumulate(layer_bytes, initial=first_bytes))  # bytes up to a layer
+    ends[0], ends[-1] = 0, ends[-1] + last_bytes
+
+    @functools.cache
+    def best(begin: int, stages: int) -> tuple[int, int, tuple[Interval, ...]]:
+        """The largest stage of the layers from `begin` on, the sum of squares, which tells equal ones apart,
+        and the stages' layers.
+        """
+        own = ((end, ends[end] - ends[begin]) for end in range(begin + 1, count - stages + 2))
+        if stages == 1:
+            size = ends[count] - ends[begin]
+            return size, size * size, ((begin, count),)
+        return min(join(size, (begin, end), best(end, stages - 1)) for end, size in own)
+
+    return list(best(0, num_stages)[2])
+
+
+def join(
+    size: int, own: Interval, others: tuple[int, int, tuple[Interval, ...]]
+) -> tuple[int, int, tuple[Interval, ...]]:
+    largest, squares, intervals = others
+    return max(size, largest), size * size + squares, (own, *intervals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def find_layers(model: Any, plan: Sequence[str]) -> str:
         raise UnservableModel(
             "its layers are not one list, which could be split into stages (PIPELINE_PARALLEL_SIZE)"
         )
-    return found[0]
+    return str(found[0])
 
 
 def num_bytes(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ def numbers(slices: list[RowSlice]) -> list[int]:
 
 def run(rows: Rows, launches: int) -> list[tuple[int, list[int]]]:
     """The step and the rows of each launch, with as many in flight as there may be."""
-    launched, pending = [], deque[list[RowSlice]]()
+    launched, pending = list[tuple[int, list[int]]](), deque[list[RowSlice]]()
     while len(launched) < launches:
         while len(pending) < rows.num_micro_batches and (slices := rows.launch()):
             launched.append((rows.step, numbers(slices)))
