@@ -30,6 +30,7 @@ from gpu_worker.protocol import UnservableModel
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
+ACROSS_STAGES = "from those before them, which may be in another stage (PIPELINE_PARALLEL_SIZE)"
 DEFAULT_WINDOW = 4096
 """A mask without a window is compared with a causal one up to twice this many tokens."""
 
@@ -159,6 +160,8 @@ def check_probe(
             raise UnservableModel(
                 f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
             )
+    if part.start and logits[0].isnan().any(-1).all():
+        raise UnservableModel(f"its layers take more than hidden states {ACROSS_STAGES}")
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (PROBE_TOKENS - 1):
         raise UnservableModel("its tokens see each other by other ways than attention")
 

@@ -38,7 +38,7 @@ from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import TpPlan
-from gpu_worker.engine.parallel.stage_model import WHOLE, Stage, learn_form
+from gpu_worker.engine.parallel.stage_model import WHOLE, Stage, checked_layers, learn_form
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.protocol import UnservableModel, first_cause
@@ -212,7 +212,8 @@ def probe_forward(model: Any, stage: Stage, device: torch.device) -> torch.Tenso
     positions = torch.arange(PROBE_TOKENS, device=device)[None]
     stage.try_out(model, PROBE_TOKENS, device)
     stage.states[:, :1] = torch.nan
-    return stage.run(model, input_ids=torch.zeros_like(positions), position_ids=positions)
+    with checked_layers(stage):
+        return stage.run(model, input_ids=torch.zeros_like(positions), position_ids=positions)
 
 
 def threads_of(settings: Settings, communicator: Communicator) -> int:

@@ -6,7 +6,7 @@ them. A stage that is not the last ends where the next stage's first layer would
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpu_worker.engine.parallel.stages import StagePlan
+from gpu_worker.protocol import UnservableModel
 
 
 class StageEnd(Exception):
@@ -136,6 +137,23 @@ def remove_others(model: Any, plan: StagePlan, stage: Stage) -> None:
         model.set_submodule(plan.embedding, RemoteEmbedding(stage))
     for name in () if stage.is_last else plan.tail:
         model.set_submodule(name, nn.Identity())
+
+
+@contextlib.contextmanager
+def checked_layers(stage: Stage) -> Iterator[None]:
+    """Within it a forward raises UnservableModel if a layer gives the next one more than hidden states."""
+
+    def check(module: Any, arguments: Any, output: Any) -> None:
+        if isinstance(output, tuple) and any(torch.is_tensor(part) for part in output[1:]):
+            cause = "its layers hand on more than hidden states, and would be in several stages"
+            raise UnservableModel(f"{cause} (PIPELINE_PARALLEL_SIZE)")
+
+    hook = stage.first_layer.register_forward_hook(check) if stage.num_stages > 1 else None
+    try:
+        yield
+    finally:
+        if hook:
+            hook.remove()
 
 
 def learn_form(model: Any, stage: Stage, forward: Callable[[], object]) -> None:

@@ -7,20 +7,26 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.choose import check_probe
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import StepSamples, pack_samples, unpack_sent_samples
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.stage_model import Stage, checked_layers
 from gpu_worker.engine.pipeline import PipelineEngine
+from gpu_worker.protocol import UnservableModel
 from gpu_worker.rank import RankInfo
 from tests.support.engine import multi_rank_engine, tiny_models
 from tests.support.engine.multi_rank_engine import Led
@@ -189,6 +195,26 @@ def test_weights_that_transformers_dequantises_are_refused(two: Communicator, tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SettingError, match=r"PIPELINE_PARALLEL_SIZE: 2, but .* \(hqq\)"):
         Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
+
+
+class Passing(torch.nn.Module):
+    """A layer that gives the next one its own input, too: [1, tokens, hidden]."""
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return states + 1, states
+
+
+def test_models_whose_layers_need_more_than_hidden_states_are_refused() -> None:
+    """By what a layer returns, or by what a later stage computes without the embeddings."""
+    layer = Passing()
+    with checked_layers(Stage(0, 2, 0, 1, 2, layer)), pytest.raises(UnservableModel, match="hand on more"):
+        layer(torch.zeros(1, 2, 3))
+    assert len(layer(torch.zeros(1, 2, 3))) == 2, "the check is over"
+    config = AutoConfig.for_model("llama", **LLAMA)
+    spec = LayerSpec(AttentionSpec(2, 2, None, 1.0), 16, 16)
+    states = torch.full((1, 8, 64), torch.nan)
+    with pytest.raises(UnservableModel, match=r"take more than hidden states.*PIPELINE_PARALLEL_SIZE"):
+        check_probe(SimpleNamespace(config=config), {Passing(): spec}, states, slice(2, 3))
 
 
 def test_ranks_of_a_stage_are_neighbours() -> None:
