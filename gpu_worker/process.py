@@ -87,8 +87,8 @@ def own_ranks(settings: Settings) -> list[RankInfo]:
     launched = RankInfo.read(os.environ)
     if launched.world_size == 1:
         return machine_ranks(settings, gpu_claims.num_ranks(settings))
-    if launched.world_size != (settings.num_shard or launched.world_size):
-        cause = f"{settings.num_shard}, but {launched.world_size} ranks were started"
+    if launched.world_size != (settings.num_ranks if settings.num_shard else launched.world_size):
+        cause = f"{settings.num_ranks} ranks, but {launched.world_size} ranks were started"
         raise SettingError("num_shard", f"{cause} (by torchrun, MPI or Slurm)")
     return [launched]
 

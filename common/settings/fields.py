@@ -164,6 +164,8 @@ class SettingFields(BaseModel):
     """`serve` keeps a process that is ready to become the next gateway (default: where memory allows)"""
     num_shard: Processes | None = None
     """ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)"""
+    pipeline_parallel_size: Processes = 1
+    """stages that each have some of a model's layers; ranks are NUM_SHARD times as many"""
     sharded: bool | None = None
     """true: several ranks run one model together (default: as NUM_SHARD says)"""
     nnodes: Processes = 1

@@ -62,10 +62,10 @@ class Settings(SettingFields):
             raise SettingError(
                 "worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})"
             )
-        if None not in (self.sharded, self.num_shard) and self.sharded != (self.num_shard != 1):
+        if None not in (self.sharded, self.num_shard) and self.sharded != (self.num_ranks != 1):
             raise SettingError(
                 "sharded",
-                f"{str(self.sharded).lower()} and {self.num_shard} ranks (NUM_SHARD) contradict each other",
+                f"{str(self.sharded).lower()} and {self.num_ranks} ranks (NUM_SHARD) contradict each other",
             )
         self.check_tokens()
         if self.rope_scaling and self.rope_factor is None:
@@ -101,6 +101,11 @@ class Settings(SettingFields):
             raise SettingError(
                 "max_total_tokens", f"{tokens} is more than MAX_BATCH_TOTAL_TOKENS ({limit}) allows"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that run one model together, as far as NUM_SHARD says: it may be the number of GPUs."""
+        return (self.num_shard or 1) * self.pipeline_parallel_size
 
     @property
     def weights(self) -> dict[str, float]:

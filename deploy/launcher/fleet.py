@@ -144,12 +144,14 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     suffices not even for a worker without a model, PRELOAD_WORKER can still demand one. `worker_bytes`:
     memory of a worker that has loaded the model; 0: not known, as on macOS.
     """
-    num_ranks = -(-(settings.num_shard or 1) // settings.nnodes)
+    num_ranks = -(-settings.num_ranks // settings.nnodes)
     may_load = num_ranks == settings.nnodes == 1 and not prepare.caches_on_gpu(settings) and worker_bytes > 0
     if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
         return [PRELOAD_FLAG, LOAD_FLAG]
     return (
-        [PRELOAD_FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []
+        [PRELOAD_FLAG]
+        if settings.preload_worker or fits_in_memory(settings, settings.num_ranks * RANK_BYTES)
+        else []
     )
 
 

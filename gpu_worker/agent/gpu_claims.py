@@ -26,13 +26,14 @@ def visible_gpus() -> list[str]:
 def num_ranks(settings: Settings) -> int:
     """Return how many ranks run the model together. Raises SettingError."""
     if settings.num_shard is None and settings.sharded:
-        if (count := len(usable_gpus(settings)) * settings.nnodes) > 1:
-            return count
+        stages, count = settings.pipeline_parallel_size, len(usable_gpus(settings)) * settings.nnodes
+        if count >= max(2, stages):
+            return count - count % stages
         raise SettingError(
             "sharded",
             f"true, but this worker sees {plural(count, 'GPU')}; NUM_SHARD says how many ranks run without",
         )
-    return settings.num_shard or 1
+    return settings.num_ranks
 
 
 def usable_gpus(settings: Settings) -> list[str]:
@@ -53,7 +54,12 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
         return {}  # with DEVICE=cuda the engine reports the fault
     if count > len(gpus):
         here = " on each machine (NNODES)" if settings.nnodes > 1 else ""
-        raise SettingError("num_shard", f"{count}{here}, but this worker sees {plural(len(gpus), 'GPU')}")
+        cause = f"{here}, but this worker sees {plural(len(gpus), 'GPU')}"
+        if (stages := settings.pipeline_parallel_size) > 1:
+            raise SettingError(
+                "pipeline_parallel_size", f"{stages}, which makes {plural(count, 'rank')}{cause}"
+            )
+        raise SettingError("num_shard", f"{count}{cause}")
     folder = Path(settings.gpu_locks)
     held: dict[str, IO[str]] = {}
     for place in range(int(1 / settings.cuda_memory_fraction)):

@@ -27,7 +27,7 @@ from gpu_worker.engine.cuda.graphs import (
     graph_sizes,
     make_capture,
 )
-from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, sample_requests
+from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, StepSamples, sample_requests
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.model.model import LoadedModel
@@ -80,6 +80,7 @@ class Engine:
             prefix_caching=self.prefix_caching,
             make_proposer=partial(make_proposer, settings.speculate),
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
+            num_micro_batches=communicator.num_stages,
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"
@@ -133,7 +134,7 @@ class Engine:
         """Measure the speed → the engine's capacity."""
         loaded = self.loaded
         shape = loaded.context, loaded.vocab_size, self.block_size
-        token_ms = warmup.token_ms(self.forward, *shape, loaded.device)
+        token_ms = self.measure_token_ms(*shape)
         most = warmup.max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
         tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
         return Ready(
@@ -150,6 +151,10 @@ class Engine:
             prefix_caching=self.prefix_caching,
             vocab_size=loaded.vocab_size,
         )
+
+    def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
+        """ms of one prompt token, in a step of many."""
+        return warmup.token_ms(self.forward, context, vocab_size, block_size, self.loaded.device)
 
     def apply(self, grant: Grant) -> None:
         """Apply a grant. Granted blocks start as zeros: no earlier row's values may reach the products."""
@@ -191,26 +196,26 @@ class Engine:
             self.loaded.cache.copy(self.rows.take_copies())
         if before:
             self.pace.on_launch(before.is_done)
-        elif not self.communicator.rank:
+        elif self.communicator.samples:
             self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        """Launch the sampling of a step. Rank 0 samples, and the other ranks take its tokens."""
+        """Launch the sampling of a step. One rank samples, and the others take its tokens."""
         if launched is None:
             return None
         logits, slices = launched.logits, launched.slices
         requests = sample_requests(slices)
-        if not self.communicator.rank:
+        if self.communicator.samples:
             self.matchers.finish_masks(requests)
         output = (
-            empty_output(len(requests), 0, self.loaded.device)
-            if self.communicator.rank
-            else sample(select_sample_logits(logits, slices), requests)
+            sample(select_sample_logits(logits, slices), requests)
+            if self.communicator.samples
+            else empty_output(len(requests), 0, self.loaded.device)
         )
-        self.communicator.broadcast_tensor(output.ids)
-        copied = [] if self.communicator.rank else copy_logits(logits, slices)
+        self.share(output.ids)
+        copied = copy_logits(logits, slices) if self.communicator.samples else []
         beams = self.score_beams(launched, requests) if self.rows.groups else None
         return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
 
@@ -222,22 +227,32 @@ class Engine:
         if not steps:
             return None
         logits = select_sample_logits(launched.logits, launched.slices)
-        return score_beams(logits, requests, steps, self.communicator)
+        scores = score_beams(logits, requests, steps, self.communicator.samples)
+        self.share(scores.places)
+        self.share(scores.scores)
+        return scores
+
+    def share(self, sampled: torch.Tensor) -> None:
+        """Give all ranks what one of them has sampled, [...] of any dtype, in place."""
+        self.communicator.broadcast_tensor(sampled)
 
     def collect(self, in_flight: InFlightStep) -> float:
         """Read a step → its duration in ms."""
-        samples = in_flight.read()
+        self.take(in_flight.slices, in_flight.read())
+        self.collected_step = in_flight.number
+        return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
+
+    def take(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
+        """Give the rows what a step sampled."""
         self.rows.collect(
-            in_flight.slices,
+            slices,
             samples.ids,
             samples.logprobs,
             samples.top_logprobs,
             samples.prompt_logprobs,
             samples.candidates,
         )
-        self.rows.result.logits += (piece for copied in in_flight.logits for piece in copied.pieces())
-        self.collected_step = in_flight.number
-        return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
+        self.rows.result.logits += samples.logits
 
     def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward` without the rows for which it raises: they fail, and are removed from `slices`.

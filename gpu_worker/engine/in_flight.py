@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgpack
 import torch
 
 from gpu_worker.engine.batch.beam_search import Candidate
@@ -102,6 +103,7 @@ class StepSamples:
         top_logprobs: by the place of the sample in `ids`.
         prompt_logprobs: of the slices that ask for them, in order.
         candidates: continuations of beams, by the number of their search.
+        logits: pieces of those that rows return: (row, first position, little-endian values).
     """
 
     ids: list[int]
@@ -109,6 +111,35 @@ class StepSamples:
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     candidates: dict[int, list[Candidate]] = field(default_factory=dict)
+    logits: list[tuple[int, int, bytes]] = field(default_factory=list)
+
+
+def pack_samples(samples: StepSamples) -> bytes:
+    """Pack what a step sampled, for another rank."""
+    data: bytes = msgpack.packb(
+        (
+            samples.ids,
+            samples.logprobs,
+            samples.top_logprobs,
+            samples.prompt_logprobs,
+            samples.candidates,
+            samples.logits,
+        )
+    )
+    return data
+
+
+def unpack_sent_samples(data: bytes) -> StepSamples:
+    """Unpack what another rank sampled."""
+    ids, logprobs, tops, prompts, candidates, logits = msgpack.unpackb(data, strict_map_key=False)
+    return StepSamples(
+        ids,
+        logprobs,
+        {place: TopLogprobs(*top) for place, top in tops.items()},
+        [PromptLogprobs(*prompt) for prompt in prompts],
+        {number: [Candidate(*one) for one in found] for number, found in candidates.items()},
+        [(row, position, values) for row, position, values in logits],
+    )
 
 
 class InFlightStep:
@@ -157,7 +188,9 @@ class InFlightStep:
             self.copied.synchronize()
         prompts = [pack_logprobs(prompt) for prompt in self.prompts]
         candidates = self.beams.candidates() if self.beams else {}
-        return replace(unpack_samples(self.output, self.requests, prompts), candidates=candidates)
+        logits = [piece for copied in self.logits for piece in copied.pieces()]
+        samples = unpack_samples(self.output, self.requests, prompts)
+        return replace(samples, candidates=candidates, logits=logits)
 
 
 def copy_to_host(output: SamplerOutput) -> SamplerOutput:

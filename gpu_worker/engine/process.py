@@ -131,9 +131,12 @@ def run(settings: Settings, info: RankInfo, link: AgentLink, loaded: Any, links:
     from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
+    from gpu_worker.engine.pipeline import PipelineEngine
 
-    communicator = Communicator(info, links)
-    engine = Engine(settings, lambda text: link.send(LoadProgress(text)), communicator, loaded)
+    communicator = Communicator(info, links, settings.pipeline_parallel_size)
+    engine = (PipelineEngine if communicator.num_stages > 1 else Engine)(
+        settings, lambda text: link.send(LoadProgress(text)), communicator, loaded
+    )
     gc.freeze()
     gc.enable()
     link.send(engine.ready)

@@ -30,6 +30,7 @@ from gpu_worker.protocol import UnservableModel
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
+ACROSS_STAGES = "from those before them, which may be in another stage (PIPELINE_PARALLEL_SIZE)"
 DEFAULT_WINDOW = 4096
 """A mask without a window is compared with a causal one up to twice this many tokens."""
 
@@ -113,9 +114,12 @@ class AttentionRecorder:
         return attend_to_nothing(query, key, value), None
 
 
-def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, LayerSpec]:
-    """Run `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype;
-    return the model's attention modules in the order of their calls, and what each keeps of a token.
+def probe_attention(
+    model: Any, forward: Callable[[], torch.Tensor], part: slice = slice(None)
+) -> dict[Any, LayerSpec]:
+    """Run `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype, or
+    hidden states where the model is a `part` of the layers of its config; return the attention modules in the
+    order of their calls, and what each keeps of a token.
 
     Raises:
         UnservableModel: the paged cache does not allow the model's attention, or its tokens see each other by
@@ -136,24 +140,28 @@ def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any
     finally:
         poison.remove()
         register()
-    check_probe(model, recorder.layers, logits)
+    check_probe(model, recorder.layers, logits, part)
     return recorder.layers
 
 
-def check_probe(model: Any, layers: Mapping[Any, LayerSpec], logits: torch.Tensor) -> None:
-    """Judge a probe. `logits` [1, PROBE_TOKENS, vocabulary], any dtype, of a forward whose first token was
-    poisoned. Raises UnservableModel.
+def check_probe(
+    model: Any, layers: Mapping[Any, LayerSpec], logits: torch.Tensor, part: slice = slice(None)
+) -> None:
+    """Judge a probe. `logits` [1, PROBE_TOKENS, vocabulary] or hidden states, any dtype, of a forward whose
+    first token was poisoned. Raises UnservableModel.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_layers = len(range(model.config.get_text_config().num_hidden_layers)[part])
     if len(layers) != num_layers:
         raise UnservableModel(f"{len(layers)} of its {num_layers} layers have attention that can be paged")
     if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in layers):
         raise UnservableModel("its attention counts tokens by a cache of its own")
-    for layer, window in zip(layers.values(), cached_windows(model.config), strict=False):
+    for layer, window in zip(layers.values(), cached_windows(model.config)[part], strict=False):
         if window not in (None, layer.spec.window):
             raise UnservableModel(
                 f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
             )
+    if part.start and logits[0].isnan().any(-1).all():
+        raise UnservableModel(f"its layers take more than hidden states {ACROSS_STAGES}")
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (PROBE_TOKENS - 1):
         raise UnservableModel("its tokens see each other by other ways than attention")
 

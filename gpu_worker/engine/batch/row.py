@@ -51,6 +51,7 @@ class Row:
         class_index: the lower, the sooner its prompt is computed.
         num_passed: steps since its prompt was the first to be computed.
         beams: it belongs to a beam search (beam_group.py); None to none.
+        launched_step: the last step launched with this row.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Row:
     class_index: int = 0
     num_passed: int = 0
     beams: BeamParams | None = None
+    launched_step: int = 0
 
     @classmethod
     def of(
@@ -143,8 +145,9 @@ class Row:
         most = min(room, self.max_new_tokens - self.index - 1)
         return self.proposer.propose(most, self.num_unread) if self.proposer and most > 0 else ()
 
-    def go_on(self, kv_len: int, num_samples: int) -> None:
+    def go_on(self, kv_len: int, num_samples: int, step: int) -> None:
         """Advance after the launch of a step."""
+        self.launched_step = step
         self.kv_len = kv_len
         self.index += num_samples
         self.num_unread += num_samples

@@ -2,6 +2,9 @@
 
 A step has two ends: `launch` chooses the rows and advances lengths, `collect` takes the sampled ids. One more
 step may be launched between the two, since `launch` does not need the ids.
+
+With micro-batches a step is launched in several parts, each with a share of the rows: a row is in one part at
+most, and in none before its last token is read. Each part is collected by itself.
 """
 
 import sys
@@ -84,7 +87,8 @@ class Rows:
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
-        max_decoded: most tokens of one step that are of rows that decode, or proposals.
+        max_decoded: most tokens of one launch that are of rows that decode, or proposals.
+        num_micro_batches: into how many launches the rows that decode are divided.
         make_stop_text: looks for the stop strings of beams.
         groups: beam searches, by the number of their row.
         copies: blocks that must be copied before the step just launched is computed.
@@ -101,6 +105,7 @@ class Rows:
     prefix_caching: bool = False
     make_proposer: ProposerFactory | None = None
     max_decoded: int = sys.maxsize
+    num_micro_batches: int = 1
     make_stop_text: StopTextFactory = no_stop_text
     groups: dict[int, BeamGroup] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -151,15 +156,15 @@ class Rows:
         return blocks
 
     def launch(self) -> list[RowSlice]:
-        """Launch the next step → its slices, arranged; empty if no step may or can run. It must not be called
-        while an unread step `is_unsure`.
+        """Launch the next step, or the next micro-batch of one → its slices, arranged; empty if none may or
+        can run. Without micro-batches it must not be called while an unread step `is_unsure`.
         """
-        if self.step >= self.grant.until:
-            return []
-        slices = arrange(self.schedule_slices())
-        self.step += bool(slices)
+        slices = arrange(self.schedule_slices(self.step)) if self.num_micro_batches > 1 else []
+        if not slices and self.step < self.grant.until:
+            slices = arrange(self.schedule_slices(self.step + 1))
+            self.step += bool(slices)
         for row_slice in slices:
-            row_slice.row.go_on(row_slice.kv_len, row_slice.num_samples)
+            row_slice.row.go_on(row_slice.kv_len, row_slice.num_samples, self.step)
         place_samples(slices)
         return slices
 
@@ -177,11 +182,12 @@ class Rows:
             self.finish(self.rows[number], "forward")
         place_samples(computed)
 
-    def schedule_slices(self) -> list[RowSlice]:
-        """Choose what the next step computes: a token of each row that decodes and its proposals, then chunks
-        of prompts up to the budgets. Rows after the first `max_rows` stand by.
+    def schedule_slices(self, step: int) -> list[RowSlice]:
+        """Choose what is launched next, as a part of this step: a token of each row that decodes and its
+        proposals, then chunks of prompts up to the budgets. Rows after the first `max_rows` stand by.
         """
         slices, prompts, places = [], [], self.grant.max_rows or sys.maxsize
+        decodes_left = self.micro_batch_size()
         spare = max(0, self.max_decoded - min(self.num_places, places))
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens:
@@ -190,17 +196,19 @@ class Rows:
                 break
             places -= row.num_places
             room = len(row.blocks) * self.block_size - row.kv_len
-            if not row.is_ready or room <= 0:
+            if not row.is_ready or room <= 0 or not self.may_launch(row, step):
                 continue
             if row.kv_len < len(row.ids):
                 prompts.append(row)
-            elif row.beams:
+            elif row.beams and decodes_left:
+                decodes_left -= 1
                 slices += self.schedule_group(self.groups[row.number])
-            else:
+            elif decodes_left:
+                decodes_left -= 1
                 slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
                 spare -= len(slices[-1].proposed)
         budget = (self.grant.mixed_prefill_tokens if slices else 0) or self.grant.prefill_tokens
-        line = line_up(prompts, self.step + 1)
+        line = line_up(prompts, step)
         slices += chunks(line, self.block_size, budget, self.max_scored_tokens)
         return slices
 
@@ -218,6 +226,26 @@ class Rows:
         """Return the blocks that must be copied before the step just launched is computed."""
         copies, self.copies = self.copies, []
         return copies
+
+    def micro_batch_size(self) -> int:
+        """How many rows that decode the next launch may have: a share of all, so that the others are left for
+        the launches beside it.
+        """
+        if self.num_micro_batches == 1:
+            return sys.maxsize
+        decoding = sum(
+            row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens
+            for row in self.rows.values()
+        )
+        return -(-decoding // self.num_micro_batches)
+
+    def may_launch(self, row: Row, step: int) -> bool:
+        """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
+        if self.num_micro_batches == 1:
+            return True
+        if row.beams:
+            return (self.groups[row.number].rows or [row])[0].launched_step < step
+        return row.launched_step < step and not row.num_unread
 
     def collect(
         self,

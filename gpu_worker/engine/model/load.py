@@ -41,6 +41,7 @@ from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import TpPlan
+from gpu_worker.engine.parallel.stage_model import WHOLE, Stage, checked_layers, learn_form
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.protocol import UnservableModel, first_cause
@@ -71,16 +72,20 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}{threads}")
     try:
         if communicator.world_size > 1:
-            model, plan = read_shard(path, config, dtype, device, settings, communicator)
+            model, plan, stage = read_shard(path, config, dtype, device, settings, communicator)
         else:
             model, plan = read_weights(path, config, dtype, device, settings), TpPlan({}, {})
+            stage = WHOLE
         blocks = read_blocks(path, config, model, device, settings)
         keep_latents(model)
-        use_fp8(model, path, config, device, settings, plan.shards, communicator.rank)
-        optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.rank))
+        use_fp8(model, path, config, device, settings, plan.shards, communicator.tp_rank)
+        optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.tp_rank))
         connect_shards(model, plan, communicator)
         page_attention(model)
-        layers = probe_attention(model, lambda: probe_forward(model, device))
+        learn_form(model, stage, lambda: probe_forward(model, stage, device))
+        layers = probe_attention(
+            model, lambda: probe_forward(model, stage, device), stage.part_of(config.num_hidden_layers)
+        )
         if settings.kv_cache_dtype in FLOATS8 and not settings.makes_weights:
             layers = scale_layers(model, path, layers)
     except KeyError as error:  # model code that looks attention up in a table of its own
@@ -88,7 +93,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
         raise cannot_serve(settings.model_id, cause) from error
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
-    loaded = assemble(settings, path, config, model, layers, dtype, device)
+    loaded = assemble(settings, path, config, model, layers, dtype, device, stage)
     loaded.attach(0)
     num_blocks = count_blocks(
         settings, loaded.geometry, device, communicator, lambda: peak_bytes(loaded, settings)
@@ -112,6 +117,7 @@ def assemble(
     layers: dict[Any, LayerSpec],
     dtype: torch.dtype,
     device: torch.device,
+    stage: Stage,
 ) -> LoadedModel:
     """The model with its attention backend and rotary modules, still without a cache."""
     block_size = settings.block_size or BLOCK_SIZES[device.type]
@@ -133,6 +139,7 @@ def assemble(
         eos_ids=model_config.eos_ids(path, tokenizer),
         vocab_size=config.vocab_size,
         recompute_length=rope.recompute_length(model),
+        stage=stage,
     )
 
 
@@ -204,13 +211,15 @@ def report_progress(progress: model_files.Progress) -> None:
     transformers_logging.set_tqdm_hook(lambda _, args, options: bar_of(*args, **options))
 
 
-def probe_forward(model: Any, device: torch.device) -> torch.Tensor:
-    """→ logits [1, PROBE_TOKENS, vocabulary], any dtype"""
+def probe_forward(model: Any, stage: Stage, device: torch.device) -> torch.Tensor:
+    """→ logits [1, PROBE_TOKENS, vocabulary], in a stage before the last hidden states [1, PROBE_TOKENS,
+    hidden]; of any dtype. The first of the states that a stage would receive is NaN.
+    """
     positions = torch.arange(PROBE_TOKENS, device=device)[None]
-    logits: torch.Tensor = model(
-        input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False
-    ).logits
-    return logits
+    stage.try_out(model, PROBE_TOKENS, device)
+    stage.states[:, :1] = torch.nan
+    with checked_layers(stage):
+        return stage.run(model, input_ids=torch.zeros_like(positions), position_ids=positions)
 
 
 def threads_of(settings: Settings, communicator: Communicator) -> int:

@@ -12,6 +12,7 @@ from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import PerTokenRope
+from gpu_worker.engine.parallel.stage_model import Stage
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class LoadedModel:
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
         recompute_length: a sequence beyond this length needs every K computed anew.
+        stage: which part of the model this is.
         cache: set by `attach`.
     """
 
@@ -37,14 +39,18 @@ class LoadedModel:
     eos_ids: list[int]
     vocab_size: int
     recompute_length: int | None
+    stage: Stage
     cache: KVCache = field(init=False)
 
     @property
     def capturable(self) -> bool:
         """Whether steps in which all rows decode can be captured as CUDA graphs: within the model they need
-        nothing from the host but ids, positions and tables.
+        nothing from the host but ids, positions and tables. Steps of several stages are not captured.
         """
-        return self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
+        is_whole = self.stage.num_stages == 1
+        return (
+            is_whole and self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
+        )
 
     @property
     def can_share_blocks(self) -> bool:
@@ -60,8 +66,15 @@ class LoadedModel:
         attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
 
     @torch.inference_mode()
-    def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Compute a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
+    def forward(self, inputs: Inputs, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype;
+        in a stage before the last: hidden states [tokens, hidden]. `states` [1, tokens, hidden] come from the
+        stage before this one; without them the step is a trial.
+        """
+        if states is None:
+            self.stage.try_out(self.model, inputs.ids.shape[1], self.device)
+        else:
+            self.stage.states = states
         self.backend.prepare_forward(inputs)
         for rope in self.ropes:
             rope.lengths = inputs.lengths
@@ -97,8 +110,4 @@ class LoadedModel:
         """ids and positions int64 [1, tokens]; kept int64 [positions], or 0 for all → logits [kept,
         vocabulary]
         """
-        output = self.model(
-            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, return_dict=True
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return self.stage.run(self.model, input_ids=ids, position_ids=positions, logits_to_keep=kept)[0]

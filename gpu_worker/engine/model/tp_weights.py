@@ -1,5 +1,6 @@
-"""Weights of one rank (tensor parallel): reads a rank's part of every tensor from the checkpoint."""
+"""Weights of one rank: reads the tensors of its stage from the checkpoint, and of each the rank's part."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ from gpu_worker.engine.model.weights import (
 )
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import Interval, TensorShards, TpPlan, make_tp_plan
+from gpu_worker.engine.parallel.stage_model import WHOLE, Stage, make_stage, staged_class
+from gpu_worker.engine.parallel.stages import StagePlan, make_stage_plan
 from gpu_worker.engine.parallel.tp_model import sharded_class
 from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors
 from gpu_worker.protocol import UnservableModel
@@ -66,35 +69,79 @@ def read_shard(
     device: torch.device,
     settings: Settings,
     communicator: Communicator,
-) -> tuple[Any, TpPlan]:
-    """This rank's part of a model, on the device that `read_weights` leaves it on, and how all parts belong
-    together. Raises as `read_weights`, and UnservableModel.
+) -> tuple[Any, TpPlan, Stage]:
+    """This rank's part of a model, on the device that `read_weights` leaves it on, how the parts of its stage
+    belong together, and the stage. Raises as `read_weights`, and UnservableModel.
     """
-    rank, world_size = communicator.rank, communicator.world_size
+    rank, num_stages = communicator.tp_rank, communicator.num_stages
     method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
     if method and method not in METHODS:
+        setting = ("num_shard", communicator.tp_size)
+        if communicator.tp_size == 1:
+            setting = ("pipeline_parallel_size", num_stages)
         raise SettingError(
-            "num_shard",
-            f"{world_size}, but {settings.model_id} is quantised ({method}), and its weights cannot be split",
+            setting[0],
+            f"{setting[1]}, but {settings.model_id} is quantised ({method}), and its weights cannot be split",
         )
     if not settings.makes_weights:
         config = without_quantization(config)
     whole = meta_model(config, settings)
-    plan = make_tp_plan(whole, world_size)
-    part = sharded_class(type(whole), plan.shards, rank)
+    plan = make_tp_plan(whole, communicator.tp_size) if communicator.tp_size > 1 else TpPlan({}, {})
+    part, stage = sharded_class(type(whole), plan.shards, rank), WHOLE
+    own_tensors: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    if num_stages > 1:
+        stages = make_stage_plan(whole, num_stages)
+        stage = make_stage(stages, communicator.stage)
+        part = staged_class(part, stages, stage)
+        plan = own_plan(plan, stages, stage)
+        config = untied(config)
+        own_tensors = partial(stage_tensors, model=whole, plan=stages, stage=stage)
     if settings.makes_weights:
-        model = make_dummy_model(part, config, dtype, device, settings, seed=rank)
+        model = make_dummy_model(part, config, dtype, device, settings, seed=communicator.rank)
         equalize_replicas(model, plan, communicator)
-        return model, plan
+        return model, plan, stage
     check_files(path, settings.model_id, is_plain=method is None)
-    tensors = dict(rank_tensors(read_tensors(path, quantization), whole, plan.shards, rank))
+    tensors = dict(rank_tensors(own_tensors(read_tensors(path, quantization)), whole, plan.shards, rank))
     source = partial(part.from_pretrained, None, config=config)
     model = load_pretrained(source, settings, dtype=dtype, state_dict=tensors)
-    return model if method else model.to(device), plan
+    return model if method else model.to(device), plan, stage
+
+
+def own_plan(plan: TpPlan, stages: StagePlan, stage: Stage) -> TpPlan:
+    """What concerns the parameters of one stage."""
+    has = partial(stages.has, stage.number)
+    return TpPlan(
+        {name: shards for name, shards in plan.shards.items() if has(name)},
+        {name: style for name, style in plan.styles.items() if has(f"{name}.")},
+    )
+
+
+def untied(config: Any) -> Any:
+    """A copy of a config that describes a head of its own: embedding and head are in different stages."""
+    own = copy.deepcopy(config)
+    own.tie_word_embeddings = False
+    return own
+
+
+def stage_tensors(tensors: Mapping[str, Any], model: Any, plan: StagePlan, stage: Stage) -> dict[str, Any]:
+    """The checkpoint's tensors that a stage of `model` has, [...] of the file's dtype; none is read yet. The
+    head of a model whose head is its embedding is that tensor in the last stage.
+    """
+    find, head = parameter_finder(model), f"{plan.head}.weight"
+    own = {}
+    for key, tensor in tensors.items():
+        name, _ = find(key)
+        if plan.is_tied and name == head:
+            continue
+        if plan.has(stage.number, name):
+            own[key] = tensor
+        if plan.is_tied and stage.is_last and name == f"{plan.embedding}.weight":
+            own[head] = tensor
+    return own
 
 
 def equalize_replicas(model: Any, plan: TpPlan, communicator: Communicator) -> None:
-    """Copy rank 0's values of every parameter that each rank holds whole."""
+    """Copy the values of the stage's first rank of every parameter that each of its ranks holds whole."""
     for name, parameter in model.named_parameters():
         if name not in plan.shards:
             communicator.broadcast_tensor(parameter.data)

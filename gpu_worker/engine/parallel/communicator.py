@@ -1,5 +1,5 @@
 """Communicator: what the ranks of a worker send each other. Tensors go by gloo on CPU and by NCCL on CUDA,
-grants by gloo.
+grants and samples by gloo.
 """
 
 import contextlib
@@ -8,7 +8,9 @@ import os
 import socket
 import struct
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common.rank import LOOPBACK, RankInfo
+from common.settings.settings import SettingError
 from gpu_worker.engine.parallel.rank_links import RankLinks
 from gpu_worker.engine.parallel.rendezvous import RendezvousFailed, connect_ranks
 from gpu_worker.protocol import FrameDecoder, Grant, encode
@@ -24,61 +27,108 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 SIOCGIFADDR = 0x8915
 FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
+GRANTS, STATES, SAMPLES = 1, 2, 3
+"""Tags of messages between two ranks: messages of one tag arrive in order."""
+LENGTH = struct.Struct("<q")
+HEAD_BYTES = 2048
+"""Size of the first message of bytes, which receivers expect before they know how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor that a rank will send into `buffer` [...] of any dtype."""
+
+    work: Any
+    buffer: torch.Tensor
+    rank: int
+    tag: int
+
+    def wait(self) -> torch.Tensor:
+        """→ the buffer, filled. On CUDA only the device waits."""
+        self.work.wait()
+        return self.buffer
 
 
 class Communicator:
-    """One rank's end. Rank 0 receives the grants and samples; the other ranks apply and launch the same, step
-    by step. Tensors have any shape [...] and dtype, the same on all ranks unless a method says otherwise.
+    """One rank's end. Rank 0 receives the grants; the other ranks apply and launch the same, step by step.
+    Tensors have any shape [...] and dtype, the same on all ranks unless a method says otherwise.
 
-    Rank 0 samples for all. If each rank sampled for itself, all would choose the same token only if they
-    computed the same bits, and ranks may run on processors of different kinds.
+    The ranks of a stage are neighbours (tensor parallel). One rank samples for all, the first of the last
+    stage. If each rank sampled for itself, all would choose the same token only if they computed the same
+    bits, and ranks may run on processors of different kinds.
+
+    Attributes:
+        tp_rank, tp_size: among the ranks of this stage.
+        stage, num_stages: of a pipeline.
+        group: the ranks of this stage; None if these are all.
+        grants: the next grants of rank 0, on other ranks, once some have come.
+        unfinished: what was sent in the last rounds, with the tensors that must stay until it is over.
     """
 
-    def __init__(self, info: RankInfo, links: RankLinks | None = None) -> None:
+    def __init__(self, info: RankInfo, links: RankLinks | None = None, num_stages: int = 1) -> None:
         """Return when all ranks are connected. `links`: those of this rank, if it has them already. Raises
         RendezvousFailed, SettingError.
         """
+        if info.world_size % num_stages:
+            raise SettingError(
+                "pipeline_parallel_size", f"{num_stages} does not divide the {info.world_size} ranks"
+            )
         self.info = info
         self.rank = info.rank
         self.world_size = info.world_size
+        self.num_stages = num_stages
+        self.tp_size = info.world_size // num_stages
+        self.stage, self.tp_rank = divmod(info.rank, self.tp_size)
         self.links = links
+        self.group: Any = None
+        self.grants: Expected | None = None
+        self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
         if self.world_size > 1:
             self.links = links or connect_ranks(info)
             join_process_group(self.links)
+        if self.num_stages > 1 and self.tp_size > 1:
+            groups = [dist.new_group(self.ranks_of(stage)) for stage in range(num_stages)]
+            self.group = groups[self.stage]
 
     def exchange(self, message: Any) -> list[Any]:
         """The messages of all ranks, which are JSON, by rank."""
         return self.links.exchange(message) if self.links else [message]
 
-    # Tensors: the same on all ranks afterwards.
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples for all."""
+        return self.rank == self.sampler
+
+    @property
+    def sampler(self) -> int:
+        """The rank that samples."""
+        return self.world_size - self.tp_size
+
+    def ranks_of(self, stage: int) -> list[int]:
+        return list(range(stage * self.tp_size, (stage + 1) * self.tp_size))
+
+    # Tensors: the same on all ranks of a stage afterwards.
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
-        dist.all_reduce(tensor)
+        """The sum over all ranks of the stage, in place."""
+        dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The ranks' tensors next to each other in the last dimension, in which rank r's has `sizes[r]`
-        entries.
+        """The tensors of the stage's ranks next to each other in the last dimension, in which rank r's has
+        `sizes[r]` entries.
         """
         padded = torch.nn.functional.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """What rank 0 has, in place."""
-        if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, 0)
+        """What the stage's first rank has, in place."""
+        if self.tp_size > 1 and tensor.numel():
+            dist.broadcast(tensor, self.rank - self.tp_rank, group=self.group)
 
-    def broadcast_ints(self, values: Sequence[int]) -> list[int]:
-        """Return rank 0's values; other ranks pass the same number of any values."""
-        if self.world_size == 1 or not values:
-            return list(values)
-        tensor = torch.tensor(values)
-        dist.broadcast(tensor, 0)
-        received: list[int] = tensor.tolist()
-        return received
+    # Integers, of all ranks.
 
     def all_reduce_min(self, value: int) -> int:
         return self.reduce_int(value, dist.ReduceOp.MIN)
@@ -92,25 +142,71 @@ class Communicator:
             dist.all_reduce(tensor, operation)
         return int(tensor)
 
+    # From rank to rank. A sender does not wait: its next step may run before the receiver is there.
+
+    def send_states(self, states: torch.Tensor) -> None:
+        """Send hidden states [1, tokens, hidden] to the same place in the next stage."""
+        self.send(states.contiguous(), self.rank + self.tp_size, STATES)
+
+    def expect_states(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Expected":
+        """Expect hidden states [*shape] of the stage before this one."""
+        return self.expect(torch.empty(*shape, dtype=dtype, device=device), self.rank - self.tp_size, STATES)
+
+    def expect(self, buffer: torch.Tensor, rank: int, tag: int) -> "Expected":
+        """Take a tensor as soon as a rank sends it: what is expected in time is not asked for."""
+        return Expected(dist.irecv(buffer, rank, tag=tag), buffer, rank, tag)
+
+    def expect_bytes(self, rank: int, tag: int) -> "Expected":
+        return self.expect(torch.empty(HEAD_BYTES, dtype=torch.uint8), rank, tag)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self.unfinished[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
+
+    def send_to_all(self, data: bytes, tag: int) -> None:
+        """Send bytes to all other ranks: their number and the first of them, then the rest."""
+        head = LENGTH.pack(len(data)) + data[: HEAD_BYTES - LENGTH.size]
+        parts = [head.ljust(HEAD_BYTES), data[HEAD_BYTES - LENGTH.size :]]
+        tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+        for rank in range(self.world_size):
+            for tensor in tensors if rank != self.rank else ():
+                self.send(tensor, rank, tag)
+
+    def receive_bytes(self, expected: "Expected") -> bytes:
+        """Wait for bytes that a rank sent to all."""
+        head = expected.wait().numpy().tobytes()
+        (size,) = LENGTH.unpack_from(head)
+        left = size - (HEAD_BYTES - LENGTH.size)
+        if left <= 0:
+            return head[LENGTH.size : LENGTH.size + size]
+        rest = torch.empty(left, dtype=torch.uint8)
+        return head[LENGTH.size :] + self.expect(rest, expected.rank, expected.tag).wait().numpy().tobytes()
+
+    def begin_round(self) -> None:
+        """Forget what was sent so long ago that all ranks must have it: a step is read by all before as many
+        others are launched as there are stages.
+        """
+        self.unfinished.append([])
+        while len(self.unfinished) > self.num_stages + 2:
+            for work, _ in self.unfinished.popleft():
+                work.wait()
+
     # Grants: what rank 0 applies before a step, all others apply before theirs.
 
     def broadcast_grants(self, grants: Iterable[Grant]) -> list[Grant]:
         """Rank 0's part. Returns the grants."""
         grants = list(grants)
         if self.world_size > 1:
-            data = b"".join(map(encode, grants))
-            if self.broadcast_ints([len(data)])[0]:
-                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+            self.begin_round()
+            self.send_to_all(b"".join(map(encode, grants)), GRANTS)
         return grants
 
     def receive_grants(self) -> Iterator[Grant]:
         """The other ranks' part; waits for rank 0."""
-        [size] = self.broadcast_ints([0])
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if size:
-            dist.broadcast(buffer, 0)
+        self.begin_round()
+        data = self.receive_bytes(self.grants or self.expect_bytes(0, GRANTS))
+        self.grants = self.expect_bytes(0, GRANTS)
         frames = FrameDecoder()
-        frames.feed(buffer.numpy().tobytes())
+        frames.feed(data)
         for frame in frames:
             assert isinstance(frame, Grant)
             yield frame

@@ -54,7 +54,7 @@ def shrink_parameters(model: Any, shards: Mapping[str, TensorShards], rank: int)
 
 def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None:
     """Make the ranks' parts compute what the whole model would, by the styles of transformers' plan."""
-    rank = communicator.rank
+    rank = communicator.tp_rank
     for name, style in plan.styles.items():
         module = model.get_submodule(name)
         shards = plan.shards.get(f"{name}.weight")

@@ -14,7 +14,6 @@ from gpu_worker.engine.batch.beam_search import BeamSearch, Candidate
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.sampling.penalties import adjust_scores
 
 
@@ -75,12 +74,12 @@ def score_beams(
     logits: torch.Tensor,
     requests: Sequence[SampleRequest | None],
     steps: Sequence[SearchStep],
-    communicator: Communicator,
+    samples: bool,
 ) -> BeamScores:
     """logits float [rows, vocabulary] and requests of all samples of a step → the continuations of its
-    searches. Rank 0 finds them, and the other ranks take them.
+    searches; room for those of another rank if this one does not sample.
     """
-    if communicator.rank:
+    if not samples:
         size = sum(step.num_found for step in steps)
         places = torch.zeros((2, size), dtype=torch.int64, device=logits.device)
         scores = torch.zeros((2, size), dtype=torch.float32, device=logits.device)
@@ -90,8 +89,6 @@ def score_beams(
             for step in steps
         ]
         places, scores = (torch.cat(columns, 1) for columns in zip(*found, strict=True))
-    communicator.broadcast_tensor(places)
-    communicator.broadcast_tensor(scores)
     return BeamScores(steps, places, scores)
 
 

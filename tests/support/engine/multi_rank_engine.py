@@ -1,8 +1,8 @@
 """An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of
 their own.
 
-`python -m tests.support.engine.multi_rank_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in
-one engine after the other.
+`python -m tests.support.engine.multi_rank_engine RANK WORLD_SIZE PORT NUM_STAGES` is one of the others: it
+takes part in one engine after the other.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import Grant, StepResult
 from tests.support.forks.client import ForkedProcess
 
@@ -44,7 +45,7 @@ class Led:
         """Raises SettingError, as all ranks do."""
         dist.broadcast_object_list([settings], 0)
         self.communicator, self.grants = communicator, list[Grant]()
-        self.engine = Engine(Settings(**settings), communicator=communicator)
+        self.engine = engine_class(communicator)(Settings(**settings), communicator=communicator)
         self.ready, self.rows, self.block_size = self.engine.ready, self.engine.rows, self.engine.block_size
 
     def apply(self, grant: Grant) -> None:
@@ -64,17 +65,17 @@ class Led:
 
 
 @contextlib.contextmanager
-def running(world_size: int) -> Iterator[Communicator]:
+def running(world_size: int, num_stages: int = 1) -> Iterator[Communicator]:
     """Run rank 0 of several; the others run beside it, and end with it."""
     port = free_port()
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
     command = [sys.executable, "-m", "tests.support.engine.multi_rank_engine"]
     others = [
-        ForkedProcess([*command, str(rank), str(world_size), str(port)], env=environ)
+        ForkedProcess([*command, *map(str, (rank, world_size, port, num_stages))], env=environ)
         for rank in range(1, world_size)
     ]
     try:
-        yield Communicator(rank_info(0, world_size, port))
+        yield Communicator(rank_info(0, world_size, port), num_stages=num_stages)
     finally:
         for process in others:
             process.kill()
@@ -83,18 +84,23 @@ def running(world_size: int) -> Iterator[Communicator]:
             dist.destroy_process_group()
 
 
+def engine_class(communicator: Communicator) -> type[Engine]:
+    return PipelineEngine if communicator.num_stages > 1 else Engine
+
+
 def rank_info(rank: int, world_size: int, port: int) -> RankInfo:
     return RankInfo(rank, world_size, rank, world_size, LOOPBACK, port)
 
 
-def main(rank: int, world_size: int, port: int) -> None:
+def main(rank: int, world_size: int, port: int, num_stages: int) -> None:
     die_with_parent()
-    communicator = Follower(rank_info(rank, world_size, port))
+    communicator = Follower(rank_info(rank, world_size, port), num_stages=num_stages)
     while True:
         job: list[Any] = [None]
         dist.broadcast_object_list(job, 0)
         with contextlib.suppress(SettingError, Over):
-            run_follower(Engine(Settings(**job[0]), communicator=communicator), communicator)
+            engine = engine_class(communicator)(Settings(**job[0]), communicator=communicator)
+            run_follower(engine, communicator)
 
 
 if __name__ == "__main__":

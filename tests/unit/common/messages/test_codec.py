@@ -53,7 +53,7 @@ GENERATE = Generate(
     "salt",
     b"hashes",
     4,
-    "00-1-2-01",
+    traceparent="00-1-2-01",
 )
 TOKENS_MAP = {"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]} | {
     "ti": b"",

@@ -111,6 +111,7 @@ def test_ranks_do_not_try_again(engine: Engine) -> None:
     raising = break_for(engine, BAD)
     engine.communicator = Communicator.__new__(Communicator)
     engine.communicator.info, engine.communicator.rank, engine.communicator.world_size = RankInfo(), 0, 2
+    engine.communicator.tp_size = 2
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 1000)
     starts = [played.start(row, ids, 4) for row, ids in ((1, [5, 6]), (2, [BAD]))]
     engine.apply(Grant(engine.rows.step + 1, 1000, starts, played.grow(4, 2)))

@@ -22,19 +22,18 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import split_evenly, split_heads
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import multi_rank_engine, rank_memory, tiny_models
-from tests.support.engine.batch_player import Player
 from tests.support.engine.multi_rank_engine import Led
+from tests.support.engine.rank_checks import (
+    LENGTHS,
+    NEW_TOKENS,
+    SETTINGS,
+    check_ids,
+    play,
+    player,
+    prompts,
+)
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
 
-NEW_TOKENS = 24
-LENGTHS = (1, 20, 70)
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_cache_bytes": 2**23,
-    "max_batch_prefill_tokens": 64,
-    "block_size": 8,
-    "debug_kv": True,
-}
 MODELS = (
     FAMILIES
     | SEEING
@@ -86,63 +85,20 @@ def two() -> Iterator[Communicator]:
         yield ranks
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
-    torch.manual_seed(1)
-    return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
-
-
-def player(engine: Any, prefill_tokens: int = 1000) -> Player:
-    free = list(range(1, engine.ready.num_blocks + 1))
-    return Player(engine, free, prefill_tokens, until=engine.rows.step)
-
-
-def play(
-    engine: Any, rows: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **options: Any
-) -> dict[int, list[int]]:
-    """All ids of rows that start with `base` tokens generated, beyond them."""
-    played = player(engine, prefill_tokens)
-    options |= {"ignore_eos": True}
-    return played.run([played.start(row, ids, NEW_TOKENS, base, **options) for row, ids in rows.items()])
-
-
-def play_behind(engine: Any, fresh: dict[int, list[int]]) -> dict[int, list[int]]:
-    """All ids of rows behind nine tokens, in blocks that others have filled with prompts and tokens."""
-    played = player(engine)
-    played.kept = set(played.free)
-    played.run([played.start(row, ids, 9, ignore_eos=True) for row, ids in fresh.items()])
-    ids = played.run(played.start_resumed(list(fresh), NEW_TOKENS, base=9, by=100))
-    return {row: ids[100 + row] for row in fresh}
-
-
-def check(ranks: Communicator, family: str, folder: Path) -> None:
-    model = tiny_models.save(folder, *MODELS[family])
-    fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
-    with Led(ranks, model_id=str(folder), threads=1, **SETTINGS) as engine:
-        assert engine.ready.world_size == ranks.world_size
-        assert play(engine, {1: fresh[1]})[1] == expected[1], "alone"
-        assert play(engine, fresh) == expected, "batched"
-        assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
-        resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
-        assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
-        if engine.ready.prefix_caching:
-            assert play_behind(engine, fresh) == resumed, "behind blocks of others"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_ids_on_ranks_that_do_not_divide_the_heads(world_size: int, tmp_path: Path) -> None:
     """Before `two` ranks stay for the others: a process is in one group at a time."""
     with multi_rank_engine.running(world_size) as ranks:
         for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Phi3", "GPT-NeoX"):
-            check(ranks, family, tmp_path / family)
+            check_ids(ranks, MODELS[family], tmp_path / family)
 
 
 @pytest.mark.parametrize(
     "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)]
 )
 def test_ids_on_two_ranks_equal_generate(two: Communicator, family: str, tmp_path: Path) -> None:
-    check(two, family, tmp_path)
+    check_ids(two, MODELS[family], tmp_path)
 
 
 def test_sampled_ids_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:

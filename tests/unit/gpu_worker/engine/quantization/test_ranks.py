@@ -1,4 +1,4 @@
-"""Quantised weights are split between ranks, as blocks where they are served so."""
+"""Quantised weights are split between ranks, by shards and by stages, as blocks where they are served so."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +22,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Communicator]:
-    with multi_rank_engine.running(2) as ranks:
+@pytest.fixture(scope="module", params=[1, 2], ids=["shards", "stages"])
+def two(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    """Two ranks that share each layer, and two that have some of the layers each."""
+    with multi_rank_engine.running(2, num_stages=request.param) as ranks:
         yield ranks
 
 
