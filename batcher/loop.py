@@ -105,7 +105,9 @@ class Batcher:
         self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
         self.timeline.traces.note_former(self.scheduler.sequences.values())
         self.pending.defer(self.timeline.traces.recall)
-        self.pending.add(*(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended))
+        for sequence, state in self.backlog.ended:
+            self.timeline.note_unseen_end(sequence, state)
+            self.pending.add(partial(self.terminals.dequeue, sequence))
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
             self.pending.add(partial(self.recovery.seal, incarnation, "it ended before this epoch"))

@@ -44,7 +44,7 @@ class Backlog:
         last_id: the last entry of `requests` that was read; later ones are new requests.
         unread: sequences whose state was not read yet.
         held_by: sequences by the worker that the last plan gave them to, or "" if no worker holds them.
-        ended: sequences that have their terminal.
+        ended: sequences that have their terminal, and their state.
     """
 
     def __init__(self, pool: PoolClient) -> None:
@@ -54,7 +54,7 @@ class Backlog:
         self.last_id = ""
         self.unread: list[Sequence] = []
         self.held_by: dict[str, list[Sequence]] = {}
-        self.ended: list[Sequence] = []
+        self.ended: list[tuple[Sequence, Committed]] = []
 
     async def read_control(self) -> None:
         """Read the deaths. Cancels are also in the hashes of requests, and workers have heartbeats."""
@@ -94,7 +94,7 @@ class Backlog:
 
     def sort(self, sequence: Sequence, state: Committed) -> None:
         if not state.is_live:
-            self.ended.append(sequence)
+            self.ended.append((sequence, state))
             return
         sequence.attempt = state.attempt
         sequence.crash_count = state.crash_count
@@ -246,7 +246,8 @@ class Recovery:
     async def drop_ended(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
         """Remove those that have ended. Return the others."""
         for sequence in sequences:
-            if not states[sequence.request_id].is_live:
+            if not (state := states[sequence.request_id]).is_live:
+                self.timeline.note_unseen_end(sequence, state)
                 await self.terminals.dequeue(sequence)
         return [sequence for sequence in sequences if states[sequence.request_id].is_live]
 

@@ -15,6 +15,7 @@ from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from batcher.traces import RequestTraces
 from common.broker.client import ERRORS, describe_error
+from common.broker.committed import Committed
 from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -122,6 +123,11 @@ class TimelineWriter:
         """Note that a request has left the queue: its trace is over."""
         if sequence.request.traceparent:
             self.traces.end(sequence.request_id, self.clock())
+
+    def note_unseen_end(self, sequence: Sequence, state: Committed) -> None:
+        """Note for its trace how a request ended that had its end while no batcher was active."""
+        if sequence.request.traceparent:
+            self.traces.note_unseen_end(sequence, state, self.clock())
 
     @property
     def has_unwritten(self) -> bool:

@@ -5,11 +5,14 @@ so a new batcher reads what its predecessor had recorded, and the trace of a req
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from batcher.scheduling.sequence import Sequence as Request
+from batcher.scheduling.sequence import Sequence
 from common.broker.client import ERRORS, describe_error
+from common.broker.committed import Committed
+from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import FINISHED, Timeline, TimelineEvent
@@ -31,13 +34,15 @@ class RequestTraces:
     Attributes:
         live: requests and their events, by request id.
         over: of them, those that have left the queue: their spans are due.
+        ends: what is known of their ends without an event.
         unread: ids of requests whose events from before this epoch are not read yet.
     """
 
     def __init__(self, pool: PoolClient) -> None:
         self.pool = pool
         self.live: dict[str, tuple[Generate, list[TimelineEvent]]] = {}
-        self.over: dict[str, int] = {}
+        self.over: set[str] = set()
+        self.ends: dict[str, TimelineEvent] = {}
         self.unread: set[str] = set()
 
     def add(self, request: Generate, event: TimelineEvent) -> None:
@@ -47,23 +52,33 @@ class RequestTraces:
     def end(self, request_id: str, now_ms: int) -> None:
         """Note that a request has left the queue."""
         if request_id in self.live:
-            self.over[request_id] = now_ms
+            self.over.add(request_id)
+            self.ends.setdefault(request_id, TimelineEvent(now_ms, ENDED))
 
     def export_ended(self) -> None:
         """Export the spans of requests that have ended. Those of an earlier epoch wait for its events."""
-        for request_id in [name for name in self.over if name not in self.unread]:
-            ended_ms = self.over.pop(request_id)
+        for request_id in self.over - self.unread:
             request, events = self.live.pop(request_id)
-            tracing.export(*spans_of(request, events, ended_ms))
+            tracing.export(*spans_of(request, events, self.ends.pop(request_id)))
+        self.over &= self.unread
 
     # --- events from before this epoch ----------------------------------------------------------------------
 
-    def note_former(self, sequences: Iterable[Request]) -> None:
+    def note_former(self, sequences: Iterable[Sequence]) -> None:
         """Note requests from before this epoch, whose events `recall` will read."""
-        for request in (sequence.request for sequence in sequences):
-            if request.traceparent and tracing.is_on():
-                self.live.setdefault(request.request_id, (request, []))
-                self.unread.add(request.request_id)
+        for sequence in sequences:
+            if sequence.request.traceparent and tracing.is_on():
+                at_ms = parse_stream_id(sequence.entry_id)[0]
+                queued = TimelineEvent(at_ms, QUEUED, num_tokens=sequence.num_prompt)
+                self.live[sequence.request_id] = sequence.request, [queued]
+                self.unread.add(sequence.request_id)
+
+    def note_unseen_end(self, sequence: Sequence, state: Committed, now_ms: int) -> None:
+        """Note the end of a request that ended while no batcher was active."""
+        if sequence.request_id in self.live:
+            num_tokens = max(0, state.num_final)
+            end = TimelineEvent(now_ms, ENDED, state.worker, state.attempt, num_tokens, state.terminal)
+            self.ends[sequence.request_id] = end
 
     async def recall(self) -> None:
         """Read the former events of requests from before this epoch. Nothing depends on it."""
@@ -72,9 +87,9 @@ class RequestTraces:
         except ERRORS as error:
             log.warning("timelines of an earlier epoch are not in traces: %s", describe_error(error))
             found = {}
-        for request_id, events in found.items():
-            request, later = self.live[request_id]
-            self.live[request_id] = request, [*events, *(one for one in later if one not in events)]
+        for request_id, former in found.items():
+            request, (queued, *later) = self.live[request_id]
+            self.live[request_id] = request, [*dict.fromkeys((queued, *former, *later))]
         self.unread.clear()
 
     async def read_former(self, request_ids: set[str]) -> dict[str, list[TimelineEvent]]:
@@ -105,11 +120,11 @@ def read_events(data: bytes) -> list[TimelineEvent]:
 # --- spans of events ----------------------------------------------------------------------------------------
 
 
-def spans_of(request: Generate, events: Sequence[TimelineEvent], ended_ms: int) -> list[TraceSpan]:
+def spans_of(request: Generate, events: Iterable[TimelineEvent], end: TimelineEvent) -> list[TraceSpan]:
     """The spans of a request that has ended: each wait in the queue, each attempt with its prefill, and one
-    decode over all attempts.
+    decode over all attempts. `end` stands for an end that is no event.
     """
-    happened = complete(events, ended_ms)
+    happened = complete(events, end)
     attempts = [event for event in happened if event.what == PLACED]
     return [
         *(queued_span(request, *wait) for wait in waits_of(happened)),
@@ -118,22 +133,24 @@ def spans_of(request: Generate, events: Sequence[TimelineEvent], ended_ms: int) 
     ]
 
 
-def complete(events: Sequence[TimelineEvent], ended_ms: int) -> list[TimelineEvent]:
-    """The events in order, the end last. What a batcher did not write before it died is taken from what came
-    next: an attempt was placed when it is first heard of.
+def complete(events: Iterable[TimelineEvent], end: TimelineEvent) -> list[TimelineEvent]:
+    """The events in the order of their record, the end last; times of two clocks need not show that order. A
+    batcher may die before it writes its last events: then an attempt was placed when it is first heard of.
     """
-    end = next((event for event in events if event.what == ENDED), TimelineEvent(ended_ms, ENDED))
+    events = [*events]
+    end = next((event for event in events if event.what == ENDED), end)
     placed = {event.attempt for event in events if event.what == PLACED} | {0}
     happened: list[TimelineEvent] = []
-    for event in sorted((event for event in events if event.what != ENDED), key=lambda one: one.at_ms):
-        if event.attempt not in placed and event.worker:
+    for event in (*(event for event in events if event.what != ENDED), end):
+        if event.attempt not in placed and (event.worker or event is end):
             placed.add(event.attempt)
-            happened.append(replace(event, what=PLACED, why=""))
+            at_ms = happened[-1].at_ms if event is end and happened else event.at_ms
+            happened.append(replace(event, at_ms=at_ms, what=PLACED, num_tokens=0, why=""))
         happened.append(event)
-    return [*happened, end]
+    return happened
 
 
-def waits_of(events: Sequence[TimelineEvent]) -> list[tuple[TimelineEvent, TimelineEvent]]:
+def waits_of(events: Items[TimelineEvent]) -> list[tuple[TimelineEvent, TimelineEvent]]:
     """From what let a request wait to what ended that, for each wait."""
     waits: list[tuple[TimelineEvent, TimelineEvent]] = []
     began: TimelineEvent | None = None
@@ -157,9 +174,7 @@ def queued_span(request: Generate, began: TimelineEvent, ended: TimelineEvent) -
     )
 
 
-def attempt_spans(
-    request: Generate, placed: TimelineEvent, events: Sequence[TimelineEvent]
-) -> list[TraceSpan]:
+def attempt_spans(request: Generate, placed: TimelineEvent, events: Items[TimelineEvent]) -> list[TraceSpan]:
     """The span `infer` of one attempt, from its placing to its end, with a link to the attempt before it; and
     its `prefill`.
     """
@@ -199,16 +214,19 @@ def attempt_name(request: Generate, attempt: int) -> str:
     return derive_span(request.traceparent, request.request_id, "infer", str(attempt))
 
 
-def decode_spans(request: Generate, events: Sequence[TimelineEvent]) -> list[TraceSpan]:
-    """One span from the first token to the end, over all attempts; none for a request without a token."""
-    start = next((i for i, event in enumerate(events) if event.what == PREFILLED), None)
-    if start is None:
+def decode_spans(request: Generate, events: Items[TimelineEvent]) -> list[TraceSpan]:
+    """One span from the first token to the end, over all attempts; none for a request without a token. If the
+    event of the first token is lost, it begins with the first attempt.
+    """
+    [*before, end] = events
+    firsts = [i for i, event in enumerate(before) if event.what == PREFILLED]
+    if not firsts and end.num_tokens:
+        firsts = [i for i, event in enumerate(before) if event.what == PLACED]
+    if not firsts:
         return []
-    first, *between, end = events[start:]
-    marks = [
-        mark(first, "first_token"),
-        *(mark(event, name) for event in between if (name := name_of(event))),
-    ]
+    first, *between = before[firsts[0] :]
+    marks = [mark(first, "first_token")] if first.what == PREFILLED else []
+    marks += [mark(event, name) for event in between if (name := name_of(event))]
     known: dict[str, Value] = {
         "gen_ai.usage.input_tokens": request.num_prompt,
         "gen_ai.usage.output_tokens": end.num_tokens,
@@ -258,8 +276,8 @@ def make_span(
     attributes: dict[str, Value],
     *,
     traceparent: str = "",
-    links: Sequence[str] = (),
-    events: Sequence[SpanEvent] = (),
+    links: Items[str] = (),
+    events: Items[SpanEvent] = (),
     error: str = "",
 ) -> TraceSpan:
     """A span of a request, with its id. `word` tells it from others of its name."""

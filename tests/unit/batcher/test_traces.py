@@ -49,10 +49,11 @@ DIED = TimelineEvent(50, "died", "w0", 1, 8)
 PLACED_AGAIN = TimelineEvent(60, "placed", "w1", 2, 8)
 GOES_ON = TimelineEvent(70, "prefilled", "w1", 2, 9)
 END = TimelineEvent(90, "ended", "w1", 2, 20, "length")
+UNSEEN = TimelineEvent(95, "ended")
 
 
 def test_a_death_is_two_attempts_and_one_decode() -> None:
-    spans = spans_of(request(), [QUEUED, PLACED, FIRST, DIED, PLACED_AGAIN, GOES_ON, END], 95)
+    spans = spans_of(request(), [QUEUED, PLACED, FIRST, DIED, PLACED_AGAIN, GOES_ON, END], UNSEEN)
     assert shown(spans) == [
         ("queued", 0, 10, ""),
         ("queued", 50, 60, ""),
@@ -71,20 +72,30 @@ def test_a_death_is_two_attempts_and_one_decode() -> None:
     assert {span.parent_id for span in (first, second, decode)} == {"cd" * 8}
 
 
+def test_the_order_of_events_is_that_of_their_record() -> None:
+    """The time of `queued` is the broker's; the others are estimates of it."""
+    placed = TimelineEvent(9, "placed", "w0", 1)
+    late = TimelineEvent(10, "queued", num_tokens=3)
+    waits = [
+        span for span in spans_of(request(), [late, placed, FIRST, END], UNSEEN) if span.name == "queued"
+    ]
+    assert [span.attributes["tokenfleet.cause"] for span in waits] == ["queued"]
+
+
 def test_a_preemption_is_an_event_by_its_reason() -> None:
     preempted = TimelineEvent(40, "interrupted", "w0", 1, 5, "preempted")
-    *_, decode = spans_of(request(), [QUEUED, PLACED, FIRST, preempted, PLACED_AGAIN, GOES_ON, END], 95)
+    *_, decode = spans_of(request(), [QUEUED, PLACED, FIRST, preempted, PLACED_AGAIN, GOES_ON, END], UNSEEN)
     assert [event.name for event in decode.events] == ["first_token", "preempted", "resume"]
 
 
 def test_a_request_that_never_starts_has_its_wait_alone() -> None:
     expired = TimelineEvent(30, "ended", why="expired")
-    assert shown(spans_of(request(), [QUEUED, expired], 31)) == [("queued", 0, 30, "")]
+    assert shown(spans_of(request(), [QUEUED, expired], UNSEEN)) == [("queued", 0, 30, "")]
 
 
 def test_what_was_never_written_follows_from_what_came_next() -> None:
     """A batcher may die before it writes its last events; the end may have no event at all."""
-    spans = spans_of(request(), [QUEUED, FIRST], 80)
+    spans = spans_of(request(), [QUEUED, FIRST], TimelineEvent(80, "ended"))
     assert shown(spans) == [
         ("queued", 0, 20, ""),
         ("infer", 20, 80, ""),
@@ -95,8 +106,14 @@ def test_what_was_never_written_follows_from_what_came_next() -> None:
 
 def test_all_who_export_a_request_give_its_spans_the_same_ids() -> None:
     events = [QUEUED, PLACED, FIRST, END]
-    one, two = (spans_of(request(), events, ended_ms) for ended_ms in (95, 99))
+    one, two = (spans_of(request(), events, TimelineEvent(ms, "ended")) for ms in (95, 99))
     assert one == two
+
+
+def test_a_request_whose_batcher_died_at_once_has_its_end_from_its_state() -> None:
+    spans = spans_of(request(), [QUEUED], TimelineEvent(80, "ended", "w0", 1, 9, "length"))
+    assert shown(spans) == [("queued", 0, 0, ""), ("infer", 0, 80, ""), ("decode", 0, 80, "")]
+    assert not spans[-1].events and spans[-1].attributes["gen_ai.usage.output_tokens"] == 9
 
 
 async def test_a_new_batcher_exports_what_its_predecessor_recorded(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from datetime import datetime
 
-from common.process.logs import REQUEST_ID, JsonFormatter, TextFormatter, for_request
+from common.process.logs import REQUEST_ID, TRACEPARENT, JsonFormatter, TextFormatter, for_request
 
 
 def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
@@ -34,6 +34,20 @@ def test_a_json_line_has_the_fields_of_its_record() -> None:
         "message": 'a "word"\nof 2',
         "request_id": "r1",
     }
+
+
+def test_lines_about_a_traced_request_have_its_trace() -> None:
+    trace_id, own, other = "ab" * 16, "cd" * 8, "ef" * 8
+    about = record("x", **for_request("r1", f"00-{trace_id}-{other}-01"))
+    token = TRACEPARENT.set(f"00-{trace_id}-{own}-01")
+    try:
+        for line, span_id in ((record("x"), own), (about, other)):
+            shown = json.loads(JsonFormatter("g0").format(line))
+            assert (shown["trace_id"], shown["span_id"]) == (trace_id, span_id)
+            assert TextFormatter("g0").format(line).endswith(f" x trace_id={trace_id}")
+    finally:
+        TRACEPARENT.reset(token)
+    assert "trace_id" not in JsonFormatter("g0").format(record("x"))
 
 
 def test_lines_of_a_task_that_serves_a_request_have_its_id() -> None:
