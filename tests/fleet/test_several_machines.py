@@ -21,7 +21,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.fleet import Fleet, have_ended, is_alive
-from tests.support.fleet.machines import OURS, Link, Machine, can_make_links, tokenfleet
+from tests.support.machine.machines import OURS, Link, Machine, can_make_links, tokenfleet
 from tests.support.load import Load
 from tests.support.machine.ports import free_port
 from tests.support.prompts import FEW, PROMPTS
