@@ -50,8 +50,9 @@ def replace_unprintable() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command. Returns the exit code."""
-    if not launcher_of(os.environ):  # what has started a rank ends it, too
-        os.environ.setdefault("PARENT_PID", "0")  # a user started it, and may log out
+    if launcher_of(os.environ):
+        os.environ["PARENT_PID"] = str(os.getppid())  # whatever variables mpirun has passed on from its own
+    os.environ.setdefault("PARENT_PID", "0")  # a user started it, and may log out
     match list(argv):
         case ["--version" | "-V"]:
             print(f"tokenfleet {version('tokenfleet')}")
@@ -87,7 +88,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--name", default=f"{kind[0]}0")
     own, rest = parser.parse_known_args(argv)
-    parent = {"PARENT_PID": os.environ.get("PARENT_PID", str(os.getppid()))}
+    parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
     setproctitle.setproctitle(

@@ -20,9 +20,9 @@ from common import model_files
 from deploy.launcher.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.fleet.fleet import Fleet, have_ended, is_alive
-from tests.support.fleet.machines import OURS, Link, Machine, can_make_links, tokenfleet
+from tests.support.fleet.fleet import READY_S, Fleet, have_ended, is_alive
 from tests.support.load import Load
+from tests.support.machine.machines import OURS, Link, Machine, can_make_links, tokenfleet
 from tests.support.machine.ports import free_port
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until
@@ -119,7 +119,7 @@ async def generate(url: str) -> list[list[int]]:
                 return (await client.get("/health")).status_code == 200
         return False
 
-    await wait_until(is_ready)
+    await wait_until(is_ready, READY_S)
     bodies = [
         {"inputs": PROMPTS[place], "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
         for place in FEW

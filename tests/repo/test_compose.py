@@ -22,11 +22,14 @@ import redis
 import yaml
 
 from common.broker.keys import Keys
+from common.rank import machine_ranks
 from common.settings.fields import SettingFields
+from common.settings.settings import Settings
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
+DEPLOYED = {"NNODES": "2", "NODE_RANK": "1", "NUM_SHARD": "16", "MASTER_ADDR": "10.0.0.1"}
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
 OURS = {"api", "batcher", "jobs", "gpu_worker", "cpu_worker"}
@@ -255,3 +258,32 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
         [*words, command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
     assert started.returncode == os.EX_CONFIG and "REDIS_URL: is not set" in started.stderr
+
+
+def test_the_override_for_two_machines_changes_services_and_settings_that_exist() -> None:
+    override = yaml.safe_load((ROOT / "deploy/several_machines.yml").read_text())
+    assert override["services"].keys() <= COMPOSE["services"].keys()
+    environ = {
+        name: re.sub(r"\$\{(\w+):.*\}", lambda match: DEPLOYED[match[1]], value)
+        for name, value in override["services"]["gpu_worker"]["environment"].items()
+    }
+    settings = Settings.read([], environ)
+    assert [info.rank for info in machine_ranks(settings, 16)] == [*range(8, 16)]
+    assert f":{settings.metrics_port}/" in override["services"]["gpu_worker"]["healthcheck"]["test"][-1]
+
+
+def test_the_manifest_of_a_leader_worker_set_starts_a_rank_for_each_gpu() -> None:
+    manifest = yaml.safe_load((ROOT / "deploy/leader_worker_set.yml").read_text())
+    group = manifest["spec"]["leaderWorkerTemplate"]
+    [container] = group["workerTemplate"]["spec"]["containers"]
+    injected = {"LWS_GROUP_SIZE": str(group["size"]), "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "w-0.w"}
+    command, kind, *flags = [
+        re.sub(r"\$\((\w+)\)", lambda match: injected[match[1]], word) for word in container["args"]
+    ]
+    assert (command, kind) == ("supervise", "worker")
+    settings = Settings.read(flags, {entry["name"]: entry["value"] for entry in container["env"]})
+    ranks = machine_ranks(settings, settings.num_shard or 0)
+    assert len(ranks) == int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert (ranks[0].rank, ranks[0].address) == (8, "w-0.w")
+    ports = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
+    assert ports == {"metrics": settings.metrics_port, "rendezvous": settings.master_port}

@@ -34,7 +34,8 @@ MAX_TERMS = 65
 """Most terms of the glossary: more would be a language of its own."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
-FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, "help", "help-all", "config", "no-", "schema"}
+FLAGS_OF_LAUNCHERS = {"nproc-per-node", "max-restarts", "ntasks-per-node", "gpus-per-node"}
+FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, *FLAGS_OF_LAUNCHERS, "help", "help-all", "config", "no-", "schema"}
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
