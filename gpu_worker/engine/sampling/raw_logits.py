@@ -52,4 +52,5 @@ def copy_slice(logits: torch.Tensor, row_slice: RowSlice) -> CopiedLogits:
     dtype, positions = getattr(torch, row_slice.row.logits[2]), row_slice.returned_logits
     place = len(logits) - row_slice.kv_len
     values = logits[place + positions.start : place + positions.stop].to(dtype)
-    return CopiedLogits(row_slice.row.number, positions.start, values.to("cpu", non_blocking=True))
+    copied = values.to("cpu", non_blocking=True, copy=True)
+    return CopiedLogits(row_slice.row.number, positions.start, copied)
