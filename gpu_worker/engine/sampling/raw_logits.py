@@ -31,7 +31,6 @@ class CopiedLogits:
             yield self.row, self.first + begin, values.numpy().tobytes()
 
 
-@torch.inference_mode()
 def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[CopiedLogits]:
     """logits float [num_logits, vocabulary] of a step → copies for the rows that return some. On CUDA they
     are only queued: before the next step, which may overwrite `logits`.
@@ -46,6 +45,7 @@ def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Copied
     ]
 
 
+@torch.inference_mode()
 def copy_slice(logits: torch.Tensor, row_slice: RowSlice) -> CopiedLogits:
     """logits float [positions, vocabulary], the last ones of the slice → a copy of those that it returns."""
     assert row_slice.row.logits is not None
