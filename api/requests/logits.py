@@ -37,6 +37,9 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
         if params.logits_dtype is not None:
             raise invalid(f"`logits_dtype` needs `{FIELDS[0]}` or `{FIELDS[1]}`", "logits_dtype")
         return [*requests]
+    if any(request.beams for request in requests):
+        name = FIELDS[0] if params.context_logits else FIELDS[1]
+        raise invalid(f"`{name}` and a beam search exclude each other", name)
     if not limits.vocab_size:
         raise unavailable("no worker that is ready returns logits")
     dtype = limits.dtype if params.logits_dtype == "model" else "float32"

@@ -44,6 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sampling": SamplingParams(temperature=0.8, raw_logprobs=True, seed=1),
         "top_n_tokens": 3,
     },
+    "logits": {"logits": (0, 1000, "float32")},
+    "logits in place of log-probabilities": {
+        "sampling": SamplingParams(temperature=0.8, report_logits=True, seed=1),
+    },
     "minimum length": {"min_new_tokens": NEW_TOKENS, "ignore_eos": False},
 }
 

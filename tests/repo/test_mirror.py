@@ -11,6 +11,7 @@ BEHAVIOURS = {
     "common/broker/test_tls.py",
     "common/scripts/test_batcher_scripts.py",  # Lua
     "common/scripts/test_job_scripts.py",  # Lua
+    "common/scripts/test_logits.py",  # Lua
     "common/scripts/test_places.py",  # Lua
     "common/scripts/test_reader_scripts.py",  # Lua
     "common/scripts/test_scripts.py",  # Lua

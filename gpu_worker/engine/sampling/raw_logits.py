@@ -31,7 +31,6 @@ class CopiedLogits:
             yield self.row, self.first + begin, values.numpy().tobytes()
 
 
-@torch.inference_mode()
 def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[CopiedLogits]:
     """logits float [num_logits, vocabulary] of a step → copies for the rows that return some. On CUDA they
     are only queued: before the next step, which may overwrite `logits`.
@@ -46,10 +45,12 @@ def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Copied
     ]
 
 
+@torch.inference_mode()
 def copy_slice(logits: torch.Tensor, row_slice: RowSlice) -> CopiedLogits:
     """logits float [positions, vocabulary], the last ones of the slice → a copy of those that it returns."""
     assert row_slice.row.logits is not None
     dtype, positions = getattr(torch, row_slice.row.logits[2]), row_slice.returned_logits
     place = len(logits) - row_slice.kv_len
     values = logits[place + positions.start : place + positions.stop].to(dtype)
-    return CopiedLogits(row_slice.row.number, positions.start, values.to("cpu", non_blocking=True))
+    copied = values.to("cpu", non_blocking=True, copy=True)
+    return CopiedLogits(row_slice.row.number, positions.start, copied)

@@ -125,7 +125,8 @@ class Player:
         self.steps.append(step)
         samples = list(step.sampled)
         for number, _, token, logprob in samples:
-            assert logprob <= 0 and math.isfinite(logprob)
+            sampling = self.starts[number].sampling
+            assert math.isfinite(logprob) and (logprob <= 0 or (sampling and sampling.report_logits))
             self.rows[number].ids.append(token)
             self.ids[number].append(token)
         for place, top_ids, top_logprobs in step.top_logprobs:

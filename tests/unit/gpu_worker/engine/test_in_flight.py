@@ -40,13 +40,16 @@ FAMILIES_TRIED = (
     ),
 )
 ASKED: list[dict[str, Any]] = [
-    {"top_n_tokens": 2, "prompt_logprobs": 2, "min_new_tokens": 4},
+    {"top_n_tokens": 2, "prompt_logprobs": 2, "min_new_tokens": 4, "logits": (0, 100, "bfloat16")},
     {
         "sampling": SamplingParams(
             temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2
         )
     },
-    {"sampling": SamplingParams(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n_tokens": 3},
+    {
+        "sampling": SamplingParams(temperature=0.8, typical_p=0.9, raw_logprobs=True, report_logits=True),
+        "top_n_tokens": 3,
+    },
     {"sampling": SamplingParams(logit_bias=[(5, 3.0)], bad_words=[[5], [6, 7]])},
 ]
 

@@ -14,6 +14,7 @@ from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
 from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.on_cuda import noted
@@ -70,6 +71,22 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
     assert list(graphs) == [1, 2, 3, 6, 12, 24, 48] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def test_logits_that_a_graph_wrote_are_copied_before_the_next_step(
+    tmp_path: Path, like_cuda: Callable[[Path], Engine]
+) -> None:
+    """All graphs write into one buffer, and the next step is launched before this one is read."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, ids = like_cuda(tmp_path), prompts()[1]
+    engine.runs_ahead = True
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
+    span = (len(ids) - 1, 1000, "float32")
+    played.run([played.start(0, ids, NEW_TOKENS, ignore_eos=True, logits=span)])
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids + played.ids[0]])).logits[0, len(ids) - 1 : -1]
+    found = [torch.frombuffer(bytearray(values), dtype=torch.float32) for values in played.logits[0].values()]
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("generation", [AMPERE, HOPPER])

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -163,6 +164,29 @@ def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path
         assert logprobs_of(engine) == {
             row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in expected.items()
         }
+
+
+def test_logits_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
+    """Whole ones, from rank 0."""
+
+    def logits_of(engine: Any) -> dict[int, dict[int, bytes]]:
+        played = player(engine, 7)
+        numbered = enumerate(prompts(VOCAB))
+        span = (0, 100, "float32")
+        played.run([played.start(row, ids, 2, ignore_eos=True, logits=span) for row, ids in numbered])
+        return played.logits
+
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
+    expected = logits_of(Engine(Settings(**settings)))
+    with Led(two, **settings) as engine:
+        found = logits_of(engine)
+    for row, pieces in expected.items():
+        assert found[row].keys() == pieces.keys()
+        for first, values in pieces.items():
+            np.testing.assert_allclose(
+                np.frombuffer(found[row][first], "<f4"), np.frombuffer(values, "<f4"), rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("family", REFUSED)
