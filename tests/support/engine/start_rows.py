@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.messages.records import pack_ids
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.request import BeamParams, SamplingParams, StoppingParams
 from gpu_worker.protocol import StartRow
 
 
@@ -19,6 +19,7 @@ def start_row(
     prompt_logprobs: int | None = None,
     num_cached: int = 0,
     class_index: int = 0,
+    beams: BeamParams | None = None,
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -33,4 +34,5 @@ def start_row(
         prompt_logprobs,
         num_cached,
         class_index,
+        beams,
     )
