@@ -6,6 +6,7 @@ that fills a gap get the same text.
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -62,6 +63,12 @@ class Detokenizer:
         self.num_read = len(self.ids)
         self.text = self.decode(self.ids)
         self.cacheable = self.concatenates and is_complete(self.text)
+
+    def copy(self) -> "Detokenizer":
+        """An independent copy."""
+        other = copy(self)
+        other.ids = list(self.ids)
+        return other
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -290,10 +290,10 @@ def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: 
 
 
 def make_start_row(*values: Any) -> StartRow:
-    row, ids, base, blocks, stopping, sampling, *others, beams = values
+    row, ids, base, blocks, stopping, sampling, *others = values
     limits: list[Any] = [[*value] if isinstance(value, tuple) else value for value in stopping]
     sampling = sampling and from_bytes(SamplingParams, sampling)
-    others.append(beams and BeamParams(*beams))
+    others[-1] = others[-1] and BeamParams(*others[-1])
     return StartRow(row, ids, base, blocks, StoppingParams(*limits), sampling, *others)
 
 

@@ -53,7 +53,7 @@ class Placement:
         with_batch: workers with rows of the class `batch`; the one that changed last is at the end.
         changes: worker → number of its last change, the newest at the end.
         refusal: tokens, at the shortest and the longest horizon, that no worker had room for, and the number
-            of the last change before.
+            of the last change before. A beam search leaves none: it needs more places than others.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -159,7 +159,7 @@ class Placement:
         sequence.refused_at = self.num_changes
         is_smaller = is_as_large(self.refusal[0], tokens)
         is_old = self.num_changes - self.refusal[1] > REFUSAL_CHANGES
-        if (is_smaller or is_old) and not sequence.crash_count:
+        if (is_smaller or is_old) and not sequence.crash_count and sequence.num_places == 1:
             self.refusal = tokens, self.num_changes
 
     def first_changed(self, sequence: Sequence, after: int) -> Replica | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from batcher.scheduling.preemption import importance, preempt_for
 from batcher.scheduling.replica import Replica, WorkerLimits
@@ -25,12 +24,12 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     """
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     replica.whole_steps_for = ""
-    if any(row.was_interrupted for row in islice(replica.running, limits.max_batch_size)):
+    rows, standing_by = replica.split_rows(replica.running)
+    if any(row.was_interrupted for row in rows):
         return most
     if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
-        for row in islice(replica.running, limits.max_batch_size, None):
+        for row in standing_by:
             row.added_at = replica.step  # a row that stands by waits for a place, not for its prefill
-        rows = list(islice(replica.running, limits.max_batch_size))
         ages = [replica.step - row.added_at for row in rows if not row.is_prefilled]
         replica.whole_steps_for = whole_steps_reason(limits, ages, len(rows) - len(ages))
         if replica.whole_steps_for:

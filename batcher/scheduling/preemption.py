@@ -41,13 +41,13 @@ def standby_rows(replica: Replica) -> list[PlacedRow]:
     num_places = replica.limits.max_batch_size
     if replica.num_running <= num_places:
         return []
-    return [row for row in replica.running if not row.stopping][num_places:]
+    return replica.split_rows(row for row in replica.running if not row.stopping)[1]
 
 
 def may_stand_by(sequence: Sequence) -> bool:
     """Whether a request may stand by on any worker. A suspect may not: a death of the worker would count
-    against it. Choices of one answer may not: they wait until their prompt is computed. A beam search may not:
-    it would need the places of several rows that end.
+    against it. Choices of one answer may not: they wait until their prompt is computed. A beam search may
+    not: it would need the places of several rows that end.
     """
     request = sequence.request
     return not sequence.crash_count and request.num_choices == 1 and request.beams is None
@@ -64,7 +64,7 @@ def move_standby(workers: WorkerSet) -> None:
         return
     for replica in list(islice(placement.levels[most], MAX_COMPARED)):
         rows = standby_rows(replica)
-        is_moving = any(row.stopping == PREEMPT for row in islice(replica.running, num_places, None))
+        is_moving = any(row.stopping == PREEMPT for row in replica.split_rows(replica.running)[1])
         if rows and not is_moving and placement.fewest_rows(rows[-1].sequence) is not None:
             replica.preempt(rows[-1])
             workers.note_change(replica)

@@ -1,6 +1,6 @@
 """Replica: the batcher's model of one worker: its rows, its blocks, and how far it may run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.kv_blocks import BlockPool
@@ -96,6 +96,16 @@ class Replica:
     def running(self) -> Iterator[PlacedRow]:
         """Rows that have not ended, oldest first."""
         return (row for row in self.rows.values() if not row.ended)
+
+    def split_rows(self, rows: Iterable[PlacedRow]) -> tuple[list[PlacedRow], list[PlacedRow]]:
+        """Return the first of `rows`, as many as have places in the batch, and those that stand by."""
+        placed, left, rows = [], self.limits.max_batch_size, iter(rows)
+        for row in rows:
+            left -= row.sequence.num_places
+            if left < 0:
+                return placed, [row, *rows]
+            placed.append(row)
+        return placed, []
 
     @property
     def num_due(self) -> int:

@@ -155,7 +155,7 @@ class ClassQueue:
         account = self.account(sequence)
         if not sequence.resumed:
             self.level = account.served
-        left = sequence.request.stopping.max_new_tokens - sequence.base
+        left = sequence.num_places * sequence.request.stopping.max_new_tokens - sequence.base
         charged = num_prefill + min(left, round(account.mean_output))
         account.num_started += 1
         account.served += charged / account.weight
@@ -265,7 +265,7 @@ class RequestQueue:
     def learn(self, sequence: Sequence, num_generated: int) -> None:
         """Learn from a row that has ended; one that generated nothing is no measure of others."""
         if num_generated > 0:
-            self.classes[sequence.class_index].learn(sequence, num_generated)
+            self.classes[sequence.class_index].learn(sequence, num_generated * sequence.num_places)
 
     def end_turn(self) -> None:
         self.stopped = False

@@ -32,6 +32,7 @@ class Sequence:
         victim: the row that was preempted last to make room for it.
         block_hashes: hashes of the prompt and of `records` (common/messages/block_hashes.py); none where the
             request shares no blocks.
+        num_places: places of a batch that its row takes: a beam search takes one for each beam.
         named_blocks: block size → names of the blocks that prompt and `records` fill.
     """
 
@@ -54,10 +55,12 @@ class Sequence:
     victim: "PlacedRow | None" = None
     block_hashes: bytes = b""
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
+    num_places: int = 1
 
     def __post_init__(self) -> None:
         self.class_index = class_index(self.request.class_name)
         self.block_hashes = self.request.block_hashes
+        self.num_places = self.request.beams.width if self.request.beams else 1
 
     @property
     def arrival(self) -> int:
@@ -103,14 +106,9 @@ class Sequence:
         """KV slots it can ever fill: the last token sampled is never an input."""
         return self.request.max_kv
 
-    @property
-    def num_places(self) -> int:
-        """Places of a batch that its row takes: a beam search takes one for each beam."""
-        return self.request.beams.width if self.request.beams else 1
-
     def blocks_for(self, kv_len: int, block_size: int) -> int:
-        """Return how many blocks its row needs for `kv_len` tokens. The beams of a search share the full blocks
-        of the prompt; each has all others for itself (gpu_worker/engine/batch/beam_group.py).
+        """Return how many blocks its row needs for `kv_len` tokens. The beams of a search share the full
+        blocks of the prompt; each has all others for itself (gpu_worker/engine/batch/beam_group.py).
         """
         blocks = -(-kv_len // block_size)
         if self.request.beams is None:

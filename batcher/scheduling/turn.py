@@ -64,7 +64,7 @@ class Turn:
             self.allows_standby = self.allows_standby and may_stand_by(sequence)
             replica = next(self.able_to_hold(sequence, knowing), None)
         if replica is None and sequence.victim and sequence.has_victim:
-            self.promised[self.workers.replicas[sequence.victim.worker]] += 1
+            self.promised[self.workers.replicas[sequence.victim.worker]] += sequence.num_places
         return replica, row
 
     def able_to_hold(self, sequence: Sequence, knowing: list[Replica]) -> Iterator[Replica]:
@@ -99,9 +99,9 @@ class Turn:
         for replica in dict.fromkeys((*known, *islice(with_batch, MAX_COMPARED))):
             takes_place = may_stand_by(sequence) and replica.capacity.standby and replica.has_blocks(sequence)
             may_wait = not has_victim and not any(row.stopping for row in replica.running)
-            if not (takes_place or may_wait) or sequence.max_kv > replica.capacity.max_total_tokens:
+            if not (takes_place or may_wait) or not replica.can_ever_hold(sequence):
                 continue  # before all rows are walked: several requests come here in each turn
-            count, victims = rows_in_the_way(replica, self.promised[replica])
+            count, victims = rows_in_the_way(replica, self.promised[replica], sequence.num_places)
             if count > len(victims):
                 continue
             if takes_place:
@@ -119,14 +119,22 @@ class Turn:
         self.workers.note_change(replica)
 
 
-def rows_in_the_way(replica: Replica, num_promised: int = 0) -> tuple[int, list[PlacedRow]]:
-    """Return how many rows must stop before one more has a place beside the promised ones, and the batch rows
-    that may stop: first those that stand by, then those that have filled a block, youngest request first.
+def rows_in_the_way(
+    replica: Replica, num_promised: int = 0, num_places: int = 1
+) -> tuple[int, list[PlacedRow]]:
+    """Return how many rows must stop before one more has its places beside the promised ones, and the batch
+    rows that may stop: first those that stand by, then those that have filled a block, youngest request
+    first. It is more rows than there are if all of them together do not suffice.
     """
-    num_staying = replica.num_due - sum(bool(row.stopping) for row in replica.running)
-    count = max(0, num_staying + num_promised + 1 - replica.limits.max_batch_size)
+    num_staying = replica.num_due - sum(row.sequence.num_places for row in replica.running if row.stopping)
+    missing = num_staying + num_promised + num_places - replica.limits.max_batch_size
     able = [row for row in replica.batch_rows if not (row.stopping or row.sequence.stays)]
     waiting = set(standby_rows(replica))
     standing_by = [row for row in able if row in waiting]
     running = [row for row in able if row not in waiting and has_progressed(replica, row)]
-    return count, standing_by + sorted(running, key=importance, reverse=True)
+    victims = standing_by + sorted(running, key=importance, reverse=True)
+    count = 0
+    while missing > 0:
+        missing -= victims[count].sequence.num_places if count < len(victims) else missing
+        count += 1
+    return count, victims

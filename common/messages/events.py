@@ -18,8 +18,8 @@ ERRORS = {
     "forward": ("generation", "the model's forward failed for this request"),
     "beam_length": (
         "validation",
-        "a beam search of this model cannot have its prompt and its max_new_tokens on both sides of the length "
-        "at which the model computes all keys anew",
+        "a beam search cannot begin below and end beyond the length at which this model computes all keys "
+        "anew: a longer prompt, or fewer max_new_tokens, lie on one side of it",
     ),
     "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
     "grammar_limit": (

@@ -10,6 +10,7 @@ import torch
 
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.batch.beam_text import text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.proposer import make_proposer
 from gpu_worker.engine.batch.row import RowSlice
@@ -81,6 +82,7 @@ class Engine:
             make_proposer=partial(make_proposer, settings.speculate),
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
             num_micro_batches=communicator.num_stages,
+            make_text=text_factory(loaded.directory),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"

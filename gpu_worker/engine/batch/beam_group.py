@@ -31,9 +31,9 @@ class BeamBlocks:
 
     `num_group_blocks` blocks always suffice. At most `width` beams have tables, of equal length, so with
     nothing shared they hold that many. `fork` first drops the tables of beams that no child continues. Of
-    each beam that is continued the first child takes the table as it is, and every other child one more block.
-    So at each moment the tables are those of at most `width` children, and the block that a child takes is
-    one of its own. Sources of copies are blocks of first children, targets were free: no block is both.
+    each beam that is continued the first child takes the table as it is, every other child one more block. So
+    at each moment the tables are those of at most `width` children, and the block that a child takes is one
+    of its own. Sources of copies are blocks of first children, targets were free: no block is both.
 
     Attributes:
         free: blocks that no beam has.

@@ -6,15 +6,16 @@ continuations of one step end, transformers keeps as many candidates as are need
 beams; so does `num_candidates`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from common.messages.beams import BeamSequence
-from common.messages.request import BeamParams, StoppingParams
+from common.messages.request import BeamParams
+from gpu_worker.engine.batch.beam_text import BeamText
 from gpu_worker.engine.batch.sampling_state import SamplingState
 
 AT_FULL, NEVER = 1, 2
@@ -47,30 +48,21 @@ class BeamToken(NamedTuple):
     logprob: float
 
 
-class StopText(Protocol):
-    """The text of one beam, in which stop strings are looked for."""
-
-    def after(self, token: int) -> "StopText":
-        """A copy that has taken one more token."""
-
-    @property
-    def matched(self) -> bool:
-        """Whether a stop string has appeared."""
-
-
-StopTextFactory = Callable[[list[int], StoppingParams], StopText]
-"""(prompt, stopping params with stop strings) → the text of a beam without tokens."""
-
-
 @dataclass(slots=True, eq=False)
 class Beam:
-    """One open sequence. `parent` is the place of the beam, one step ago, that it continues."""
+    """One open sequence.
+
+    Attributes:
+        parent: the place of the beam, one step ago, that it continues.
+        total: the sum of its log-probabilities.
+        text: None without stop strings.
+    """
 
     parent: int = 0
     last: BeamToken | None = None
     total: float = 0.0
     state: SamplingState | None = None
-    text: StopText | None = None
+    text: BeamText | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +116,7 @@ class BeamSearch:
         for rank, candidate in enumerate(candidates):
             if rank >= self.params.width <= len(children):
                 break
-            if candidate.total > -inf and (child := self.extend(candidate)):
+            if candidate.total > -math.inf and (child := self.extend(candidate)):
                 if reason := self.end_of(child, candidate.token):
                     if rank < self.params.width:
                         self.finish(child, reason)
@@ -182,12 +174,7 @@ def normalized(total: float, length: int, penalty: float) -> float:
     `penalty`. Scores travel as float32.
     """
     try:
-        score = total / length**penalty
+        score = total / math.pow(length, penalty)
     except (OverflowError, ZeroDivisionError):
-        score = total * 0.0 if penalty > 0 else total * inf
+        score = total * 0.0 if penalty > 0 else total * math.inf
     return max(-LARGEST, min(LARGEST, score))
-
-
-def no_stop_text(prompt: list[int], stopping: StoppingParams) -> StopText:
-    """Raises ValueError: beams of this engine have no stop strings."""
-    raise ValueError("beams with stop strings need a tokenizer")

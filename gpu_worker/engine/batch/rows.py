@@ -17,7 +17,8 @@ import numpy as np
 from common.messages.beams import pack_sequences
 from common.messages.records import pack_floats, pack_ids
 from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
-from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate, StopTextFactory, no_stop_text
+from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate
+from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
     ProposerFactory,
@@ -89,7 +90,7 @@ class Rows:
         prefix_caching: other rows may start with the blocks that a row has filled.
         max_decoded: most tokens of one launch that are of rows that decode, or proposals.
         num_micro_batches: into how many launches the rows that decode are divided.
-        make_stop_text: looks for the stop strings of beams.
+        make_text: makes the texts of beams with stop strings.
         groups: beam searches, by the number of their row.
         copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
@@ -106,7 +107,7 @@ class Rows:
     make_proposer: ProposerFactory | None = None
     max_decoded: int = sys.maxsize
     num_micro_batches: int = 1
-    make_stop_text: StopTextFactory = no_stop_text
+    make_text: BeamTextFactory = no_texts
     groups: dict[int, BeamGroup] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class Rows:
         such a search ends at once.
         """
         assert row.beams and not row.base
-        text = self.make_stop_text(row.ids.tolist(), start.stopping) if start.stopping.stop else None
+        text = self.make_text(row.ids.tolist(), start.stopping) if start.stopping.stop else None
         beams = [Beam(state=row.sampling_state, text=text)]
         search = BeamSearch(row.beams, row.max_new_tokens, row.ends, beams)
         self.groups[row.number] = BeamGroup(row, search, self.block_size)

@@ -1,8 +1,15 @@
-"""Beam searches through Redis: their sequences are transformers', also when the worker dies in between."""
+"""Beam searches through Redis, on every route and as jobs: their sequences are transformers', also when the
+worker dies in between.
+"""
 
+import asyncio
+import json
 import os
 import signal
+from collections.abc import Sequence
+from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
@@ -17,12 +24,17 @@ from common.messages.request import BeamParams, Generate, StoppingParams
 from tests.support.broker_state import admit
 from tests.support.engine.reference import Found, prompt_ids, reference_beams
 from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.http_calls import PROMPT, post, timeline
+from tests.support.fleet.live_requests import kill_worker_of, live_requests
 from tests.support.prompts import PROMPTS
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 NEW_TOKENS = 17
 WIDTH = 4
+BEAMS = {"beam_width": WIDTH}
+NUM_SHOWN = 12
+CHAT = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": NUM_SHOWN}
 
 
 async def sequences_of(redis: Redis, request_id: str) -> list[BeamSequence]:
@@ -56,7 +68,7 @@ async def test_a_search_whose_worker_dies_finds_the_same(fleet: Fleet, redis: Re
     await admit(redis, beam_request("undisturbed", prompt, num_tokens))
     undisturbed = await sequences_of(redis, "undisturbed")
     workers = [name.decode() for name in await redis.zrange(KEYS.workers, 0, -1)]
-    seen: dict[str, str | bytes] = {KEYS.reports(worker): "0" for worker in workers}
+    seen: dict[Any, Any] = {KEYS.reports(worker): "0" for worker in workers}
     await new_reports(redis, seen)
     await admit(redis, beam_request("killed", prompt, num_tokens))
     while not any(report.prefilled for report in await new_reports(redis, seen)):
@@ -67,10 +79,60 @@ async def test_a_search_whose_worker_dies_finds_the_same(fleet: Fleet, redis: Re
     assert await redis.hget(KEYS.request("killed"), "attempt") == b"2"  # type: ignore[misc]
 
 
-async def new_reports(redis: Redis, seen: dict[str, str | bytes]) -> list[Report]:
+async def new_reports(redis: Redis, seen: dict[Any, Any]) -> list[Report]:
     """Reports of workers, by the names of their streams, since those that were seen."""
     reports = []
     for name, entries in await redis.xread(seen, block=100):
         reports += [decode(Report, fields[b"report"]) for _, fields in entries]
         seen[name.decode()] = entries[-1][0]
     return reports
+
+
+def expected(ids: Sequence[int]) -> list[Any]:
+    return close(reference_beams([ids], NUM_SHOWN, num_beams=WIDTH)[0])
+
+
+def close(found: list[Found]) -> list[Any]:
+    """Equal to these ids, and to scores that differ in their last digits."""
+    return [(ids, pytest.approx(score, abs=1e-3)) for ids, score in found]
+
+
+def of_choices(choices: list[dict[str, Any]]) -> list[Found]:
+    return [(choice["token_ids"], choice["beam_score"]) for choice in choices]
+
+
+def of_details(details: dict[str, Any]) -> list[Found]:
+    sequences = [details, *details["best_of_sequences"]]
+    return [([token["id"] for token in one["tokens"]], one["beam_score"]) for one in sequences]
+
+
+async def test_ids_and_scores_equal_transformers_on_every_route(
+    http: httpx.AsyncClient, redis: Redis
+) -> None:
+    found = expected(prompt_ids([PROMPT])[0])
+    completion = {"prompt": PROMPT, "max_tokens": NUM_SHOWN, "return_token_ids": True} | BEAMS
+    assert of_choices((await post(http, "/v1/completions", completion))["choices"]) == found
+    chat = await post(http, "/v1/chat/completions", CHAT | BEAMS | {"return_token_ids": True})
+    assert of_choices(chat["choices"]) == expected(chat["prompt_token_ids"])
+    generate = {"inputs": PROMPT, "parameters": BEAMS | {"max_new_tokens": NUM_SHOWN, "details": True}}
+    assert of_details((await post(http, "/generate", generate))["details"]) == found
+    await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "beams", **generate})})
+    result = json.loads(await wait_until(lambda: redis.get(KEYS.result("beams"))))
+    assert of_details(result["details"]) == found
+
+
+async def test_a_killed_worker_costs_a_search_no_sequence(
+    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True} | BEAMS
+    undisturbed = of_choices((await post(http, "/v1/completions", body))["choices"])
+    await wait_until(lambda: fleet.workers_ready() == 2)
+    asking = asyncio.create_task(post(http, "/v1/completions", body))
+    [request] = await wait_until(lambda: live_requests(redis))
+    await kill_worker_of(redis, request)
+    assert of_choices((await asking)["choices"]) == close(undisturbed)
+
+    async def has_died() -> bool:
+        return "died" in await timeline(http, request)
+
+    await wait_until(has_died)

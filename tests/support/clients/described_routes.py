@@ -37,7 +37,7 @@ UNDESCRIBED = re.compile(
     # one field and another
     "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"
     "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
-    "|is only allowed with `tools`|the name .* twice"
+    "|is only allowed with `tools`|the name .* twice|needs a beam search"
     "|`prompt_logprobs` must be 0 when|has no token that may come before"
     "|each instance has one prediction|`stream` must be false"
     "|messages.[0-9]+..content` is required|is for the role `assistant`"

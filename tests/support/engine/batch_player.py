@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from common.messages.beams import BeamSequence, unpack_sequences
 from common.messages.records import unpack_floats
+from gpu_worker.engine.batch.beam_group import num_group_blocks
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow, StepResult
 from tests.support.engine.start_rows import start_row
@@ -47,6 +49,7 @@ class Player:
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
     prompt_tops: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     logits: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by row and first position
+    sequences: dict[int, list[BeamSequence]] = field(default_factory=dict)
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     steps: list[StepResult] = field(default_factory=list)
     until: int = 0
@@ -96,12 +99,21 @@ class Player:
         """
         added = []
         for number, row in list(self.rows.items())[:served]:
-            missing = -(-(row.length + len(row.ids) + lead) // self.engine.block_size) - len(row.blocks)
-            blocks = self.take(max(0, missing))
+            blocks = self.take(max(0, self.num_needed(number, lead) - len(row.blocks)))
             if blocks:
                 row.blocks += blocks
                 added.append((number, packed(blocks)))
         return added
+
+    def num_needed(self, number: int, lead: int) -> int:
+        """Blocks for `lead` tokens more than a row holds; a beam search has as many as its longest beam."""
+        row, size, beams = self.rows[number], self.engine.block_size, self.starts[number].beams
+        if beams is None:
+            return -(-(row.length + len(row.ids) + lead) // size)
+        group = self.engine.rows.groups.get(number)
+        return num_group_blocks(
+            row.length, row.length + (group.search.length if group else 0) + lead, beams.width, size
+        )
 
     def run(
         self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000
@@ -141,12 +153,15 @@ class Player:
         for number, first, values in step.logits:
             assert first not in self.logits.setdefault(number, {})
             self.logits[number][first] = values
+        for number, records in step.sequences:
+            self.sequences[number] = unpack_sequences(records)
         for number, why, end in step.ended:
             assert number not in self.ended
             self.ended[number] = (why, end)
         for number, kv_len in step.released:
             row = self.rows.pop(number)
-            assert kv_len <= len(row.blocks) * self.engine.block_size
+            beams = self.starts[number].beams
+            assert kv_len <= len(row.blocks) * self.engine.block_size * (beams.width if beams else 1)
             self.free += [block for block in row.blocks if block not in self.kept]
             if self.ended[number][0] == "preempted":
                 self.start_again(number, row.ids)

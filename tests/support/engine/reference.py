@@ -82,7 +82,7 @@ def loaded(model_id: str) -> Any:
 def reference_beams(
     prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2", **arguments: Any
 ) -> list[list[Found]]:
-    """The sequences of each prompt's beam search, the best first, in float32. `arguments` are `generate`'s."""
+    """The sequences of each prompt's beam search, the best first. `arguments` are those of `generate`."""
     what = json.dumps({"max_new_tokens": max_new_tokens, **arguments}, sort_keys=True)
     return [[(ids, score) for ids, score in answer] for answer in kept(prompts_ids, model_id, what)]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.messages.records import pack_ids
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.request import BeamParams, SamplingParams, StoppingParams
 from gpu_worker.protocol import StartRow
 
 
@@ -20,6 +20,7 @@ def start_row(
     num_cached: int = 0,
     class_index: int = 0,
     logits: tuple[int, int, str] | None = None,
+    beams: BeamParams | None = None,
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -35,4 +36,5 @@ def start_row(
         num_cached,
         class_index,
         logits,
+        beams,
     )

@@ -213,6 +213,9 @@ class SlowGrammar:
     def accept(self, token: int) -> str:
         return "" if token == TEXT else "grammar"
 
+    def copy(self) -> "SlowGrammar":
+        return self
+
     def after(self, token: int) -> "SlowGrammar":
         return self
 

@@ -1,0 +1,248 @@
+"""Beam searches: sequences and scores equal those of transformers' `generate`, however they are batched,
+chunked and delayed.
+"""
+
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.messages.beams import BeamSequence
+from common.messages.request import BeamParams, SamplingParams
+from gpu_worker.protocol import Grant, StartRow
+from tests.support.engine import reference, tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.reference import Found
+from tests.support.engine.tiny_engine import engine_of, prompts
+from tests.support.engine.tiny_models import FAMILIES, VOCAB
+
+NEW_TOKENS = 12
+EARLY = (False, True, "never")
+"""transformers' values of `BeamParams.early_stopping`, in order."""
+ENDS = list(range(3, VOCAB, 9))
+"""Many ids that end a sequence: a random model seldom chooses a given one."""
+SEARCHES = [
+    BeamParams(2, 1.0, 0),
+    BeamParams(4, 1.0, 0),
+    BeamParams(4, 0.0, 1),
+    BeamParams(2, 2.0, 2),
+    BeamParams(4, -1.0, 2),
+    BeamParams(3, 0.6, 1),
+]
+
+QUICK = ["Llama", "DeepSeek-V3"]
+SLOW = [
+    pytest.param(family, marks=pytest.mark.slow)
+    for family in ("Llama-dynamic", "Qwen3-MoE", "Gemma2", "GPT2", "gpt-oss")
+]
+
+
+class Tiny:
+    """An engine, and transformers' own model."""
+
+    def __init__(self, folder: Path, family: str, **settings: Any) -> None:
+        torch.manual_seed(2)
+        tiny_models.save(folder, *FAMILIES[family])
+        self.engine = engine_of(folder, **settings)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def player(self, **options: Any) -> Player:
+        assert not (self.engine.rows.rows or self.engine.rows.groups)
+        free = list(range(1, self.engine.ready.num_blocks + 1))
+        return Player(self.engine, free, until=self.engine.rows.step, **options)
+
+    def expected(self, prompt: list[int], beams: BeamParams, **arguments: Any) -> list[Found]:
+        return reference.beams(
+            self.model,
+            prompt,
+            num_beams=beams.width,
+            **{
+                "max_new_tokens": NEW_TOKENS,
+                "length_penalty": beams.length_penalty,
+                "early_stopping": EARLY[beams.early_stopping],
+                "eos_token_id": ENDS,
+                "pad_token_id": 0,
+            }
+            | arguments,
+        )
+
+
+def start(played: Player, number: int, prompt: list[int], beams: BeamParams, **params: Any) -> StartRow:
+    params = {"stop_ids": ENDS, "ignore_eos": True} | params
+    return played.start(number, prompt, NEW_TOKENS, beams=beams, **params)
+
+
+def check(found: list[BeamSequence], expected: list[Found]) -> None:
+    assert [sequence.ids for sequence in found] == [ids for ids, _ in expected]
+    assert [sequence.score for sequence in found] == pytest.approx(
+        [score for _, score in expected], rel=1e-4, abs=1e-4
+    )
+
+
+def check_all(played: Player, expected: Mapping[int, list[Found]]) -> None:
+    assert played.sequences.keys() == expected.keys()
+    for number, sequences in expected.items():
+        check(played.sequences[number], sequences)
+        assert played.ended[number][0] == played.sequences[number][0].reason
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("llama"), "Llama")
+
+
+@pytest.mark.parametrize("family", [*QUICK, *SLOW])
+def test_sequences_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """Searches of several prompts and kinds at once, beside plain rows, with prompts in chunks of 7."""
+    tiny = Tiny(tmp_path, family)
+    cases = dict(enumerate(product(prompts()[1:3], SEARCHES)))
+    expected = {number: tiny.expected(*case) for number, case in cases.items()}
+    lengths = {len(ids) for sequences in expected.values() for ids, _ in sequences}
+    assert NEW_TOKENS in lengths and (len(lengths) > 1 or family == "GPT2")
+    plain = tiny.player()
+    rows = plain.run([plain.start(90, prompts()[1], 30), plain.start(91, prompts()[2], 30)])
+    for prefill_tokens, lead in ((1000, 4), (7, 1)):
+        played = tiny.player(prefill_tokens=prefill_tokens)
+        beside = [played.start(90, prompts()[1], 30), played.start(91, prompts()[2], 30)]
+        searches = [start(played, number, *case) for number, case in cases.items()]
+        ids = played.run([beside[0], *searches, beside[1]], lead=lead)
+        assert {number: ids[number] for number in rows} == rows
+        check_all(played, expected)
+        assert len(played.free) == tiny.engine.ready.num_blocks
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_searches_beside_others_that_run_ahead(
+    llama: Tiny, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the step after one of a search is launched once that one is read."""
+    monkeypatch.setattr(llama.engine, "runs_ahead", runs_ahead)
+    prompt, beams = prompts()[2], SEARCHES[1]
+    played = llama.player(prefill_tokens=20)
+    played.run([played.start(9, prompts()[1], 30), start(played, 1, prompt, beams)], lead=1)
+    check_all(played, {1: llama.expected(prompt, beams)})
+
+
+def test_penalties_bans_and_the_least_length_act_on_each_beam(llama: Tiny) -> None:
+    prompt, beams = prompts()[2], BeamParams(4)
+    sampling = SamplingParams(
+        repetition_penalty=1.4, bad_words=[[7], [30, 40]], logit_bias=[(17, 2.0), (80, -4.0)]
+    )
+    expected = llama.expected(
+        prompt,
+        beams,
+        repetition_penalty=1.4,
+        bad_words_ids=[[7], [30, 40]],
+        sequence_bias=[[[17], 2.0], [[80], -4.0]],
+        min_new_tokens=5,
+    )
+    assert expected != llama.expected(prompt, beams)
+    assert min(len(ids) for ids, _ in expected) > 5
+    played = llama.player()
+    played.run([start(played, 1, prompt, beams, sampling=sampling, min_new_tokens=5)])
+    check_all(played, {1: expected})
+
+
+def test_a_search_behind_cached_blocks_and_the_prompts_log_probabilities(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, "Llama", block_size=16)
+    prompt, beams = prompts()[3], SEARCHES[1]
+    played = tiny.player()
+    played.kept = set(played.free)
+    first = start(played, 1, prompt, beams, prompt_logprobs=0)
+    table = played.rows[1].blocks
+    played.run([first])
+    cached = table[: (len(prompt) - 1) // 16]
+    params: dict[str, Any] = {"beams": beams, "stop_ids": ENDS, "ignore_eos": True}
+    played.run([played.start_behind(cached, 2, prompt, NEW_TOKENS, **params)])
+    assert played.steps[-1].released and len(played.prompt_logprobs[1]) == len(prompt) - 1
+    check_all(played, dict.fromkeys((1, 2), tiny.expected(prompt, beams)))
+
+
+def test_a_search_that_is_stopped_gives_its_blocks_back_and_finds_the_same_again(llama: Tiny) -> None:
+    prompt, beams = prompts()[2], SEARCHES[1]
+    for num_steps in range(5):
+        played = llama.player()
+        row = start(played, 1, prompt, beams)
+        llama.engine.apply(Grant(llama.engine.rows.step + 100, 1000, [row]))
+        llama.engine.apply(Grant(llama.engine.rows.step + 100, 1000, blocks=played.grow(NEW_TOKENS, 1)))
+        steps = [llama.engine.step() for _ in range(num_steps)]
+        assert all(step and not step.sequences for step in steps)
+        llama.engine.apply(Grant(llama.engine.rows.step, 0, stops=[(1, "preempted")]))
+        step = llama.engine.step()
+        assert step and [why for _, why, _ in step.ended] == ["preempted"] and len(step.released) == 1
+        assert llama.engine.step() is None
+    played = llama.player()
+    played.run([start(played, 1, prompt, beams)])
+    check_all(played, {1: llama.expected(prompt, beams)})
+
+
+def test_a_search_whose_blocks_come_one_after_the_other_waits_for_them(llama: Tiny) -> None:
+    prompt, beams = prompts()[2], SEARCHES[1]
+    played = llama.player()
+    row = start(played, 1, prompt, beams)
+    llama.engine.apply(Grant(llama.engine.rows.step + 1000, 1000, [row]))
+    played.until = llama.engine.rows.grant.until
+    while played.rows:
+        while (step := llama.engine.step()) is not None:
+            played.collect(step)
+        blocks = played.take(1)
+        if played.rows:
+            played.rows[1].blocks += blocks
+        llama.engine.apply(
+            Grant(played.until, 1000, blocks=[(1, torch.tensor(blocks).int().numpy().tobytes())])
+        )
+    check_all(played, {1: llama.expected(prompt, beams)})
+
+
+def test_a_search_across_the_length_that_needs_all_keys_anew_ends_at_once(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, "Phi3-longrope")
+    played = tiny.player()
+    long = prompts()[3]
+    cases = {0: prompts()[0], 1: long[:25], 3: long}
+    played.run([start(played, number, prompt, BeamParams(2)) for number, prompt in cases.items()])
+    assert tiny.engine.rows.recompute_length == 32
+    assert played.ended[1] == ("beam_length", 0)
+    check(played.sequences[0], tiny.expected(prompts()[0], BeamParams(2)))
+    check(played.sequences[3], tiny.expected(prompts()[3], BeamParams(2)))
+
+
+def test_a_search_with_allowed_ids_ends_when_none_is_left(llama: Tiny) -> None:
+    """Each beam keeps to the ids that are allowed; if these are outside the vocabulary, the request fails."""
+    played = llama.player()
+    few = SamplingParams(allowed_token_ids=[20, 21, 22])
+    none = SamplingParams(allowed_token_ids=[VOCAB + 7])
+    played.run(
+        [
+            start(played, 1, prompts()[1], BeamParams(4), sampling=few),
+            start(played, 2, prompts()[1], BeamParams(4), sampling=none),
+        ]
+    )
+    assert len(played.sequences[1]) == 4
+    assert all(set(sequence.ids) <= {20, 21, 22} for sequence in played.sequences[1])
+    assert played.ended[2][0] == "grammar" and not played.sequences[2]
+
+
+def test_one_failing_row_of_a_search_ends_all_of_it(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rows of the step go on."""
+    alone = llama.player()
+    [expected] = alone.run([alone.start(1, prompts()[1], 20)]).values()
+    compute = llama.engine.compute
+
+    def failing(slices: Any, previous: Any) -> torch.Tensor:
+        members = [part.row for part in slices if part.row.beams and part.decodes]
+        if any(row.kv_len > 53 and row.number == 2 and row is members[0] for row in members):
+            raise ValueError("broken")
+        return compute(slices, previous)
+
+    monkeypatch.setattr(llama.engine, "compute", failing)
+    played = llama.player()
+    starts = [played.start(1, prompts()[1], 20), start(played, 2, prompts()[2], BeamParams(4))]
+    ids = played.run(starts)
+    assert ids[1] == expected and played.ended[2][0] == "forward"
+    assert len(played.free) == llama.engine.ready.num_blocks
