@@ -1,5 +1,7 @@
 """Replica: which rows a worker can start, and when it needs more steps or blocks."""
 
+from dataclasses import replace
+
 import pytest
 
 from batcher.scheduling.plan_builder import next_plan, set_lengths
@@ -7,7 +9,8 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.request import BeamParams, Generate, StoppingParams
+from gpu_worker.engine.batch.beam_group import num_group_blocks
 
 BLOCK_SIZE = 16
 
@@ -170,3 +173,49 @@ def test_a_grant_is_needed_where_a_row_that_is_ahead_fills_its_blocks(
         assert plan and plan.until == 37 and [number for number, _ in plan.blocks] == [row.number]
         assert len(row.blocks) == 4, "for 32 tokens and a horizon"
         assert not replica.needs_grant
+
+
+def make_beams(num_prompt: int, max_new_tokens: int = 100, width: int = 3) -> Sequence:
+    sequence = make_sequence(num_prompt, max_new_tokens)
+    return Sequence(replace(sequence.request, beams=BeamParams(width)), "1-0", 10**15)
+
+
+def test_a_beam_search_has_the_blocks_of_its_prompt_once_and_others_for_each_beam() -> None:
+    replica = make_replica(num_blocks=40)
+    row = replica.start(make_beams(36))  # two full blocks; with a horizon of 32 tokens five
+    assert len(row.blocks) == 2 + 3 * 3
+    assert replica.reserved == 3 * (2 + 1), "a horizon, and a block, of each beam"
+    replica.on_prefilled(row, 36, 1)
+    for step in range(2, 101):
+        replica.step = step
+        replica.is_short = True
+        next_plan(replica, 1, [])
+        kv_len = min(row.kv_at(step, step), 36 + 99)
+        assert num_group_blocks(36, kv_len, 3, BLOCK_SIZE) <= len(row.blocks)
+        assert row.sequence.kv_room(len(row.blocks), BLOCK_SIZE) >= kv_len
+    assert len(row.blocks) == num_group_blocks(36, 36 + 99, 3, BLOCK_SIZE) == 2 + 3 * 7
+    assert replica.reserved == 0
+    replica.end_row(row)
+    replica.release(row.number, 36 + 3 * 99)
+    assert replica.pool.num_free == 40 and not replica.pool.cache.names
+
+
+def test_a_beam_search_takes_a_place_for_each_beam() -> None:
+    replica = make_replica(num_blocks=100, max_batch_size=4)
+    first = replica.start(make_beams(16))
+    assert replica.num_running == 3 and replica.can_start(make_sequence(16))
+    assert not replica.can_start(make_beams(16, width=2))
+    replica.start(make_sequence(16))
+    assert not replica.can_start(make_sequence(16))
+    replica.end_row(first)
+    assert replica.num_running == 1 and replica.can_start(make_beams(16))
+
+
+@pytest.mark.parametrize(
+    ("width", "max_new_tokens", "fits"), [(4, 33, True), (4, 34, False), (5, 1, False), (1, 129, True)]
+)
+def test_what_a_worker_can_ever_hold_counts_the_blocks_and_places_of_beams(
+    width: int, max_new_tokens: int, fits: bool
+) -> None:
+    """Ten blocks: two of the prompt, and two for each of four beams."""
+    assert make_replica().can_ever_hold(make_beams(32, max_new_tokens, width)) == fits

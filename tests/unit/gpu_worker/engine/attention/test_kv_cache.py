@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.kv_cache import FLOATS8
+from gpu_worker.engine.attention.kv_cache import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
@@ -165,3 +165,17 @@ def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, "fp8_e4m3")
     assert play(engine, rows) == expected
     assert play(engine, rows, prefill_tokens=7) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FLOATS8.values()])
+def test_blocks_are_copied_in_all_layers(dtype: torch.dtype) -> None:
+    spec = AttentionSpec(2, 1, None, 1.0)
+    layers = [LayerSpec(spec, 8, 8), LayerSpec(spec, 4, 8)]
+    cache = KVCache(Geometry(layers, 4, torch.float32, dtype), 9, torch.device("cpu"))
+    for number, tensor in enumerate((*cache.keys, *cache.values)):
+        raw(tensor).copy_((torch.arange(raw(tensor).numel()).view(tensor.shape) + number) % 100)
+    before = [raw(tensor).clone() for tensor in (*cache.keys, *cache.values)]
+    cache.copy([(3, 5), (3, 1), (7, 2)])
+    for tensor, old in zip((*cache.keys, *cache.values), before, strict=True):
+        assert torch.equal(raw(tensor)[[5, 1, 2]], old[[3, 3, 7]])
+        assert torch.equal(raw(tensor)[[0, 3, 4, 6, 7, 8, 9]], old[[0, 3, 4, 6, 7, 8, 9]])

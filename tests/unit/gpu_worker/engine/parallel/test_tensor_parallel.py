@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
-from common.messages.request import SamplingParams
+from common.messages.request import BeamParams, SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
@@ -113,6 +113,30 @@ def test_sampled_ids_are_those_of_one_rank(two: Communicator, tmp_path: Path) ->
     expected = play(Engine(Settings(**settings)), rows, **options)  # type: ignore[arg-type]
     with Led(two, **settings) as engine:
         assert play(engine, rows, **options) == expected  # type: ignore[arg-type]
+
+
+def test_sequences_of_beam_searches_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
+    """Rank 0 finds the continuations, and the other takes them."""
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
+    sampling = SamplingParams(repetition_penalty=1.2)
+
+    def sequences_of(engine: Any) -> dict[int, list[tuple[list[int], str]]]:
+        played = player(engine, 7)
+        played.run(
+            [
+                played.start(
+                    row, ids, NEW_TOKENS, stop_ids=[*range(3, 99, 9)], beams=BeamParams(4), sampling=sampling
+                )
+                for row, ids in enumerate(prompts(VOCAB))
+            ]
+        )
+        found = played.sequences.items()
+        return {row: [(one.ids, one.reason) for one in sequences] for row, sequences in found}
+
+    expected = sequences_of(Engine(Settings(**settings)))
+    with Led(two, **settings) as engine:
+        assert sequences_of(engine) == expected
 
 
 def test_ids_of_a_cache_of_8_bit_floats_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
