@@ -70,7 +70,8 @@ class Communicator:
         self.world_size = info.world_size
         self.num_stages = num_stages
         self.tp_size = info.world_size // num_stages
-        self.stage, self.tp_rank = divmod(info.rank, self.tp_size)
+        self.stage = info.rank // self.tp_size
+        self.tp_rank = info.rank % self.tp_size
         self.group: Any = None
         self.grants: Expected | None = None
         self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
