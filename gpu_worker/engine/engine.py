@@ -82,7 +82,7 @@ class Engine:
             make_proposer=partial(make_proposer, settings.speculate),
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
             num_micro_batches=communicator.num_stages,
-            make_text=text_factory(loaded.directory),
+            make_text=text_factory(loaded.tokenizer),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"

@@ -41,7 +41,7 @@ from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import TpPlan
-from gpu_worker.engine.parallel.stage_model import WHOLE, Stage, checked_layers, learn_form
+from gpu_worker.engine.parallel.stage_model import WHOLE, ModelStage, checked_layers, learn_form
 from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.protocol import UnservableModel, first_cause
@@ -117,7 +117,7 @@ def assemble(
     layers: dict[Any, LayerSpec],
     dtype: torch.dtype,
     device: torch.device,
-    stage: Stage,
+    stage: ModelStage,
 ) -> LoadedModel:
     """The model with its attention backend and rotary modules, still without a cache."""
     block_size = settings.block_size or BLOCK_SIZES[device.type]
@@ -211,7 +211,7 @@ def report_progress(progress: model_files.Progress) -> None:
     transformers_logging.set_tqdm_hook(lambda _, args, options: bar_of(*args, **options))
 
 
-def probe_forward(model: Any, stage: Stage, device: torch.device) -> torch.Tensor:
+def probe_forward(model: Any, stage: ModelStage, device: torch.device) -> torch.Tensor:
     """→ logits [1, PROBE_TOKENS, vocabulary], in a stage before the last hidden states [1, PROBE_TOKENS,
     hidden]; of any dtype. The first of the states that a stage would receive is NaN.
     """

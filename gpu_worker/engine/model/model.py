@@ -12,7 +12,7 @@ from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import PerTokenRope
-from gpu_worker.engine.parallel.stage_model import Stage
+from gpu_worker.engine.parallel.stage_model import ModelStage
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class LoadedModel:
     eos_ids: list[int]
     vocab_size: int
     recompute_length: int | None
-    stage: Stage
+    stage: ModelStage
     cache: KVCache = field(init=False)
 
     @property

@@ -30,7 +30,7 @@ from gpu_worker.engine.model.weights import (
 )
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import Interval, TensorShards, TpPlan, make_tp_plan
-from gpu_worker.engine.parallel.stage_model import WHOLE, Stage, make_stage, staged_class
+from gpu_worker.engine.parallel.stage_model import WHOLE, ModelStage, make_stage, staged_class
 from gpu_worker.engine.parallel.stages import StagePlan, make_stage_plan
 from gpu_worker.engine.parallel.tp_model import sharded_class
 from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors
@@ -69,7 +69,7 @@ def read_shard(
     device: torch.device,
     settings: Settings,
     communicator: Communicator,
-) -> tuple[Any, TpPlan, Stage]:
+) -> tuple[Any, TpPlan, ModelStage]:
     """This rank's part of a model, on the device that `read_weights` leaves it on, how the parts of its stage
     belong together, and the stage. Raises as `read_weights`, and UnservableModel.
     """
@@ -107,7 +107,7 @@ def read_shard(
     return model if method else model.to(device), plan, stage
 
 
-def own_plan(plan: TpPlan, stages: StagePlan, stage: Stage) -> TpPlan:
+def own_plan(plan: TpPlan, stages: StagePlan, stage: ModelStage) -> TpPlan:
     """What concerns the parameters of one stage."""
     has = partial(stages.has, stage.number)
     return TpPlan(
@@ -123,7 +123,9 @@ def untied(config: Any) -> Any:
     return own
 
 
-def stage_tensors(tensors: Mapping[str, Any], model: Any, plan: StagePlan, stage: Stage) -> dict[str, Any]:
+def stage_tensors(
+    tensors: Mapping[str, Any], model: Any, plan: StagePlan, stage: ModelStage
+) -> dict[str, Any]:
     """The checkpoint's tensors that a stage of `model` has, [...] of the file's dtype; none is read yet. The
     head of a model whose head is its embedding is that tensor in the last stage.
     """

@@ -78,7 +78,8 @@ class Communicator:
         self.world_size = info.world_size
         self.num_stages = num_stages
         self.tp_size = info.world_size // num_stages
-        self.stage, self.tp_rank = divmod(info.rank, self.tp_size)
+        self.stage = info.rank // self.tp_size
+        self.tp_rank = info.rank % self.tp_size
         self.links = links
         self.group: Any = None
         self.grants: Expected | None = None
@@ -87,7 +88,7 @@ class Communicator:
             self.links = links or connect_ranks(info)
             join_process_group(self.links)
         if self.num_stages > 1 and self.tp_size > 1:
-            groups = [dist.new_group(self.ranks_of(stage)) for stage in range(num_stages)]
+            groups = [dist.new_group(self.ranks_of(stage), timeout=FOREVER) for stage in range(num_stages)]
             self.group = groups[self.stage]
 
     def exchange(self, message: Any) -> list[Any]:

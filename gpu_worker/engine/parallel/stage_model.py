@@ -25,7 +25,7 @@ class StageEnd(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Stage:
+class ModelStage:
     """One stage, while it runs.
 
     Attributes:
@@ -74,14 +74,14 @@ class Stage:
             self.states = states.to(device, model.dtype)
 
 
-WHOLE = Stage()
+WHOLE = ModelStage()
 """Of a model that is not split into stages."""
 
 
 class RemoteLayer(nn.Module):
     """Stands for a layer of another stage, with the attributes by which a model's code chooses masks."""
 
-    def __init__(self, layer: nn.Module, stage: Stage, is_before: bool) -> None:
+    def __init__(self, layer: nn.Module, stage: ModelStage, is_before: bool) -> None:
         super().__init__()
         public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
         vars(self).update(public)
@@ -100,7 +100,7 @@ class RemoteLayer(nn.Module):
 class RemoteEmbedding(nn.Module):
     """Stands for the embedding of the first stage. It gives NaN, since nothing may depend on it."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: ModelStage) -> None:
         super().__init__()
         self.stage = stage
 
@@ -109,12 +109,12 @@ class RemoteEmbedding(nn.Module):
         return self.stage.states.new_full((), torch.nan).expand(self.stage.states.shape)
 
 
-def make_stage(plan: StagePlan, number: int) -> Stage:
+def make_stage(plan: StagePlan, number: int) -> ModelStage:
     begin, end = plan.intervals[number]
-    return Stage(number, len(plan.intervals), begin, end, plan.intervals[-1][1])
+    return ModelStage(number, len(plan.intervals), begin, end, plan.intervals[-1][1])
 
 
-def staged_class(whole: type[Any], plan: StagePlan, stage: Stage) -> type[Any]:
+def staged_class(whole: type[Any], plan: StagePlan, stage: ModelStage) -> type[Any]:
     """The class of a model → a class whose models are one stage. It keeps the name by which transformers
     finds its conversions.
     """
@@ -126,7 +126,7 @@ def staged_class(whole: type[Any], plan: StagePlan, stage: Stage) -> type[Any]:
     return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})
 
 
-def remove_others(model: Any, plan: StagePlan, stage: Stage) -> None:
+def remove_others(model: Any, plan: StagePlan, stage: ModelStage) -> None:
     """Replace what other stages have."""
     layers = model.get_submodule(plan.layers)
     stage.first_layer = layers[stage.begin]
@@ -140,7 +140,7 @@ def remove_others(model: Any, plan: StagePlan, stage: Stage) -> None:
 
 
 @contextlib.contextmanager
-def checked_layers(stage: Stage) -> Iterator[None]:
+def checked_layers(stage: ModelStage) -> Iterator[None]:
     """Within it a forward raises UnservableModel if a layer gives the next one more than hidden states."""
 
     def check(module: Any, arguments: Any, output: Any) -> None:
@@ -156,7 +156,7 @@ def checked_layers(stage: Stage) -> Iterator[None]:
             hook.remove()
 
 
-def learn_form(model: Any, stage: Stage, forward: Callable[[], object]) -> None:
+def learn_form(model: Any, stage: ModelStage, forward: Callable[[], object]) -> None:
     """Find out whether the model's code takes hidden states from a layer or from a tuple that it returns, by
     what reaches the stage's first layer if those before it return no tuples.
     """

@@ -74,8 +74,8 @@ class Tiny:
 
 
 def start(played: Player, number: int, prompt: list[int], beams: BeamParams, **params: Any) -> StartRow:
-    params = {"stop_ids": ENDS, "ignore_eos": True} | params
-    return played.start(number, prompt, NEW_TOKENS, beams=beams, **params)
+    given: dict[str, Any] = {"stop_ids": ENDS, "ignore_eos": True} | params
+    return played.start(number, prompt, NEW_TOKENS, beams=beams, **given)
 
 
 def check(found: list[BeamSequence], expected: list[Found]) -> None:

@@ -23,11 +23,11 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import split_evenly, split_heads
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import multi_rank_engine, rank_memory, tiny_models
-from tests.support.engine.multi_rank_engine import Led
-from tests.support.engine.rank_checks import (
+from tests.support.engine.multi_rank_engine import (
     LENGTHS,
     NEW_TOKENS,
     SETTINGS,
+    Led,
     check_ids,
     play,
     player,

@@ -5,7 +5,6 @@ import torch
 
 from common.messages.request import BeamParams
 from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate
-from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.engine.sampling.beam_candidates import SearchStep, score_beams
 
 VOCAB = 50
@@ -20,7 +19,7 @@ def candidates(diversity: float) -> tuple[list[Candidate], torch.Tensor]:
         BeamParams(3, diversity=diversity), 9, {2: "eos_token"}, [Beam(total=total) for total in TOTALS]
     )
     step = SearchStep(7, search, 0, 3, search.num_candidates)
-    found = score_beams(logits, [None] * 3, [step], SINGLE_RANK).to_host().candidates()
+    found = score_beams(logits, [None] * 3, [step], samples=True).to_host().candidates()
     return found[7], logits.double().log_softmax(-1) + torch.tensor(TOTALS).double()[:, None]
 
 

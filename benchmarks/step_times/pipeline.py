@@ -1,4 +1,4 @@
-"""Prints what micro-batches gain in a pipeline of stages: `python -m benchmarks.pipeline [--stages 2]`.
+"""Prints what micro-batches gain in a pipeline: `python -m benchmarks.step_times.pipeline [--stages 2]`.
 
 Each stage is a process with its part of a tiny Llama, whose layers sleep 2 ms: so they stand for a device,
 and stages do not share cores. Groups of 4 rows decode: one group in flight, then as many as there are stages,
@@ -28,9 +28,9 @@ from tests.support.engine import tiny_models
 from tests.support.engine.start_rows import start_row
 
 LAYER_S = 0.002
-LAYERS_PER_STAGE = 8
+LAYERS_PER_STAGE = 16
 ROWS = 4
-NUM_TOKENS = 40
+NUM_TOKENS = 30
 """Tokens that a row generates in a run."""
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -130,7 +130,15 @@ def main(stages: int, runs: int) -> None:
         tiny_models.save(
             folder, "Llama", tiny_models.LLAMA | {"num_hidden_layers": LAYERS_PER_STAGE * stages}
         )
-        command = [sys.executable, "-m", "benchmarks.pipeline", "--folder", name, "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.step_times.pipeline",
+            "--folder",
+            name,
+            "--port",
+            str(port),
+        ]
         others = [
             subprocess.Popen([*command, "--stages", str(stages), "--rank", str(rank)])
             for rank in range(1, stages)

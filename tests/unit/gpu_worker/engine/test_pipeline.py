@@ -25,12 +25,11 @@ from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import StepSamples, pack_samples, unpack_sent_samples
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.stage_model import Stage, checked_layers
+from gpu_worker.engine.parallel.stage_model import ModelStage, checked_layers
 from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import multi_rank_engine, tiny_models
-from tests.support.engine.multi_rank_engine import Led
-from tests.support.engine.rank_checks import SETTINGS, check_ids, play, player, prompts
+from tests.support.engine.multi_rank_engine import SETTINGS, Led, check_ids, play, player, prompts
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
 
 QUICK = ("Llama-tied", "Mixtral", "Granite", "GPT2", "Falcon", "MPT")
@@ -207,7 +206,10 @@ class Passing(torch.nn.Module):
 def test_models_whose_layers_need_more_than_hidden_states_are_refused() -> None:
     """By what a layer returns, or by what a later stage computes without the embeddings."""
     layer = Passing()
-    with checked_layers(Stage(0, 2, 0, 1, 2, layer)), pytest.raises(UnservableModel, match="hand on more"):
+    with (
+        checked_layers(ModelStage(0, 2, 0, 1, 2, layer)),
+        pytest.raises(UnservableModel, match="hand on more"),
+    ):
         layer(torch.zeros(1, 2, 3))
     assert len(layer(torch.zeros(1, 2, 3))) == 2, "the check is over"
     config = AutoConfig.for_model("llama", **LLAMA)
