@@ -6,8 +6,8 @@ steps out, through its socket), and once end to end over HTTP through a whole fl
 same cores. The two take turns; printed are the medians of the runs, and their ratio. With `--step-ms` the
 engine has no model: each of its steps takes that time, and the ratio is what the fleet alone costs.
 
-With `--traces` two fleets take turns at 32 streams; one sends every trace to a receiver on the same cores. The
-ratios are of neighbouring runs; it also prints the processor time of gateway and batcher for a request.
+With `--traces` two fleets take turns at 32 streams; one sends every trace to a receiver on the same cores.
+Ratios are of neighbouring runs; printed, too, is the processor time of gateway and batcher for a request.
 """
 
 import argparse
