@@ -76,7 +76,6 @@ are variables, too.
 NOT_SERVED = """
 --cuda-graphs 1,2
 --weights-cache-override /data
---otlp-endpoint collector:4317
 --ngrok true
 --ngrok-edge edge
 --tokenizer-name bigscience/bloom
