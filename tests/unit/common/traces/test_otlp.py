@@ -190,7 +190,7 @@ def test_what_turns_traces_on(endpoint: str | None, environ: dict[str, str], is_
 
 @pytest.mark.parametrize("given", ["collector:4317", "ftp://collector", "http://"])
 def test_an_endpoint_that_is_no_url_is_refused(given: str) -> None:
-    with pytest.raises(SettingError, match="OTLP_ENDPOINT: .* is no URL"):
+    with pytest.raises(SettingError, match="is no URL"):
         Settings.read(["--otlp-endpoint", given], {})
 
 
