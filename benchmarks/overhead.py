@@ -1,10 +1,13 @@
 """Prints the throughput of a fleet as a share of its engine's:
-`python -m benchmarks.overhead [--runs 3] [--step-ms 25]`.
+`python -m benchmarks.overhead [--runs 3] [--step-ms 25] [--traces]`.
 
 The same load at 1, 8 and 32 streams runs once through the engine process alone, with all cores (grants in,
 steps out, through its socket), and once end to end over HTTP through a whole fleet with the client on the
 same cores. The two take turns; printed are the medians of the runs, and their ratio. With `--step-ms` the
 engine has no model: each of its steps takes that time, and the ratio is what the fleet alone costs.
+
+With `--traces` two fleets take turns at 32 streams; one sends every trace to a receiver on the same cores.
+Ratios are of neighbouring runs; printed, too, is the processor time of gateway and batcher for a request.
 """
 
 import argparse
@@ -15,9 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
+import psutil
 import uvloop
 from tokenizers import Tokenizer
 
@@ -144,11 +148,53 @@ def main(runs: int, step_ms: float | None) -> None:
         )
 
 
+# --- traces -------------------------------------------------------------------------------------------------
+
+
+def processor_s(fleet: Fleet) -> float:
+    """Processor time of gateway and batcher so far."""
+    pids = fleet.pids()
+    return sum(sum(psutil.Process(pids[name]).cpu_times()[:2]) for name in ("g0", "b0"))
+
+
+def measure(fleet: Fleet, seed: int) -> tuple[float, float]:
+    """Tokens/s, and processor ms of a request."""
+    streams, requests = STREAMS[-1]
+    before_s = processor_s(fleet)
+    found = uvloop.run(load(f"{fleet.base_url}/generate_stream", streams, requests, "", seed))
+    return found.tokens_per_s, 1e3 * (processor_s(fleet) - before_s) / requests
+
+
+def compare_traces(runs: int, step_ms: float | None) -> None:
+    with ExitStack() as stack:
+        command = [sys.executable, "-m", "tests.support.traces"]
+        receiver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        stack.callback(receiver.kill)
+        assert receiver.stdout is not None
+        fleets = [fleet_of(step_ms), fleet_of(step_ms)]
+        fleets[1].settings["otlp_endpoint"] = receiver.stdout.readline().strip()
+        for fleet in fleets:
+            stack.enter_context(fleet)
+            measure(fleet, 0)
+        found: list[list[tuple[float, float]]] = [[], []]
+        for run in range(1, runs + 1):
+            for i in (0, 1) if run % 2 else (1, 0):
+                found[i].append(measure(fleets[i], run))
+    off, on = ([statistics.median(one[i] for one in runs) for i in (0, 1)] for runs in found)
+    ratios = sorted(one[0] / other[0] for other, one in zip(*found, strict=True))
+    print(
+        f"tokens/s without traces {off[0]:.1f}, with {on[0]:.1f}; ratio {statistics.median(ratios):.3f} "
+        f"({ratios[0]:.3f} to {ratios[-1]:.3f}); processor ms of a request {off[1]:.2f}, {on[1]:.2f}",
+        flush=True,
+    )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--step-ms", type=float)
+    parser.add_argument("--traces", action="store_true")
     args = parser.parse_args()
-    main(args.runs, args.step_ms)
+    (compare_traces if args.traces else main)(args.runs, args.step_ms)

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,3 +167,11 @@ def value_of(value: AnyValue) -> Any:
 
 def traceparent(trace_id: str, flags: str = "01") -> str:
     return f"00-{trace_id}-{CLIENT_SPAN}-{flags}"
+
+
+if __name__ == "__main__":  # a receiver for benchmarks: prints its URL, and keeps nothing
+    with Receiver().listening() as own:
+        print(own.grpc_url, flush=True)
+        while True:
+            time.sleep(1)
+            own.spans.clear()

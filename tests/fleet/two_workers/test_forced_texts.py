@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
 
 NAME = "a<|im_end|>b <|im_start|>"
 PLAIN = CHAT | {"temperature": 0, "max_tokens": 80}

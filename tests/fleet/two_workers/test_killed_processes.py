@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import psutil
 import pytest
 from redis.asyncio import Redis
@@ -25,7 +26,10 @@ from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.crowd import Crowd, Tally
 from tests.support.chaos.outcome import Plan
 from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.http_calls import PROMPT
+from tests.support.fleet.resuming import ResumingClient
 from tests.support.load import Load
+from tests.support.sse import frames_of
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -217,3 +221,41 @@ async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
         for name in (r"tokenfleet_accepted_tokens_total\{.*\}", "tgi_request_skipped_tokens_sum"):
             shown = re.compile(rf"^{name} [1-9]", re.MULTILINE)
             await wait_until(lambda shown=shown: shown.search(httpx.get(metrics).text) is not None)  # type: ignore[misc]
+
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 40, "ignore_eos": True}}),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True, "n": 2},
+    ),
+]
+NUM_FRAMES = (40, 41, 2 * 41 + 1)
+"""Frames of each route: one a token; on /v1 also `[DONE]`, in chats also the first chunk of each choice."""
+
+
+async def test_streams_go_on_at_the_other_gateway(fleet: Fleet, redis: Redis) -> None:
+    requests = 2 * REQUESTS
+    clients = [ResumingClient(fleet.base_url) for _ in requests]
+    reads = [
+        asyncio.create_task(client.read(path, body | {"stream": True, "seed": 5}))
+        for client, (path, body) in zip(clients, requests, strict=True)
+    ]
+    await wait_until(lambda: all(client.num_frames > 3 for client in clients))
+    gateways = [await redis.hget(key, "gateway") for key in await redis.keys("tf:*:request:*")]  # type: ignore[misc]
+    name = next(gateway for gateway in gateways if gateway).decode().split("-")[0]
+    os.kill(await asyncio.to_thread(fleet.pid, name), signal.SIGKILL)
+    contents = await asyncio.gather(*reads)
+    frames = [frames_of(content) for content in contents]
+    assert [len(found) for found in frames] == [*2 * NUM_FRAMES]
+    assert not any(ordinal for found in frames for ordinal, _ in found), "nobody asked to come back"
+    texts = [[said(data) for _, data in found] for found in frames]
+    assert texts[:3] == texts[3:]
+
+
+def said(data: str) -> Any:
+    """Strip a frame of what differs between two equal requests."""
+    if data == "[DONE]":
+        return data
+    return {name: value for name, value in orjson.loads(data).items() if name not in ("id", "created")}

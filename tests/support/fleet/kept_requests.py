@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.openai_frames import CHAT
+from tests.support.answers.openai_frames import CHAT
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 TENSOR = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}

@@ -22,13 +22,13 @@ from redis.asyncio import Redis
 from api.streams.http_response import TokenStream
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.socket_keeper import SocketKeeper
+from tests.support.answers.openai_frames import CHAT
 from tests.support.broker_state import KEYS
 from tests.support.clients.talk import DIFFERS, Talk
 from tests.support.fleet.kept_gateways import keeping, kept_gateways
 from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.openai_frames import CHAT
 from tests.support.sse import data_of
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until

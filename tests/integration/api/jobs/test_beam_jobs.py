@@ -1,7 +1,7 @@
 """Beam searches as jobs of other services."""
 
 from deploy.launcher.embedded_broker import Broker
-from tests.support.beams import ANSWER, SEQUENCES, TEXTS, scores
+from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.jobs import CHAT, KEYS, Service, killed_gateway, running_gateway
 from tests.support.tokenizer import TOKENIZER

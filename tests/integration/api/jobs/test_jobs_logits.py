@@ -3,11 +3,11 @@
 from redis.asyncio import Redis
 
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.logits import first_part, positions
+from tests.support.answers.openai_frames import CHAT_PATH
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.jobs import CHAT, KEYS, Service, running_gateway
-from tests.support.logits import first_part, positions
-from tests.support.openai_frames import CHAT_PATH
 from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 

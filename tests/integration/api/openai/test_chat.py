@@ -12,9 +12,9 @@ from api.streams.describe_answer import FINGERPRINT
 from common.messages.records import unpack_ids
 from common.messages.request import StoppingParams
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed
 from tests.support.tokenizer import IM_END, TOKENIZER, ids
 from tests.support.waiting import wait_until
 

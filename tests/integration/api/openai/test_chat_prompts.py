@@ -6,9 +6,9 @@ import pytest
 
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, streamed
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 
 SYSTEM = {"role": "system", "content": "S"}

@@ -11,9 +11,9 @@ from api.streams.stream import Stream
 from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import Generate, StoppingParams
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import frames, logprobs, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import frames, logprobs, streamed
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import wait_until
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 5}
 ROUTES: list[tuple[str, dict[str, Any], str]] = [

@@ -10,10 +10,10 @@ from api.grammar.compile import Grammar, compile_checked
 from api.grammar.read import ANY_OBJECT
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.jobs import Service
-from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.tokenizer import ids
 
 KEYS = Keys("default")

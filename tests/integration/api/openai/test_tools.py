@@ -8,9 +8,9 @@ from openai import AsyncOpenAI
 
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.tokenizer import TOKENIZER, ids
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}

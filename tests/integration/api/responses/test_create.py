@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import streamed
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import streamed
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
 from tests.support.tokenizer import ids
 

@@ -10,9 +10,9 @@ import pytest
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import two_gateways
+from tests.support.answers.openai_frames import streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import streamed
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until

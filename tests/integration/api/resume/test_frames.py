@@ -18,9 +18,9 @@ from common.broker.pool_client import PoolClient
 from common.messages.answer import HttpAnswer
 from common.messages.codec import decode
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT
 from tests.support.tokenizer import ids, model_tokenizer
 from tests.support.waiting import wait_until
 

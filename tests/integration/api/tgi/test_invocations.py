@@ -3,9 +3,9 @@
 from typing import Any
 
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, frames, streamed
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, frames, streamed
 from tests.support.sse import data_of
 from tests.support.tokenizer import ids
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.tokenizer import ids
 
 KNOWN = "id:str object:str created:int model:str system_fingerprint:str"

@@ -5,9 +5,9 @@ from typing import Any
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import CHAT
 from tests.support.tokenizer import TOKENIZER, ids
 
 PATH = "/vertex"

@@ -8,7 +8,7 @@ from common.messages.beams import pack_sequences
 from common.messages.events import Terminal
 from common.messages.records import RECORD, pack_ids, unpack_records
 from common.messages.request import BeamParams, Generate, StoppingParams
-from tests.support.beams import SEQUENCES, TEXTS
+from tests.support.answers.beams import SEQUENCES, TEXTS
 from tests.support.tokenizer import model_tokenizer
 
 RECORDS = pack_sequences(SEQUENCES)

@@ -188,6 +188,17 @@ def test_what_turns_traces_on(endpoint: str | None, environ: dict[str, str], is_
     assert tracing.is_wanted(Settings(otlp_endpoint=endpoint), environ) is is_on
 
 
+@pytest.mark.parametrize("given", ["collector:4317", "ftp://collector", "http://"])
+def test_an_endpoint_that_is_no_url_is_refused(given: str) -> None:
+    with pytest.raises(SettingError, match="is no URL"):
+        Settings.read(["--otlp-endpoint", given], {})
+
+
+def test_vllm_spells_an_endpoint_otherwise() -> None:
+    settings = Settings.read(["--otlp-traces-endpoint", "grpc://collector:4317"], {})
+    assert settings.otlp_endpoint == "http://collector:4317"
+
+
 def test_an_exporter_of_another_kind_is_refused() -> None:
     with pytest.raises(SettingError, match="OTEL_TRACES_EXPORTER"):
         tracing.is_wanted(Settings(), {"OTEL_TRACES_EXPORTER": "zipkin"})

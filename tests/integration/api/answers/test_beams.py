@@ -18,13 +18,13 @@ from common.metrics import catalogue
 from common.metrics.primitives import TOTAL
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import read_frames, two_gateways
-from tests.support.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
+from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.clients.talk import Talk
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.kept_gateways import kept_gateways
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until

@@ -11,10 +11,10 @@ from safetensors.numpy import load
 
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.logits import first_part, positions
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.logits import first_part, positions
-from tests.support.openai_frames import CHAT, CHAT_PATH
 from tests.support.tokenizer import IM_END, ids
 from tests.support.waiting import wait_until
 
