@@ -63,7 +63,7 @@ class BatchMetrics:
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)
-        catalogue.TOKENS.add(sum(step.num_samples for step in steps))
+        catalogue.TOKENS.add(sum(step.num_samples + step.num_beams for step in steps))
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
         """Count steps of one method, each of which took the agent `text_s`."""
