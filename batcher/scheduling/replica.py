@@ -95,7 +95,8 @@ class Replica:
 
     def split_rows(self, rows: Iterable[PlacedRow]) -> tuple[list[PlacedRow], list[PlacedRow]]:
         """Return the first of `rows`, as many as have places in the batch, and those that stand by."""
-        placed, left, rows = [], self.limits.max_batch_size, iter(rows)
+        placed: list[PlacedRow] = []
+        left, rows = self.limits.max_batch_size, iter(rows)
         for row in rows:
             left -= row.sequence.num_places
             if left < 0:

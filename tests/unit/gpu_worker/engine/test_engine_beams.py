@@ -80,7 +80,7 @@ class Tiny:
 
 
 def start(played: Player, number: int, prompt: list[int], beams: BeamParams, **params: Any) -> StartRow:
-    params = {"stop_ids": ENDS, "ignore_eos": True} | params
+    params = {"stop_ids": ENDS, "ignore_eos": True, **params}
     return played.start(number, prompt, NEW_TOKENS, beams=beams, **params)
 
 
