@@ -61,7 +61,7 @@ class BatchMetrics:
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)
-        catalogue.TOKENS.add(sum(step.num_samples for step in steps))
+        catalogue.TOKENS.add(sum(step.num_samples + step.num_beams for step in steps))
         if num_plain := sum(step.num_samples for step in steps if not step.proposed_tokens):
             catalogue.SKIPPED_TOKENS.observe(0, times=num_plain)
 

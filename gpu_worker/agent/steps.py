@@ -62,7 +62,7 @@ class StepHandler:
         state.step = step.step
         state.step_ms = step.duration_ms
         state.report_clock.on_step(step.step)
-        state.num_tokens += step.num_samples
+        state.num_tokens += step.num_samples + step.num_beams
         state.add_time(step)
         self.add_logits(step)
         self.add_tokens(step)

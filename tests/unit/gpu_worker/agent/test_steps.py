@@ -9,10 +9,12 @@ from redis.exceptions import ConnectionError
 
 from common.broker.committed import read, read_logits
 from common.broker.pool_client import PoolClient
+from common.messages.beams import BeamSequence, pack_sequences
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.logits import LogitsParams
 from common.messages.records import RECORD, pack_floats, pack_ids, unpack_floats, unpack_ids, unpack_records
+from common.messages.request import BeamParams
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Publisher
 from tests.support.agents import (
@@ -228,3 +230,30 @@ async def test_rows_without_logits_write_none(agent: Agent, redis: Redis) -> Non
     assert grants(agent)[-1].starts[0].logits is None
     step(agent, {1: (0, 9)}, prefilled=[(1, 2)])
     assert not agent.state.outbox.logits
+
+
+async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_before(
+    agent: Agent, redis: Redis
+) -> None:
+    """Its stop strings are the engine's business, and none of its blocks but the prompt's gets a name."""
+    packed = pack_sequences(
+        [BeamSequence([5, 6], [-0.5, -0.25], -0.375, "eos_token"), BeamSequence([7], [-1.0], -1.0, "length")]
+    )
+    async with listening(redis, CHANNEL) as published:
+        await start(agent, beams=BeamParams(2), stop=["sea"], block_hashes=b"h" * 16)
+        assert grants(agent)[-1].starts[0].beams == BeamParams(2)
+        step(agent, prefilled=[(1, 2)])
+        step(agent, num_beams=2)
+        await agent.flusher.flush()
+        assert await redis.get(KEYS.tokens("r1")) is None
+        row = agent.state.table.rows[1]
+        assert (row.held.base, row.held.num_tokens, row.held.kv_len) == (0, 0, 2)
+        step(agent, num_beams=2, sequences=[(1, packed)], ended=[(1, "eos_token", 2)], released=[(1, 6)])
+        await agent.flusher.flush()
+        events = [decode(Events, message) for message in await published()]
+    assert await redis.get(KEYS.tokens("r1")) == packed
+    assert not any(event.tokens for event in events)
+    [end] = [end for event in events for end in event.terminals]
+    assert (end.reason, end.num_tokens) == ("eos_token", 5)
+    (_, report) = await reports(redis)
+    assert (report.ended, report.released, report.hashes) == ([(1, "eos_token", 2)], [(1, 6)], [])

@@ -1,9 +1,9 @@
 """Prints what a beam search costs: `python -m benchmarks.beams [--runs 5] [--width 4] [--tokens 64]`.
 
 One engine in this process, of SmolLM2, runs a beam search and as many independent greedy rows as it has
-beams; transformers' `generate` runs the same beam search. All compute in float32, and take turns. Printed are
-medians of the runs: tokens/s of all beams or rows together, prefill included, and ms of CPU a token, which say
-more on a busy machine.
+beams; transformers' `generate` runs the same beam search. All compute in float32, and take turns. Printed
+are medians of the runs: tokens/s of all beams or rows together, prefill included, and ms of CPU a token,
+which say more on a busy machine.
 """
 
 import argparse

@@ -2,23 +2,29 @@
 chunked and delayed.
 """
 
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from api.grammar.compile import Grammar, compile_unchecked
+from common import model_files
 from common.messages.beams import BeamSequence
 from common.messages.request import BeamParams, SamplingParams
+from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import Found
 from tests.support.engine.tiny_engine import engine_of, prompts
-from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
 
 NEW_TOKENS = 12
 EARLY = (False, True, "never")
@@ -246,3 +252,48 @@ def test_one_failing_row_of_a_search_ends_all_of_it(llama: Tiny, monkeypatch: py
     ids = played.run(starts)
     assert ids[1] == expected and played.ended[2][0] == "forward"
     assert len(played.free) == llama.engine.ready.num_blocks
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Tokenizer]]:
+    """A tiny model with a real tokenizer."""
+    folder = tmp_path_factory.mktemp("speaking")
+    torch.manual_seed(2)
+    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
+    tiny_models.save(folder, "Llama", sizes)
+    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", folder)
+    engine = engine_of(folder)
+    engine.matchers.waits = True
+    yield engine, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def find(engine: Engine, end: int, **params: Any) -> Player:
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
+    played.run([played.start(1, prompts()[1], end, beams=BeamParams(4), **params)])
+    return played
+
+
+def test_a_grammar_holds_for_each_beam(speaking: tuple[Engine, Tokenizer]) -> None:
+    engine, tokenizer = speaking
+    source = compile_unchecked(Grammar("regex", "(cat|dog|bird|fish)s?", "f"))
+    found = find(engine, 20, sampling=SamplingParams(grammar=source)).sequences[1]
+    texts = [tokenizer.decode(sequence.ids, skip_special_tokens=True) for sequence in found]
+    assert len(texts) == 4 and all(re.fullmatch("(cat|dog|bird|fish)s?", text) for text in texts)
+    assert {sequence.reason for sequence in found} == {"eos_token"}
+
+
+def test_stop_strings_end_each_beam(speaking: tuple[Engine, Tokenizer]) -> None:
+    """No sequence goes on after one, and none is found in the first tokens."""
+    engine, tokenizer = speaking
+    plain = find(engine, 12, ignore_eos=True).sequences[1]
+    text = tokenizer.decode(plain[0].ids[4:8])
+    letter = next(character for character in text if character.isalpha())
+    for min_new_tokens in (0, 6):
+        played = find(engine, 12, ignore_eos=True, stop=[letter], min_new_tokens=min_new_tokens)
+        found = played.sequences[1]
+        assert "stop_sequence" in {sequence.reason for sequence in found}
+        for sequence in found:
+            free, last = sequence.ids[:-1][min_new_tokens:], sequence.ids[-1]
+            assert not any(letter in tokenizer.decode([token]) for token in free)
+            assert (letter in tokenizer.decode([last])) == (sequence.reason == "stop_sequence")
+            assert len(sequence.ids) > min_new_tokens
