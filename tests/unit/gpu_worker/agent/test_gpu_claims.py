@@ -100,8 +100,10 @@ def test_num_ranks_follows_num_shard_and_sharded(machine: Path) -> None:
         {"sharded": True},
         {"sharded": False},
         {"sharded": True, "num_shard": 4, "device": "cpu"},
+        {"num_shard": 2, "pipeline_parallel_size": 3},
+        {"sharded": True, "pipeline_parallel_size": 2},
     )
-    assert [gpus.num_ranks(Settings(**settings)) for settings in settings_of_workers] == [1, 3, 2, 1, 4]
+    assert [gpus.num_ranks(Settings(**settings)) for settings in settings_of_workers] == [1, 3, 2, 1, 4, 6, 2]
     with pytest.raises(SettingError, match="SHARDED: true, but this worker sees 0 GPUs"):
         gpus.num_ranks(Settings(sharded=True, device="cpu"))
     with pytest.raises(SettingError, match="SHARDED: false and 2 ranks"):
