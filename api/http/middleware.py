@@ -42,6 +42,12 @@ COUNTED_ROUTES = (
 COUNTED_PREFIX = "/v2/models/"
 
 
+def asks_for_tokens(scope: Scope) -> bool:
+    """Whether a request is for tokens: it is counted, and traced."""
+    path: str = scope["path"]
+    return scope["method"] == "POST" and (path in COUNTED_ROUTES or path.startswith(COUNTED_PREFIX))
+
+
 def client_request_id(scope: Scope) -> str:
     """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
     for name, value in scope["headers"]:
@@ -96,8 +102,7 @@ async def note_arrival(
     send: Send,
 ) -> None:
     """Count a request for tokens when it arrives, and let it wait for its turn if many arrive at once."""
-    path = scope["path"]
-    if scope["method"] == "POST" and (path in COUNTED_ROUTES or path.startswith(COUNTED_PREFIX)):
+    if asks_for_tokens(scope):
         count_arrival()
         await turns.wait_turn()
     await app(scope, receive, send)

@@ -8,7 +8,7 @@ from typing import Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http.middleware import COUNTED_ROUTES
+from api.http.middleware import asks_for_tokens
 from common.messages.answer import AnswerTrace, HttpAnswer
 from common.process.logs import TRACEPARENT
 from common.traces import tracing
@@ -127,7 +127,7 @@ def trace_of(scope: Scope) -> RequestTrace | None:
 
 async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Trace a request for tokens, from here to the last byte of its answer."""
-    trace = begin_http(scope) if scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES else None
+    trace = begin_http(scope) if asks_for_tokens(scope) else None
     if trace is None:
         await app(scope, receive, send)
         return

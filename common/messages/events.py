@@ -18,8 +18,7 @@ ERRORS = {
     "forward": ("generation", "the model's forward failed for this request"),
     "beam_length": (
         "validation",
-        "a beam search cannot begin below and end beyond the length at which this model computes all keys "
-        "anew: a longer prompt, or fewer max_new_tokens, lie on one side of it",
+        "this model computes its keys anew at a length that a beam search may not cross",
     ),
     "grammar": ("grammar", "the request's grammar allows none of the tokens that are left"),
     "grammar_limit": (

@@ -3,6 +3,7 @@ parameters, session, KV cache and world, as docs/from-tensorrt-llm.md names them
 """
 
 import asyncio
+import base64
 import json
 import math
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.messages.records import pack_ids
+from common.messages.records import pack_ids, unpack_floats
 from common.settings.settings import SettingError, Settings
 from gpu_worker.process import capacity
 from gpu_worker.protocol import Ready
@@ -102,6 +103,35 @@ async def test_on_token_generated(http: httpx.AsyncClient) -> None:
     assert [event["details"] is not None for event in events] == [False] * 4 + [True]
 
 
+async def test_ids_scores_and_log_probabilities_of_each_beam(http: httpx.AsyncClient) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 6, "beam_width": 3, "return_token_ids": True}
+    choices = (await post(http, "/v1/completions", body))["choices"]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
+    scores = [choice["beam_score"] for choice in choices]
+    assert scores == sorted(scores, reverse=True)
+    for choice in choices:
+        length = len(choice["token_ids"])
+        assert choice["beam_score"] == pytest.approx(choice["cumulative_logprob"] / length, rel=1e-4)
+
+
+async def test_context_and_generation_logits(http: httpx.AsyncClient) -> None:
+    """Row i of the context's logits is behind token i of the prompt; the last one gives the first token."""
+    both = {"return_context_logits": True, "return_generation_logits": True}
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True} | both
+    [choice] = (await post(http, "/v1/completions", body))["choices"]
+    context, generation = (unpack_rows(choice[f"{name}_logits"]) for name in ("context", "generation"))
+    assert len(context) == len(prompt_ids([PROMPT])[0])
+    assert [row.index(max(row)) for row in generation] == choice["token_ids"]
+    assert context[-1] == pytest.approx(generation[0], abs=1e-3)
+
+
+def unpack_rows(field: dict[str, Any]) -> list[list[float]]:
+    """The rows of logits in a field of a response."""
+    values, (num_rows, width) = unpack_floats(base64.b64decode(field["data"])), field["shape"]
+    assert (field["dtype"], len(values)) == ("float32", num_rows * width)
+    return [values[i * width : (i + 1) * width] for i in range(num_rows)]
+
+
 # --- sampling -----------------------------------------------------------------------------------------------
 
 DRAWN = {"do_sample": True, "seed": 5, "max_new_tokens": 32, "ignore_eos": True}
@@ -150,6 +180,33 @@ async def test_top_k_and_top_p_of_zero_are_greedy(http: httpx.AsyncClient) -> No
     expected = (await generate(http))["ids"]
     assert (await generate(http, top_k=0))["ids"] == expected
     assert await complete_ids(http, PROMPT, top_k=0) == [expected]
+
+
+# --- beam search --------------------------------------------------------------------------------------------
+
+
+async def test_beam_width_length_penalty_diversity_and_early_stopping(http: httpx.AsyncClient) -> None:
+    """Width 1 is greedy; each parameter changes what a wider search finds, or how it scores it."""
+    assert await complete_ids(http, PROMPT, beam_width=1) == await complete_ids(http, PROMPT)
+    body = {"prompt": PROMPT, "max_tokens": 10, "beam_width": 3, "logit_bias": {str(EOS): 6}}
+    variants: list[dict[str, Any]] = [
+        {},
+        {"length_penalty": 3.0},
+        {"diversity": 5.0},
+        {"early_stopping": True},
+        {"early_stopping": "never"},
+    ]
+    answers = await asyncio.gather(*(post(http, "/v1/completions", body | one) for one in variants))
+    found = [[(choice["text"], choice["beam_score"]) for choice in answer["choices"]] for answer in answers]
+    assert found[1] != found[0] != found[2]
+    assert all(len(sequences) == 3 for sequences in found)
+
+
+async def test_max_beam_width(http: httpx.AsyncClient) -> None:
+    most = (await http.get("/info")).json()["max_beam_width"]
+    answer = await http.post("/v1/completions", json={"prompt": PROMPT, "beam_width": most + 1})
+    assert answer.status_code == 400
+    assert f"at most {most}" in answer.json()["error"]["message"]
 
 
 # --- session, KV cache, model, world ------------------------------------------------------------------------

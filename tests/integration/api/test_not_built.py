@@ -21,6 +21,14 @@ def user(content: object) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
+def beams(**fields: object) -> dict[str, Any]:
+    return {"prompt": "Hi", "max_tokens": 4, "beam_width": 2, **fields}
+
+
+def logits(**fields: object) -> dict[str, Any]:
+    return {"prompt": "Hi", "max_tokens": 4, "return_generation_logits": True, **fields}
+
+
 def schema(keyword: str, value: object) -> dict[str, Any]:
     json_schema = {"name": "s", "schema": {"type": "array", keyword: value}}
     return user("Hi") | {"response_format": {"type": "json_schema", "json_schema": json_schema}}
@@ -37,6 +45,28 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "adapters (LoRA)": [
         ("/generate", {"inputs": "a", "parameters": {"adapter_id": "x"}}, "`adapter_id`"),
+    ],
+    "drawing among beams": [(COMPLETIONS, beams(temperature=0.5), "`temperature`")],
+    "beside it": [
+        (COMPLETIONS, beams(logprobs=2), "`logprobs`"),
+        (COMPLETIONS, beams(prompt_logprobs=1), "`prompt_logprobs`"),
+        (COMPLETIONS, beams(return_context_logits=True), "`return_context_logits`"),
+        ("/generate", {"inputs": "a", "parameters": {"beam_width": 2, "watermark": True}}, "`watermark`"),
+    ],
+    "in a stream": [(COMPLETIONS, logits(stream=True), "`return_generation_logits`")],
+    "(`best_of`)": [
+        (
+            "/generate",
+            {
+                "inputs": "a",
+                "parameters": {"best_of": 2, "do_sample": True, "return_context_logits": True},
+            },
+            "`best_of`",
+        )
+    ],
+    "on `/v1/responses`": [
+        (RESPONSES, {"input": "a", "beam_width": 2}, "beam_width"),
+        (RESPONSES, {"input": "a", "return_generation_logits": True}, "return_generation_logits"),
     ],
     "built-in tools": [(RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search")],
     "`conversation`": [(RESPONSES, {"input": "a", "conversation": "c"}, "`conversation`")],
@@ -72,7 +102,22 @@ NOT_ASKED = {
     "has not run on a GPU": "it needs a GPU",
     "the tokens of a row that are checked in one step": "it is slower, not refused",
     "whose heads FlashInfer does not serve": "it needs a GPU",
+    "latents of other sizes": "it needs a GPU",
+    "ALiBi": "it needs a GPU",
+    "dynamic rotary frequencies": "it needs a GPU",
     "prompts over latents": "it needs a GPU",
+    "captured graphs in a pipeline": "it is slower, not refused",
+    "a worker on several machines over NCCL": "it needs a GPU",
+    "NF4, FP4 and INT8": "tests/unit/gpu_worker/engine/model",
+    "the manifests for several machines": "they need several machines",
+    "another `logprobs_mode`": "prompts show the raw one",
+    "encoder-decoder models": "tests/unit/gpu_worker/engine/model",
+    "KServe over gRPC": "no port of this server speaks it",
+    "its binary tensors": "tests/integration/api/kserve",
+    "`tracestate`": "spans go without it",
+    "SIGTERM to one machine": "no request can ask for it",
+    "Its compiler came": "it says how an image was built",
+    "All are refused by name": "it says how",
     "quantised experts": "dequantised at load",
 }
 """Words of the page → why no test here asks for it."""
