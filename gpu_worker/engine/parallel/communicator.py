@@ -29,6 +29,8 @@ FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
 GRANTS, STATES, SAMPLES = 1, 2, 3
 """Tags of messages between two ranks: messages of one tag arrive in order."""
+REST = 8
+"""Added to the tag of bytes for what does not fit their first message: later ones may be expected before."""
 LENGTH = struct.Struct("<q")
 HEAD_BYTES = 2048
 """Size of the first message of bytes, which receivers expect before they know how many there are."""
@@ -166,11 +168,15 @@ class Communicator:
     def send_to_all(self, data: bytes, tag: int) -> None:
         """Send bytes to all other ranks: their number and the first of them, then the rest."""
         head = LENGTH.pack(len(data)) + data[: HEAD_BYTES - LENGTH.size]
-        parts = [head.ljust(HEAD_BYTES), data[HEAD_BYTES - LENGTH.size :]]
-        tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+        parts = {tag: head.ljust(HEAD_BYTES), tag + REST: data[HEAD_BYTES - LENGTH.size :]}
+        tensors = {
+            own_tag: torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            for own_tag, part in parts.items()
+            if part
+        }
         for rank in range(self.world_size):
-            for tensor in tensors if rank != self.rank else ():
-                self.send(tensor, rank, tag)
+            for own_tag, tensor in tensors.items() if rank != self.rank else ():
+                self.send(tensor, rank, own_tag)
 
     def receive_bytes(self, expected: "Expected") -> bytes:
         """Wait for bytes that a rank sent to all."""
@@ -179,8 +185,8 @@ class Communicator:
         left = size - (HEAD_BYTES - LENGTH.size)
         if left <= 0:
             return head[LENGTH.size : LENGTH.size + size]
-        rest = torch.empty(left, dtype=torch.uint8)
-        return head[LENGTH.size :] + self.expect(rest, expected.rank, expected.tag).wait().numpy().tobytes()
+        rest = self.expect(torch.empty(left, dtype=torch.uint8), expected.rank, expected.tag + REST)
+        return head[LENGTH.size :] + rest.wait().numpy().tobytes()
 
     def begin_round(self) -> None:
         """Forget what was sent so long ago that all ranks must have it: a step is read by all before as many

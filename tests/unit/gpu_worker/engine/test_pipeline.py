@@ -16,7 +16,8 @@ from transformers import AutoConfig
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
-from common.messages.request import SamplingParams
+from common.messages.records import unpack_floats
+from common.messages.request import BeamParams, SamplingParams
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.choose import check_probe
@@ -119,6 +120,40 @@ def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path
         assert logprobs_of(engine) == {
             row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in expected.items()
         }
+
+
+def test_beam_searches_and_logits_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
+    """Beside each other, and beside a plain row; each search is in one micro-batch a step."""
+
+    def run(engine: Any) -> Any:
+        played = player(engine, 7)
+        first, second, third = prompts(VOCAB)
+        played.run(
+            [
+                played.start(1, first, 12, beams=BeamParams(3, 0.6), stop_ids=[5, 9, 30], ignore_eos=True),
+                played.start(2, second, 12, beams=BeamParams(2), ignore_eos=True),
+                played.start(3, third, 5, logits=(0, len(third) + 4, "float32"), ignore_eos=True),
+                played.start(4, first, 12, ignore_eos=True),
+            ]
+        )
+        return played
+
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
+    expected = run(Engine(Settings(**settings)))
+    with Led(two, **settings) as engine:
+        played = run(engine)
+    assert played.ids[4] == expected.ids[4]
+    for number in (1, 2):
+        found, wanted = played.sequences[number], expected.sequences[number]
+        assert [one.ids for one in found] == [one.ids for one in wanted]
+        assert [one.score for one in found] == pytest.approx([one.score for one in wanted], abs=1e-4)
+    values, others = (
+        unpack_floats(b"".join(one.logits[3][first] for first in sorted(one.logits[3])))
+        for one in (played, expected)
+    )
+    assert values == pytest.approx(others, abs=1e-4)
+    assert len(played.free) == len(expected.free)
 
 
 def test_a_cache_of_8_bit_floats_and_rounded_weights_give_the_ids_of_one_rank(
