@@ -25,7 +25,7 @@ BODY = {"inputs": "a"}
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_concurrent_requests": 1}, {"max_queued_tokens": 1}, {"max_queued_bytes": 250}]
+    "limits", [{"max_concurrent_requests": 1}, {"max_queued_tokens": 1}, {"max_queued_bytes": 300}]
 )
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_full_queue_is_429_before_any_frame(
