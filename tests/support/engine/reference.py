@@ -128,7 +128,7 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     import torch
 
     prompt = torch.tensor([list(ids)])
-    output = model.generate(
+    output = copy.deepcopy(model).generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
     )
     new_ids: list[int] = output[0, len(ids) :].tolist()
@@ -136,11 +136,15 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
 
 
 def beams(model: Any, ids: Sequence[int], num_beams: int, **arguments: Any) -> list[Found]:
-    """The sequences that transformers' own beam search finds, the best first, without padding."""
+    """The sequences that transformers' own beam search finds, the best first, without padding. On a copy:
+    rotary embeddings of some types remember the longest sequence they saw.
+    """
+    import copy
+
     import torch
 
     prompt = torch.tensor([list(ids)])
-    output = model.generate(
+    output = copy.deepcopy(model).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
