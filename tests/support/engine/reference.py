@@ -128,7 +128,7 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     import torch
 
     prompt = torch.tensor([list(ids)])
-    output = copy.deepcopy(model).generate(
+    output = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
     )
     new_ids: list[int] = output[0, len(ids) :].tolist()
