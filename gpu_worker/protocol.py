@@ -64,8 +64,8 @@ class StartRow:
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
         class_index: the lower, the sooner its prompt is computed.
         logits: (first position, end, dtype) of those whose logits are returned; None returns none.
-        beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (beam_group.py), takes `width`
-            places of a step, and brings no samples: its sequences come with its end.
+        beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (common/messages/beams.py),
+            takes `width` places of a step, and brings no samples: its sequences come with its end.
     """
 
     row: int

@@ -11,6 +11,7 @@ from pydantic import Field
 from api.errors import invalid, quoted
 from api.requests.fields import SamplingFields, Whole, with_one_error
 from api.requests.params import GREEDY_BELOW, NEUTRAL, SWITCHES, GenerationParams, Limits
+from common.messages.beams import group_room
 from common.messages.request import BeamParams
 from common.settings.ranges import DIVERSITIES, LENGTH_PENALTIES, Range
 
@@ -153,9 +154,8 @@ def most_of_beams(params: GenerationParams, num_prompt: int, limits: Limits) -> 
     """
     if params.beams is None or not limits.num_blocks:
         return limits.max_total_tokens
-    shared = num_prompt // limits.block_size
-    blocks = shared + (limits.num_blocks - shared) // params.beams.width
-    return blocks * limits.block_size - num_prompt + 1
+    room = group_room(num_prompt, limits.num_blocks, params.beams.width, limits.block_size)
+    return room - num_prompt + 1  # the last token is never computed
 
 
 def searched_beams(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.broker.keys import parse_stream_id
+from common.messages.beams import group_room, num_group_blocks
 from common.messages.block_hashes import block_names, extend_hashes
 from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate, class_index
@@ -107,21 +108,16 @@ class Sequence:
         return self.request.max_kv
 
     def blocks_for(self, kv_len: int, block_size: int) -> int:
-        """Return how many blocks its row needs for `kv_len` tokens. The beams of a search share the full
-        blocks of the prompt; each has all others for itself (gpu_worker/engine/batch/beam_group.py).
-        """
-        blocks = -(-kv_len // block_size)
+        """Return how many blocks its row needs for `kv_len` tokens."""
         if self.request.beams is None:
-            return blocks
-        shared = self.num_prompt // block_size
-        return shared + self.num_places * (blocks - shared)
+            return -(-kv_len // block_size)
+        return num_group_blocks(self.num_prompt, kv_len, self.num_places, block_size)
 
     def kv_room(self, num_blocks: int, block_size: int) -> int:
         """Return how many tokens `num_blocks` of its row's blocks hold: the inverse of `blocks_for`."""
         if self.request.beams is None:
             return num_blocks * block_size
-        shared = self.num_prompt // block_size
-        return (shared + (num_blocks - shared) // self.num_places) * block_size
+        return group_room(self.num_prompt, num_blocks, self.num_places, block_size)
 
     def kv_ahead(self, tokens: int) -> int:
         """Return how many KV slots it can fill with `tokens` more tokens."""

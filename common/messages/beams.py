@@ -1,4 +1,4 @@
-"""Beams: the sequences that a beam search has found, as packed records.
+"""Beams: the sequences that a beam search has found, as packed records; and the KV blocks that it needs.
 
 The string `tokens:{request}` of a beam search has no records until its end. Then it has those of all
 sequences, the best first; after each stands one more record: its finish reason as a negative id, and its
@@ -49,3 +49,17 @@ def unpack_sequences(records: bytes) -> list[BeamSequence]:
     if begin != len(ids):
         raise WireError(f"the last {len(ids) - begin} records of a beam search belong to no sequence")
     return sequences
+
+
+def num_group_blocks(num_prompt: int, kv_len: int, width: int, block_size: int) -> int:
+    """Return how many blocks a beam search needs while its beams hold `kv_len` tokens, at least the prompt's:
+    full blocks of the prompt are shared, and each beam has all others for itself.
+    """
+    shared = num_prompt // block_size
+    return shared + width * (-(-kv_len // block_size) - shared)
+
+
+def group_room(num_prompt: int, num_blocks: int, width: int, block_size: int) -> int:
+    """Return how many tokens each beam can hold with `num_blocks`: the inverse of `num_group_blocks`."""
+    shared = num_prompt // block_size
+    return (shared + (num_blocks - shared) // width) * block_size

@@ -8,12 +8,25 @@ the same spans.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
 Kind = Literal["INTERNAL", "SERVER", "CONSUMER"]
 NS_PER_MS = 1_000_000
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""OpenTelemetry's variables of an endpoint: each of them turns traces on."""
+
+
+class Sampled(NamedTuple):
+    """A trace that is sampled.
+
+    Attributes:
+        parent_id: the span of the client that its first span is part of; empty without one.
+    """
+
+    trace_id: str
+    parent_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,26 +9,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from common.process.logs import TRACEPARENT
 from common.settings.settings import Settings
 from common.settings.types import SettingError
-from common.traces.span import Attributes, Kind, TraceSpan, derive_span, ids_of
-
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""OpenTelemetry's variables of an endpoint: each of them turns traces on."""
-
-
-class Sampled(NamedTuple):
-    """A trace that is sampled.
-
-    Attributes:
-        parent_id: the span of the client that its first span is part of; empty without one.
-    """
-
-    trace_id: str
-    parent_id: str
+from common.traces.span import ENDPOINTS, Attributes, Kind, Sampled, TraceSpan, derive_span, ids_of
 
 
 class SpanExporter(Protocol):

@@ -181,8 +181,12 @@ class Engine:
         following = self.launch(in_flight) if leads else None
         duration_ms = self.collect(in_flight) if in_flight else 0.0
         self.in_flight = self.sample(following)
+        return self.take_result(in_flight is not None, duration_ms)
+
+    def take_result(self, is_step: bool, duration_ms: float) -> StepResult | None:
+        """What happened since the last call; None if that was no step, and no row ended."""
         result = self.rows.take_result()
-        if not in_flight and not result:
+        if not is_step and not result:
             return None
         if self.debug_kv:
             self.fill(result.freed, NAN)
@@ -208,27 +212,31 @@ class Engine:
         if launched is None:
             return None
         logits, slices = launched.logits, launched.slices
-        requests = sample_requests(slices)
+        requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
         if self.communicator.samples:
             self.matchers.finish_masks(requests)
         output = (
-            sample(select_sample_logits(logits, slices), requests)
+            sample(sampled, requests)
             if self.communicator.samples
             else empty_output(len(requests), 0, self.loaded.device)
         )
         self.share(output.ids)
         copied = copy_logits(logits, slices) if self.communicator.samples else []
-        beams = self.score_beams(launched, requests) if self.rows.groups else None
+        beams = self.score_beams(slices, sampled, requests) if self.rows.groups else None
         return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
 
     def score_beams(
-        self, launched: LaunchedStep, requests: Sequence[SampleRequest | None]
+        self,
+        slices: Sequence[RowSlice],
+        logits: torch.Tensor,
+        requests: Sequence[SampleRequest | None],
     ) -> BeamScores | None:
-        """Launch the search for the best continuations of the beams in a step."""
-        steps = list(search_steps(launched.slices, self.rows.groups, self.loaded.vocab_size))
+        """Launch the search for the best continuations of the beams in a step. `logits` float [samples,
+        vocabulary].
+        """
+        steps = list(search_steps(slices, self.rows.groups, self.loaded.vocab_size))
         if not steps:
             return None
-        logits = select_sample_logits(launched.logits, launched.slices)
         scores = score_beams(logits, requests, steps, self.communicator.samples)
         self.share(scores.places)
         self.share(scores.scores)

@@ -18,7 +18,7 @@ from common.model_files import Progress, no_progress
 from common.settings.settings import Settings
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import RowSlice
-from gpu_worker.engine.engine import NAN, Engine
+from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import LaunchedStep, StepSamples, pack_samples, unpack_sent_samples
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
@@ -68,12 +68,7 @@ class PipelineEngine(Engine):
             self.pending.append(MicroBatch(launched, samples))
         oldest = self.pending.popleft() if self.pending else None
         duration_ms = self.read(oldest) if oldest else 0.0
-        result = self.rows.take_result()
-        if not oldest and not result:
-            return None
-        if self.debug_kv:
-            self.fill(result.freed, NAN)
-        return result.build(self.collected_step, duration_ms)
+        return self.take_result(oldest is not None, duration_ms)
 
     def expect_samples(self) -> Expected:
         return self.communicator.expect_bytes(self.communicator.sampler, SAMPLES)

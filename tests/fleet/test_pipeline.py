@@ -2,20 +2,15 @@
 ends, and no token is lost or computed in another way.
 """
 
-import asyncio
-import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from common import model_files
 from tests.support.engine import tiny_models
-from tests.support.fleet.fleet import Fleet, have_ended
-from tests.support.load import Load
-from tests.support.waiting import wait_until
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load, interrupt_worker
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a real tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     sizes = tiny_models.LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512}
-    tiny_models.save(folder, "Llama", sizes | {"num_hidden_layers": 4})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_files.resolve("smollm2") / name, folder)
-    return folder
+    return tiny_models.save_with_tokenizer(folder, "Llama", sizes | {"num_hidden_layers": 4})
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +47,7 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
 
 
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
-    """Send a signal to one process of w0 (0 is its agent, others are stages) under streams. Returns their ids
-    when all are whole, and no process of that incarnation is left.
-    """
-    await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
-    pid, ranks = fleet.pid("w0"), fleet.engines("w0")
-    assert len(ranks) == 2
-    load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
-    await load.progress(5)
-    assert load.running
-    os.kill([pid, *(rank.pid for rank in ranks)][number], sent)
-    await asyncio.to_thread(fleet.restarted, "w0", pid)
-    await wait_until(lambda: have_ended(ranks))
-    return await load.whole()
+    return await interrupt_worker(fleet, number, sent, MAX_NEW_TOKENS, STREAMS)
 
 
 async def test_a_stage_that_is_killed_costs_no_token(fleet: Fleet) -> None:

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from benchmarks.client import stream
-from common import model_files
 from deploy.launcher.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
@@ -49,9 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A folder for each machine, with a tiny model that both call by the same name."""
     folders = [tmp_path_factory.mktemp(f"machine{number}") for number in range(2)]
     sizes = tiny_models.LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512}
-    tiny_models.save(folders[0] / "tiny", "Llama", sizes)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_files.resolve("smollm2") / name, folders[0] / "tiny")
+    tiny_models.save_with_tokenizer(folders[0] / "tiny", "Llama", sizes)
     shutil.copytree(folders[0] / "tiny", folders[1] / "tiny")
     return folders
 

@@ -5,7 +5,6 @@ each answer is that of an undisturbed fleet, of two workers and of one with two 
 import asyncio
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,6 @@ import psutil
 import pytest
 
 from benchmarks.structured_output.answers import count_resumes
-from common import model_files
 from tests.support.engine import tiny_models
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
@@ -106,9 +104,7 @@ def add(said: dict[str, Any], choice: dict[str, Any]) -> None:
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A fleet of a tiny random model with the bundled tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.save(folder, "Llama", SIZES)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_files.resolve("smollm2") / name, folder)
+    tiny_models.save_with_tokenizer(folder, "Llama", SIZES)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with Fleet(model_id=folder, **SETTINGS, **request.param) as fleet:
         yield fleet

@@ -3,8 +3,6 @@ the whole worker ends.
 """
 
 import asyncio
-import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +11,12 @@ from typing import Any
 import pytest
 
 from benchmarks.client import stream
-from common import model_files
 from common.broker.keys import Keys
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.fleet.fleet import Fleet, have_ended
-from tests.support.load import Load
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load, interrupt_worker
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.waiting import wait_until
 
 MAX_NEW_TOKENS = 100
 NEW_TOKENS = 40
@@ -46,10 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_model(folder: Path, family: str, sizes: dict[str, Any]) -> Path:
     """A tiny model with a real tokenizer."""
-    tiny_models.save(folder, family, sizes | {"vocab_size": VOCAB, "max_position_embeddings": 512})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_files.resolve("smollm2") / name, folder)
-    return folder
+    sizes = sizes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    return tiny_models.save_with_tokenizer(folder, family, sizes)
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +55,7 @@ def fleet(model: Path) -> Iterator[Fleet]:
 
 
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
-    """Send a signal to one process of w0 (0 is its agent, others are ranks) under streams. Returns their ids
-    when all are whole, and no process of that incarnation is left.
-    """
-    await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
-    pid, ranks = fleet.pid("w0"), fleet.engines("w0")
-    assert len(ranks) == 2
-    load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
-    await load.progress(5)
-    assert load.running
-    os.kill([pid, *(rank.pid for rank in ranks)][number], sent)
-    await asyncio.to_thread(fleet.restarted, "w0", pid)
-    await wait_until(lambda: have_ended(ranks))
-    return await load.whole()
+    return await interrupt_worker(fleet, number, sent, MAX_NEW_TOKENS, STREAMS)
 
 
 async def undisturbed(fleet: Fleet) -> list[list[int]]:

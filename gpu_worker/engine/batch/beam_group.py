@@ -9,20 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from common.messages.beams import num_group_blocks
 from gpu_worker.engine.batch.beam_search import BeamSearch
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
 BlockCopy = tuple[int, int]
 """(source, target): the KV of the source is to be copied into the target."""
-
-
-def num_group_blocks(num_prompt: int, kv_len: int, width: int, block_size: int) -> int:
-    """Return how many blocks a group needs while its beams hold `kv_len` tokens, at least the prompt's: full
-    blocks of the prompt are shared, and each beam has all others for itself.
-    """
-    shared = num_prompt // block_size
-    return shared + width * (-(-kv_len // block_size) - shared)
 
 
 class BeamBlocks:

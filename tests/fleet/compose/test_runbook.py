@@ -2,13 +2,11 @@
 
 import asyncio
 import re
-import shutil
 from pathlib import Path
 
 import httpx
 import pytest
 
-from common import model_files
 from tests.support.compose.clients import SETTLED_S, Clients
 from tests.support.compose.stack import ROOT, SERVICES, Stack
 from tests.support.engine import tiny_models
@@ -99,11 +97,9 @@ async def test_another_model_takes_over_when_no_request_of_the_first_is_left(
 def tiny_model(folder: Path) -> Path:
     """Make a random model with the first model's tokenizer, which other users may read."""
     tiny = folder / "tiny"
-    tiny_models.save(
+    tiny_models.save_with_tokenizer(
         tiny, "Llama", tiny_models.LLAMA | {"vocab_size": 49_152, "max_position_embeddings": 512}
     )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_files.resolve("smollm2") / name, tiny)
     tiny.chmod(0o755)
     for path in tiny.iterdir():
         path.chmod(0o644)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from common.messages.beams import BeamSequence, unpack_sequences
+from common.messages.beams import BeamSequence, num_group_blocks, unpack_sequences
 from common.messages.records import unpack_floats
-from gpu_worker.engine.batch.beam_group import num_group_blocks
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow, StepResult
 from tests.support.engine.start_rows import start_row

@@ -4,11 +4,14 @@ shows in the ids.
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from common import model_files
 
 VOCAB = 500
 SIZES = {
@@ -287,6 +290,14 @@ def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def save_with_tokenizer(folder: Path, config_name: str, sizes: dict[str, Any]) -> Path:
+    """As `save`, with the bundled model's tokenizer, whose ids the vocabulary must hold → the folder."""
+    save(folder, config_name, sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_files.resolve("smollm2") / name, folder)
+    return folder
 
 
 def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:

@@ -7,10 +7,10 @@ import pytest
 from batcher.scheduling.plan_builder import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
+from common.messages.beams import num_group_blocks
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_ids
 from common.messages.request import BeamParams, Generate, StoppingParams
-from gpu_worker.engine.batch.beam_group import num_group_blocks
 
 BLOCK_SIZE = 16
 

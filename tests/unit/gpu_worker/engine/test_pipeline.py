@@ -3,7 +3,6 @@ a refusal.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from api.grammar.compile import Grammar, compile_unchecked
-from common import model_files
 from common.messages.records import unpack_floats
 from common.messages.request import BeamParams, SamplingParams
 from common.rank import RankInfo
@@ -30,7 +27,16 @@ from gpu_worker.engine.parallel.stage_model import ModelStage, checked_layers
 from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import multi_rank_engine, tiny_models
-from tests.support.engine.multi_rank_engine import SETTINGS, Led, check_ids, play, player, prompts
+from tests.support.engine.multi_rank_engine import (
+    SETTINGS,
+    Led,
+    check_grammar,
+    check_ids,
+    check_prompt_logprobs,
+    play,
+    player,
+    prompts,
+)
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
 
 QUICK = ("Llama-tied", "Mixtral", "Granite", "GPT2", "Falcon", "MPT")
@@ -89,37 +95,11 @@ def test_rows_sample_as_on_one_rank(two: Communicator, tmp_path: Path) -> None:
 
 
 def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_path: Path) -> None:
-    """Whole and resumed."""
-    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
-    tiny_models.save(tmp_path, "Llama", sizes)
-    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", tmp_path)
-    source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
-    sampling: dict[str, Any] = {"sampling": SamplingParams(grammar=source, temperature=1.2, seed=5)}
-    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    alone, rows = Engine(Settings(**settings)), dict(enumerate(prompts(VOCAB)))
-    alone.matchers.waits = True
-    expected = play(alone, rows, **sampling)
-    with Led(two, **settings) as engine:
-        assert play(engine, rows, **sampling) == expected
-        behind = {row: prompt + expected[row][:7] for row, prompt in rows.items()}
-        resumed = play(engine, behind, base=7, **sampling)
-        assert resumed == {row: ids[7:] for row, ids in expected.items()}
+    check_grammar(two, tmp_path)
 
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
-    def logprobs_of(engine: Any) -> dict[int, list[float]]:
-        played = player(engine, 7)
-        numbered = enumerate(prompts(VOCAB))
-        played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in numbered])
-        return played.prompt_logprobs
-
-    tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    expected = logprobs_of(Engine(Settings(**settings)))
-    with Led(two, **settings) as engine:
-        assert logprobs_of(engine) == {
-            row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in expected.items()
-        }
+    check_prompt_logprobs(two, tmp_path)
 
 
 def test_beam_searches_and_logits_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:

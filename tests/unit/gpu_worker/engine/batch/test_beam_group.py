@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.messages.beams import num_group_blocks
 from common.messages.records import pack_ids
 from common.messages.request import BeamParams
-from gpu_worker.engine.batch.beam_group import BeamBlocks, num_group_blocks
+from gpu_worker.engine.batch.beam_group import BeamBlocks
 from gpu_worker.engine.batch.beam_search import BeamToken, Candidate
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows

@@ -3,7 +3,6 @@ divide; or a refusal.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from api.grammar.compile import Grammar, compile_unchecked
-from common import model_files
 from common.messages.request import BeamParams, SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
@@ -28,7 +24,9 @@ from tests.support.engine.multi_rank_engine import (
     NEW_TOKENS,
     SETTINGS,
     Led,
+    check_grammar,
     check_ids,
+    check_prompt_logprobs,
     play,
     player,
     prompts,
@@ -152,42 +150,11 @@ def test_ids_of_a_cache_of_8_bit_floats_are_those_of_one_rank(two: Communicator,
 
 
 def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_path: Path) -> None:
-    """Whole and resumed."""
-    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
-    tiny_models.save(tmp_path, "Llama", sizes)
-    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", tmp_path)
-    source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
-    sampling = {"sampling": SamplingParams(grammar=source, temperature=1.2, seed=5)}
-    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    alone, rows = Engine(Settings(**settings)), dict(enumerate(prompts(VOCAB)))
-    alone.matchers.waits = True
-    expected = play(alone, rows, **sampling)  # type: ignore[arg-type]
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert [next(iter(json.loads(tokenizer.decode(ids)))) for ids in expected.values()] == ["word"] * len(
-        rows
-    )
-    with Led(two, **settings) as engine:
-        assert play(engine, rows, **sampling) == expected  # type: ignore[arg-type]
-        behind = {row: prompt + expected[row][:7] for row, prompt in rows.items()}
-        resumed = play(engine, behind, base=7, **sampling)  # type: ignore[arg-type]
-        assert resumed == {row: ids[7:] for row, ids in expected.items()}
+    check_grammar(two, tmp_path)
 
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
-    def logprobs_of(engine: Any) -> dict[int, list[float]]:
-        played = player(engine, 7)
-        numbered = enumerate(prompts(VOCAB))
-        played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in numbered])
-        return played.prompt_logprobs
-
-    tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    expected = logprobs_of(Engine(Settings(**settings)))
-    assert [len(expected[row]) for row in expected] == [19, 69]
-    with Led(two, **settings) as engine:
-        assert logprobs_of(engine) == {
-            row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in expected.items()
-        }
+    check_prompt_logprobs(two, tmp_path)
 
 
 def test_logits_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
