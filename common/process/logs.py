@@ -74,8 +74,9 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """A JSON object with timestamp (UTC), level, process, incarnation, host, target and message.
 
-    It has request_id if the line is about a request, trace_id and span_id if that is traced, and exception if
-    there is one. A process without an incarnation, such as a launcher, gets one for its lines alone.
+    It has the fields that a line brings along (`extra={"fields": …}`), request_id if the line is about a
+    request, trace_id and span_id if that is traced, and exception if there is one. A process without an
+    incarnation, such as a launcher, gets one for its lines alone.
     """
 
     def __init__(self, process: str, incarnation: str = "") -> None:
@@ -94,6 +95,7 @@ class JsonFormatter(logging.Formatter):
             "target": record.name,
             "message": record.getMessage(),
         }
+        line |= getattr(record, "fields", {})
         if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
             line["request_id"] = request_id
         if traceparent := traceparent_of(record):
