@@ -1,15 +1,15 @@
-"""Access log: one line for each request at its end, with fields; JSON_OUTPUT makes them fields of its object.
+"""Access log: one line for each request at its end, with fields.
+
 It never has a word of a prompt or an answer, nor a key. Probes and the page's own requests have no line.
 """
 
-import json
 import logging
 import time
 from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import quoted
+from api.errors import cut
 from api.http.middleware import asks_for_tokens
 
 log = logging.getLogger(__name__)
@@ -103,27 +103,7 @@ class AccessLog:
             self.num_left_out += 1
             return
         self.num_written += 1
-        fields = record.line()
-        log.info("%s", AccessLine(fields), extra={"fields": fields})
-
-
-class AccessLine:
-    """The text of a line, which a log of JSON objects does not need."""
-
-    def __init__(self, fields: Mapping[str, Value]) -> None:
-        self.fields = fields
-
-    def __str__(self) -> str:
-        method, route, status, *rest = self.fields.items()
-        return " ".join(
-            [str(method[1]), str(route[1]), str(status[1]), *(f"{k}={spell(v)}" for k, v in rest)]
-        )
-
-
-def spell(value: Value) -> str:
-    """A value of one word; a text with spaces or quotes is quoted."""
-    text = str(value)
-    return text if text.isprintable() and not {" ", '"', "="} & set(text) else json.dumps(text)
+        log.info("access", extra={"fields": record.line()})
 
 
 def access_of(scope: Scope) -> AccessRecord | None:
@@ -134,7 +114,7 @@ def access_of(scope: Scope) -> AccessRecord | None:
 def route_of(scope: Scope) -> str:
     """The path of the route, with names for its parts; the path that the client sent if no route has it."""
     known: str | None = getattr(scope.get("route"), "path", None)
-    return known or quoted(scope["path"])
+    return known or cut(scope["path"])
 
 
 def is_polled(scope: Scope) -> bool:

@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up_during_the_conversion_is_blamed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = "safetensors: I/O error: No space left on device (os error 28)\n"
     failed = subprocess.CompletedProcess([], 1, stdout=said)
-    monkeypatch.setattr(model_files.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(SettingError) as refused:
         model_files.resolve("smollm2", dtype="auto")
     folder = tmp_path / "tokenfleet" / "models"

@@ -9,7 +9,7 @@ import pytest
 
 from api.http import access_log
 from common.messages.request import Generate
-from common.process.logs import JsonFormatter
+from common.process.logs import JsonFormatter, TextFormatter
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import KEYS
@@ -51,6 +51,10 @@ class Lines:
     def fields(self) -> list[dict[str, Any]]:
         return [one.fields for one in self.records if hasattr(one, "fields")]
 
+    @property
+    def texts(self) -> list[str]:
+        return [TextFormatter("g0").format(one) for one in self.records]
+
     async def one(self) -> dict[str, Any]:
         await wait_until(lambda: self.fields)
         [found] = self.fields
@@ -81,8 +85,9 @@ async def test_an_answer_has_one_line_with_tokens_times_and_the_reason(
     )
     assert 0 <= found["queue_s"] <= found["total_s"] and 0 < found["first_token_s"] <= found["total_s"]
     assert found["client"] == "127.0.0.1"
-    [line] = [one.getMessage() for one in lines.records]
-    assert line.startswith(f"POST {path} 200 request_id=") and " reason=length total_s=" in line
+    [line] = lines.texts
+    assert f" I g0 access method=POST route={path} status=200 request_id=" in line
+    assert " reason=length total_s=" in line
     assert "Zanzibar" not in line and "secret" not in line
     assert " blue" not in line and " sea" not in line
 
@@ -102,7 +107,7 @@ async def test_a_line_of_a_json_log_has_the_fields(broker: Broker, lines: Lines)
         ("/generate", {"inputs": SECRET, "parameters": {"top_p": 7}}, {}, 422, "/generate", "validation"),
         ("/v1/chat/completions", {"messages": SECRET}, {}, 400, "/v1/chat/completions", "validation"),
         ("/generate", body(), {"authorization": "Bearer wrong"}, 401, "/generate", "unauthorized"),
-        ('/no%0Asuch"path', body(), {}, 404, repr('/no\nsuch"path'), "not_found"),
+        ('/no%0Asuch"path', body(), {}, 404, '/no\nsuch"path', "not_found"),
         ("/generate", body(max_new_tokens=13), {}, 424, "/generate", "generation"),
     ],
 )
@@ -120,7 +125,7 @@ async def test_a_refusal_has_a_line_with_its_reason(
         await client.post(path, json=sent, headers={"authorization": "Bearer right"} | headers)
         found = await lines.one()
     assert (found["status"], found["route"], found["reason"]) == (status, route, reason)
-    [line] = [one.getMessage() for one in lines.records]
+    [line] = lines.texts
     assert "Zanzibar" not in line and "wrong" not in line and len(line.splitlines()) == 1
     assert ("error" in found) == (status == 424)
 
