@@ -7,7 +7,7 @@ import { answerEvents, Refused } from "./requests.js";
 const HISTORY = "tokenfleet.history";
 const ENDINGS = { stop: "", length: "stopped at its limit" };
 const IDEAS = [
-  "Tell me a long story about a lighthouse keeper and a storm.",
+  "Describe the life of a honeybee from egg to adult.",
   "Give me five tips for learning a new language.",
   "How does a computer work? Explain it simply.",
 ];
