@@ -1,3 +1,4 @@
+import errno
 import os
 import shutil
 import stat
@@ -5,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from common import model_files
@@ -84,3 +86,20 @@ def test_the_room_that_a_conversion_takes_is_known_before_and_0_after(
     model_files.conversion_path(model_files.bundled_gguf(), "auto").mkdir(parents=True)
     assert model_files.bytes_to_convert("smollm2", "auto") == 0
     assert model_files.bytes_to_convert("some/model", "auto") == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.ENOSPC, "free some space there"), (errno.EROFS, "set it to a folder that can be")],
+)
+def test_a_disk_that_takes_no_download_is_not_the_hub_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cure: str
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(SettingError) as refused:
+        model_files.resolve("some/model")
+    said = f"HUGGINGFACE_HUB_CACHE: {tmp_path} cannot be written to ({os.strerror(number)}): {cure}"
+    assert str(refused.value).startswith(said)
