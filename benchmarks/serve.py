@@ -47,12 +47,18 @@ ADJECTIVES = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one run: tokens/s over all streams, and medians and 99th percentiles in ms."""
+    """Figures of one run: tokens/s over all streams, and medians and 99th percentiles in ms.
+
+    Attributes:
+        token_ms: of an answer's tokens after the first, its time divided by their number. Tokens that come
+            together, as those of two steps may, have no gap between them.
+    """
 
     tokens_per_s: float
     first_token_ms: float
     gap_ms: float
     gap_p99_ms: float
+    token_ms: float = 0.0
 
 
 def prompt(seed: int, words: int = WORDS) -> str:
@@ -129,6 +135,10 @@ def figures(answers: Sequence[Stream]) -> Figures:
         first_token_ms=statistics.median((answer.times_s[0] - answer.sent_s) * 1e3 for answer in answers),
         gap_ms=statistics.median(gaps),
         gap_p99_ms=gaps[int(len(gaps) * 0.99)],
+        token_ms=statistics.median(
+            (answer.times_s[-1] - answer.times_s[0]) * 1e3 / max(1, num_tokens(answer) - 1)
+            for answer in answers
+        ),
     )
 
 
@@ -192,6 +202,7 @@ def report(
         head = "streams={0} in={2} out={3}".format(*numbers) + " sampled" * sampled
         print(f"{head} | Output token throughput (tok/s): {result.tokens_per_s:.2f}")
         print(f"{head} | Median TTFT (ms): {result.first_token_ms:.2f}")
+        print(f"{head} | Median TPOT (ms): {result.token_ms:.2f}")
         print(f"{head} | Median ITL (ms): {result.gap_ms:.2f}")
         print(f"{head} | P99 ITL (ms): {result.gap_p99_ms:.2f}", flush=True)
 
