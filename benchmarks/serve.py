@@ -29,6 +29,8 @@ STREAMS = ((1, 4), (8, 24), (32, 64))
 """(streams at once, requests)"""
 OUT_TOKENS = 64
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+FAR_SEED = 100_000
+"""More than a load has requests."""
 WORDS = 104
 WORDS_PER_TOKEN = WORDS / 128
 VERBS = (
@@ -149,8 +151,10 @@ def run_load(
     30,000 tokens/s at most.
     """
     streams, requests, in_tokens, out_tokens = numbers
+    # no load finds prompts of another one in a prefix cache
+    first = (2 * (in_tokens * 1024 + streams) + sampled) * FAR_SEED
     bodies = [
-        request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled)
+        request(url, first + i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled)
         for i in range(requests)
     ]
     shares = min(processes, streams)

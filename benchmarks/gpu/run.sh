@@ -150,7 +150,7 @@ drive() {
     if has_vllm; then
         "$peer_python" -m vllm.entrypoints.cli.main bench serve --backend openai --base-url "$url" --model "$dir" --tokenizer "$dir" \
             --dataset-name random --random-input-len "$input" --random-output-len "$output" --num-prompts "$requests" \
-            --max-concurrency "$streams" --ignore-eos ${sampled:+--temperature 0.8 --top-p 0.95} \
+            --max-concurrency "$streams" --seed $((2 * (input * 1024 + streams) + ${#sampled} % 2)) --ignore-eos ${sampled:+--temperature 0.8 --top-p 0.95} \
             --percentile-metrics ttft,tpot,itl --metric-percentiles 50,99 2>&1 |
             sed -E "/Failed|Output token throughput|Median TTFT|P99 TTFT|Median TPOT|Median ITL|P99 ITL/s/^/streams=$streams in=$input out=$output${sampled:+ sampled} | /"
     else
