@@ -40,27 +40,33 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Rows as the type that the product multiplies. Where it is another type, they are converted into memory that
-// grows and is kept.
-template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t count) {
-    if constexpr (std::is_same_v<T, Factor<T>>) return rows;
-    else {  // one caller at a time
-        static std::vector<Factor<T>> converted;
-        if ((int64_t)converted.size() < count) converted.resize(count);
-        Factor<T>* to = converted.data();
-#pragma omp parallel for num_threads(threads)
-        for (int64_t i = 0; i < count; i++) convert(rows + i, to + i);
-        return to;
-    }
+// Memory of rows as the type that the product multiplies; it grows and is kept. One caller at a time.
+template <class T> Factor<T>* converted_rows(int64_t count) {
+    static std::vector<Factor<T>> converted;
+    if ((int64_t)converted.size() < count) converted.resize(count);
+    return converted.data();
 }
 
 template <class T, class U>
 void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
-    const Factor<T>* converted = factors(threads, rows, (int64_t)num_rows * linear.inputs);
+    constexpr bool converts = !std::is_same_v<T, Factor<T>>;
+    int inputs = linear.inputs;
+    Factor<T>* converted = converts ? converted_rows<T>((int64_t)num_rows * inputs) : nullptr;
+    Progress progress(threads);
 #pragma omp parallel num_threads(threads)
-    for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
-        panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
-    });
+    {
+        Phases phases(progress);
+        if constexpr (converts)
+            phases.run(num_rows, [&](int row) {
+                for (int64_t i = (int64_t)row * inputs; i < (int64_t)(row + 1) * inputs; i++)
+                    convert(rows + i, converted + i);
+            });
+        const Factor<T>* factors = converted;
+        if constexpr (!converts) factors = rows;
+        phases.run(num_panels(linear), [&](int panel) {
+            panel_product<T, U>(factors, num_rows, linear, panel, out, linear.outputs, nullptr);
+        });
+    }
 }
 
 // `whole`: the outputs are the unrounded sums, in float32.
@@ -77,8 +83,7 @@ extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int c
     const void* sines, void* states) {
     with_product_type(type, [=](auto number) {
         typedef decltype(number) T;
-        for (int i = 0; i < count; i++)
-            run_layer(*step, layers[i], (const T*)cosines, (const T*)sines, (T*)states);
+        run_layers(*step, layers, count, (const T*)cosines, (const T*)sines, (T*)states);
     });
 }
 
