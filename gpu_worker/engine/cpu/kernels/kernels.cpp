@@ -40,28 +40,31 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Memory of rows as the type that the product multiplies; it grows and is kept. One caller at a time.
-template <class T> Factor<T>* converted_rows(int64_t count) {
-    static std::vector<Factor<T>> converted;
-    if ((int64_t)converted.size() < count) converted.resize(count);
+// Memory of rows as the product takes them: of another type, or whole tiles of rows. It grows and is kept. One
+// caller at a time.
+template <class T> Input<T>* converted_rows(int num_rows, int inputs) {
+    static std::vector<Input<T>> converted;
+    int64_t room = rows_in_memory(num_rows) * inputs;
+    if ((int64_t)converted.size() < room) converted.resize(room);
     return converted.data();
 }
 
 template <class T, class U>
 void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
-    constexpr bool converts = !std::is_same_v<T, Factor<T>>;
+    constexpr bool converts = !std::is_same_v<T, Input<T>> || BY_TILES<T>;
     int inputs = linear.inputs;
-    Factor<T>* converted = converts ? converted_rows<T>((int64_t)num_rows * inputs) : nullptr;
+    Input<T>* converted = converts ? converted_rows<T>(num_rows, inputs) : nullptr;
     Progress progress(threads);
 #pragma omp parallel num_threads(threads)
     {
+        Tiles tiles;
         Phases phases(progress);
         if constexpr (converts)
             phases.run(num_rows, [&](int row) {
                 for (int64_t i = (int64_t)row * inputs; i < (int64_t)(row + 1) * inputs; i++)
                     convert(rows + i, converted + i);
             });
-        const Factor<T>* factors = converted;
+        const Input<T>* factors = converted;
         if constexpr (!converts) factors = rows;
         phases.run(num_panels(linear), [&](int panel) {
             panel_product<T, U>(factors, num_rows, linear, panel, out, linear.outputs, nullptr);

@@ -37,25 +37,26 @@ constexpr int FEW_ROWS = 8;
 // Memory of intermediate results; it grows and is kept.
 template <class T> struct LayerBuffers {
     std::vector<T> projected;
-    std::vector<Factor<T>> normed, attended, gated;
+    std::vector<Input<T>> normed, attended, gated;
     void fit(int64_t rows, int threads, const Layer& layer) {
         auto grow = [](auto& to, int64_t size) {
             if ((int64_t)to.size() < size) to.resize(size);
         };
-        grow(normed, std::max<int64_t>(rows, FEW_ROWS * threads) * layer.q.inputs);
         grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
+        rows = rows_in_memory(rows);
+        grow(normed, std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
         grow(attended, rows * layer.o.inputs);
         grow(gated, rows * layer.gate.outputs);
     }
 };
 
 // Normalizes all rows → the copy that the calling thread reads.
-template <class T> const Factor<T>* normalize_rows(
-    Phases& phases, const Norm& norm, const T* from, int rows, int size, Factor<T>* to) {
+template <class T> const Input<T>* normalize_rows(
+    Phases& phases, const Norm& norm, const T* from, int rows, int size, Input<T>* to) {
     auto one = [&](int row) { normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size); };
     if (rows > FEW_ROWS) phases.run(rows, one);
     else {
-        to += (int64_t)phases.number() * FEW_ROWS * size;
+        to += phases.number() * rows_in_memory(FEW_ROWS) * size;
         for (int row = 0; row < rows; row++) one(row);
     }
     return to;
@@ -83,14 +84,14 @@ template <class T> void prepare_token(
 template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines,
     T* states, LayerBuffers<T>& buffers, Phases& phases) {
     T* projected = buffers.projected.data();
-    Factor<T>* attended = buffers.attended.data();
-    Factor<T>* gated = buffers.gated.data();
+    Input<T>* attended = buffers.attended.data();
+    Input<T>* gated = buffers.gated.data();
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 
-    const Factor<T>* normed =
+    const Input<T>* normed =
         normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.data());
     phases.run(q_panels + k_panels + v_panels, [&](int panel) {
         const Linear* linear = &layer.q;
@@ -130,6 +131,7 @@ template <class T> void run_layers(
     Progress progress(step.threads);
 #pragma omp parallel num_threads(step.threads)
     {
+        Tiles tiles;
         Phases phases(progress);
         for (int i = 0; i < count; i++)
             run_layer<T>(step, layers[i], cosines, sines, states, buffers, phases);
