@@ -135,13 +135,6 @@ template <class T> void store_row(T* to, const float* sums, int count) {
     for (; j < count; j++) store_one(to + j, sums[j]);
 }
 
-// Calls `each(panel)` for the panels that are a thread's own: the same in every step, so that they stay in
-// its caches.
-template <class F> void for_own_panels(int panels, int thread, int threads, F each) {
-    int begin = (int64_t)panels * thread / threads, end = (int64_t)panels * (thread + 1) / threads;
-    for (int panel = begin; panel < end; panel++) each(panel);
-}
-
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
 template <class T, class U> void panel_product(const Input<T>* rows, int num_rows, const Linear& linear,
     int panel, U* out, int64_t stride, const T* residual) {
