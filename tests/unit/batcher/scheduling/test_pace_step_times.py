@@ -91,3 +91,22 @@ def test_a_plan_follows_the_target_once_reports_carry_times() -> None:
     scheduler.apply_report("w1", Report(1, 1, 1, 20, step_times=times))
     plan = next_plan(replica, 1, [])
     assert plan and (plan.mixed_prefill_tokens, plan.prefill_tokens) == (40, 64)
+
+
+def test_without_a_target_prefill_has_four_times_the_time_of_decode() -> None:
+    """Where the step's times are not known yet, it is not bounded."""
+    assert learnt((1, 1, 0, 20.0), (1, 1, 100, 45.0)).prefill_tokens(None, MOST) == 4 * 20 / 0.25
+    assert learnt((1, 1, 0, 20.0), (1, 1, 100, 45.0)).prefill_tokens(None, 64) == 64
+    assert learnt((1, 1, 0, 20.0), (1, 1, 1, 500.0)).prefill_tokens(None, MOST) == 16
+    assert learnt().prefill_tokens(None, MOST) == MOST
+
+
+@pytest.mark.parametrize(("target_ms", "may_exceed"), [(None, True), (0.0, False), (30.0, False)])
+def test_a_worker_may_exceed_the_learnt_target_and_none_that_was_set(
+    target_ms: float | None, may_exceed: bool
+) -> None:
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(inter_token_target_ms=target_ms)
+    replica.start(make_sequence(16))
+    plan = next_plan(replica, 1, [])
+    assert plan and plan.may_exceed == may_exceed
