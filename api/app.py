@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from api.admin.routes_fleet import router as fleet
+from api.admin.routes_health import live_router as live
 from api.admin.routes_health import page_router as page
 from api.admin.routes_health import router as health
 from api.admin.routes_metrics import router as metrics
@@ -22,6 +23,7 @@ from api.event_loop import Turns
 from api.handover.answer_socket import give_answer_socket
 from api.handover.draining import Draining
 from api.handover.keeper_channel import KeeperChannel
+from api.http.access_log import AccessLog
 from api.http.auth import LOCAL_ORIGINS, check_key, check_page
 from api.http.connection_limits import LIMITS
 from api.http.error_handlers import error_handlers
@@ -64,6 +66,7 @@ ROUTERS = (
     resume,
     requests,
     health,
+    live,
     kserve_ready,
     info,
     kserve_info,
@@ -79,7 +82,7 @@ REFUSED_WHILE_DRAINING = (
     *(generate, platforms, kserve, openai, responses, stored_responses, resume),
     *(health, kserve_ready),
 )
-WITHOUT_KEY = (health, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
+WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
 
 
 def build(
@@ -111,15 +114,17 @@ def build(
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)
     app.state.pools = gateway.pools
+    app.state.access = gateway.access
     add_routes(app, gateway.settings, draining or Draining())
     served = add_cors(partial(resume_posts, app), gateway.settings)
     traced = [trace_request] if tracing.is_on() else []
     arrival = partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
-    return wrap(served, channel or KeeperChannel(None), *traced, arrival)
+    return wrap(served, channel or KeeperChannel(None), gateway.access, *traced, arrival)
 
 
-def wrap(app: ASGIApp, channel: KeeperChannel, *inner: Middleware) -> ASGIApp:
-    return around(app, keep_raw_send, partial(give_answer_socket, channel), give_request_id, *inner)
+def wrap(app: ASGIApp, channel: KeeperChannel, access: AccessLog, *inner: Middleware) -> ASGIApp:
+    outer = (keep_raw_send, partial(give_answer_socket, channel), give_request_id, access.log_request)
+    return around(app, *outer, *inner)
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
@@ -151,4 +156,4 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 def build_heir(gateway: Gateway, channel: KeeperChannel) -> ASGIApp:
     """Make the application that continues answers of other gateways."""
-    return wrap(add_cors(partial(write_inherited, gateway.pools), gateway.settings), channel)
+    return wrap(add_cors(partial(write_inherited, gateway.pools), gateway.settings), channel, gateway.access)

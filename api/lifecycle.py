@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from api.event_loop import background_task, watch_loop
+from api.http.access_log import AccessLog
 from api.http.connection_limits import ConnectionLimits
 from api.http.unread import UnreadAnswers
 from api.jobs.consumer import JobConsumer
@@ -29,7 +30,8 @@ class Gateway:
         self.settings = settings
         self.pool = Pool(settings, incarnation, tokenizer, lose)
         self.pools = PoolRegistry(self.pool)
-        self.job_consumer = JobConsumer(self.pool)
+        self.access = AccessLog(settings.access_log_rate)
+        self.job_consumer = JobConsumer(self.pool, self.access)
         self.unread = UnreadAnswers(settings)
         self.limits = ConnectionLimits(settings)
 

@@ -210,14 +210,18 @@ def is_count(value: Any, most: int) -> TypeGuard[int]:
     return type(value) is int and 1 <= value <= most
 
 
-def check_gguf(path: Path) -> None:
-    """Raises SettingError unless the header of a GGUF file is one that the file can have."""
+def check_gguf(path: Path) -> int:
+    """Check that the header of a GGUF file is one that the file can have, and return how many weights its
+    tensors have. Raises SettingError.
+    """
     try:
         with path.open("rb") as file:
             if not path.stat().st_size:
                 raise Damaged("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                check_values(read_header(data))
+                header = read_header(data)
+                check_values(header)
+                return sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     except Damaged as damage:
         raise SettingError("model_id", f"{path} is damaged, or no GGUF file: {damage}") from damage
 

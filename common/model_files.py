@@ -6,6 +6,8 @@ that all processes share. Files of cache folders are run and served, so no other
 whatever the umask.
 """
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -17,7 +19,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ HEAD_BYTES = 2**20
 EXACT_DTYPE = "float32"
 CONVERTED = "models"
 """The cache folder of converted files."""
+CACHE_SETTING = "xdg_cache_home"
+"""The variable that says where cache folders are."""
 CONFIG_FILE, TOKENIZER_FILE = REQUIRED_FILES = ("config.json", "tokenizer.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.jinja", "*.py"]  # *.py is run with TRUST_REMOTE_CODE only
@@ -41,6 +45,10 @@ WEIGHT_FILES = "*.safetensors"
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template.*", "*.jinja"]
 HUB_TIMEOUT_S = 3.0
 PROGRESS_S = 2.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+SPARE_BYTES = 64 * 2**20
+"""Of a converted model besides its weights, the tokenizer above all."""
 
 Progress = Callable[[str], None]
 
@@ -59,6 +67,24 @@ def make_cache_folder(name: str) -> Path:
         if found.st_uid == os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             path.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     return folder
+
+
+@contextlib.contextmanager
+def cache_errors(setting: str, folder: Path) -> Iterator[None]:
+    """Turn an error of the disk under a cache folder into a SettingError of the setting that says where that
+    is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (*NO_ROOM, *UNWRITABLE):
+            raise
+        raise unwritable(setting, Path(error.filename or folder), error) from error
+
+
+def unwritable(setting: str, path: Path, error: OSError) -> SettingError:
+    cure = "free some space there" if error.errno in NO_ROOM else "set it to a folder that can be written to"
+    return SettingError(setting, f"{path} cannot be written to ({os.strerror(error.errno or 0)}): {cure}")
 
 
 class NotConverted(SettingError):
@@ -210,6 +236,9 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
             "model_id", f"{model_id} is no directory here, and the model hub cannot be reached"
         ) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (*NO_ROOM, *UNWRITABLE):
+            folder = Path(error.filename or huggingface_hub.constants.HF_HUB_CACHE)
+            raise unwritable("huggingface_hub_cache", folder, error) from error
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError(
             "model_id", f"{model_id} is no directory here, and the model hub answers: {cause}"
@@ -246,20 +275,50 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
             "model_id",
             f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
         )
-    check_gguf(gguf)
-    make_cache_folder(CONVERTED)
-    with (target.parent / f"{target.name}.lock").open("w") as lock:
-        progress(f"converting {gguf.name} (once, some 20 s)")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
-            convert(gguf, target, dtype)
+    num_weights = check_gguf(gguf)
+    with cache_errors(CACHE_SETTING, target.parent):
+        make_cache_folder(CONVERTED)
+        with (target.parent / f"{target.name}.lock").open("w") as lock:
+            check_room(gguf, target.parent, converted_bytes(num_weights, dtype))
+            progress(f"converting {gguf.name} (once, some 20 s)")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                convert(gguf, target, dtype)
     return target
+
+
+def bytes_to_convert(model_id: str, dtype: str) -> int:
+    """Return the disk space that a model takes when it is converted; 0 if it is no GGUF file, or is converted
+    already. Raises SettingError.
+    """
+    path = Path(model_id).expanduser()
+    is_bundled = model_id == BUNDLED and not path.exists()
+    if not is_bundled and not (path.suffix == ".gguf" and path.is_file()):
+        return 0
+    gguf = bundled_gguf() if is_bundled else path
+    return 0 if conversion_path(gguf, dtype).is_dir() else converted_bytes(check_gguf(gguf), dtype)
+
+
+def converted_bytes(num_weights: int, dtype: str) -> int:
+    return num_weights * (4 if dtype == EXACT_DTYPE else 2) + SPARE_BYTES
+
+
+def check_room(gguf: Path, folder: Path, wanted_bytes: int) -> None:
+    """Check that a folder's disk has room for a converted file. Raises SettingError."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < wanted_bytes:
+        room = f"{folder} has {free_bytes // 2**20} MiB free"
+        raise SettingError(
+            CACHE_SETTING,
+            f"{room}, and {gguf.name} takes {wanted_bytes // 2**20} MiB when it is converted: "
+            "free some space there, or set it to a folder of another disk",
+        )
 
 
 def convert(gguf: Path, target: Path, dtype: str) -> None:
     """Convert a GGUF file, in a process of its own: that needs torch and much memory.
 
-    `target` appears complete or not at all.
+    `target` appears complete or not at all. Raises SettingError, OSError.
     """
     draft = target.with_name(f".draft-{target.name}")
     shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
@@ -288,6 +347,8 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
                 (line for line in reversed(done.stdout.splitlines()) if line.strip()),
                 f"exit status {done.returncode}",
             )
+            if os.strerror(errno.ENOSPC) in done.stdout:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
             raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
         check_files(draft).rename(target)
     finally:

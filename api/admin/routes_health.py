@@ -1,5 +1,6 @@
-"""GET /health and /ping: 200 if a request would be served now. GET /: the web page for browsers, and TGI's
-health check for other clients. No API key is needed.
+"""GET /health, /ping and /readyz: 200 if a request would be served now. GET /livez: 200 while this gateway
+runs. GET /load: how many requests it has. GET /: the web page for browsers, and TGI's health check for other
+clients. No API key is needed.
 """
 
 from pathlib import Path
@@ -9,11 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from api.errors import ApiError
+from api.http.access_log import AccessLog
 from api.http.openapi import HEALTH
 from api.requests.pool_registry import own_pool
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
+from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse, ServerLoad
 
 router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
+live_router = APIRouter(tags=[HEALTH])
 page_router = APIRouter(tags=[HEALTH])
 PAGE_FILES = {path.name: path for path in (Path(__file__).parents[1] / "page").iterdir()}
 PAGE_HEADERS = {
@@ -26,6 +29,8 @@ PAGE_HEADERS = {
 
 @router.head("/ping", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
+@router.head("/readyz", include_in_schema=False)
+@router.get("/readyz", response_class=Response, name="readyz", summary="Readiness probe (same as /health)")
 @router.get("/ping", response_class=Response, name="ping", summary="Health check (same as /health)")
 @router.get("/health", response_class=Response, summary="Health check")
 async def health(request: Request) -> Response:
@@ -35,6 +40,24 @@ async def health(request: Request) -> Response:
     except ApiError as error:
         raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()
+
+
+@live_router.head("/livez", include_in_schema=False)
+@live_router.get("/livez", response_class=Response, summary="Liveness probe")
+async def livez() -> Response:
+    """Returns 200 with an empty body as long as this gateway answers, whatever the broker and the workers do:
+    an orchestrator that restarts gateways by it leaves them alone while Redis is away.
+    """
+    return Response()
+
+
+@live_router.get("/load", summary="Requests of this gateway")
+async def load(request: Request) -> ServerLoad:
+    """Returns the number of requests for tokens that this gateway has now, from their arrival to the last
+    byte of their answers, as vLLM's /load does. Other gateways have their own.
+    """
+    access: AccessLog = request.app.state.access
+    return ServerLoad(server_load=access.load)
 
 
 @page_router.head("/", include_in_schema=False)

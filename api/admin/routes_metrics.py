@@ -18,6 +18,7 @@ from common.broker.pool_client import PoolClient
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels, Metric
+from common.metrics.vllm_names import VllmCollector
 
 router = APIRouter(tags=[HEALTH])
 
@@ -39,7 +40,9 @@ async def metrics(request: Request) -> Response:
             values = totals
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
-    text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)
+    has_vllm = pool.settings.metrics_names == "vllm"
+    more = [VllmCollector(pool.settings.model_name, values, gauges)] if has_vllm else []
+    text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges, *more)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 

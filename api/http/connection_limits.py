@@ -28,7 +28,7 @@ DEFAULT_CONNECTIONS = 16_384
 NUM_RESERVED = 32
 RESERVED_HEAD_S = 2.0
 """How long a reserved connection may take to send its request."""
-RESERVED_PATHS = ("/health", "/ping", "/metrics")
+RESERVED_PATHS = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
 LOG_INTERVAL_S = 10.0
 CAUSES = {
     "address": "one address has MAX_CONNECTIONS_PER_ADDRESS; its oldest idle one is closed",

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from api.errors import ADMITTED, ApiError, cut, family_of, internal_error, invalid
+from api.http.access_log import note_refusal
 from api.http.openapi import build_document
 from api.json import to_json
 
@@ -37,6 +38,7 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
 
 async def handle_api_error(count: CountError, request: Request, error: ApiError) -> Response:
     count(error.status, error.error_type)
+    note_refusal(request.scope, error.error_type)
     return error_response(error, request.url.path)
 
 
@@ -50,6 +52,7 @@ async def handle_query(count: CountError, request: Request, exception: RequestVa
 async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
     """Answer a request whose path or method no route has."""
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
+    note_refusal(request.scope, error_type)
     hint = path_hint(request) if status == 404 else ""
     asked = f"{cut(request.method)} {cut(request.url.path)}"
     error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")

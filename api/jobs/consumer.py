@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from api.errors import conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
+from api.http.access_log import AccessLog
 from api.jobs.job import NAME, Job, read_job
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
@@ -54,8 +55,9 @@ class JobConsumer:
         joined: set when the group exists and this gateway's pending entries are held.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, access: AccessLog) -> None:
         self.pool = pool
+        self.access = access
         self.admission = pool.admission
         self.settings = pool.settings
         self.keys = pool.client.keys
@@ -218,7 +220,8 @@ class JobConsumer:
             run.join(reply)
             await run.ended.wait()
             return
-        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.service_class])
+        admission_lock = self.admission_locks[job.terms.service_class]
+        run = self.runs[job.id] = JobRun(self.pool, job, admission_lock, self.access)
         run.join(reply)
         try:
             await run.run()

@@ -11,6 +11,7 @@ from redis.exceptions import ResponseError
 
 from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
+from api.http.access_log import AccessLog, AccessRecord
 from api.http.request_trace import RequestTrace
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.job_trace import begin_job_trace, note_failure, note_job
@@ -20,6 +21,7 @@ from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.pool_registry import names_own
+from api.streams.answer_access import count_longest, note_streams
 from api.streams.answer_trace import note_answer
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
@@ -53,7 +55,7 @@ class JobRun:
         trace: None where it is not sampled.
     """
 
-    def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock) -> None:
+    def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock, access: AccessLog) -> None:
         self.pool = pool
         self.job = job
         self.admission_lock = admission_lock
@@ -68,6 +70,9 @@ class JobRun:
         self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
         self.trace: RequestTrace | None = None
+        self.access = access
+        self.record = AccessRecord("job", "submit")
+        self.record.note({"request_id": job.id})
 
     def join(self, reply: Reply) -> None:
         """Add the reply of another entry with the same job: it gets all frames."""
@@ -82,21 +87,30 @@ class JobRun:
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
             await reply.send(self.frames, self.max_frames, answer, request_ids)
+        if self.streams:
+            note_streams(self.record, self.pool.settings.model_name, self.streams, "cancelled")
+            count_longest(self.streams)
+        self.access.write(self.record)
         if self.trace is not None:
             self.trace.finish()
 
     async def render_result(self) -> bytes:
         """The result or the error. An error becomes the last frame, too, unless a frame has it already."""
         try:
-            return await self.serve()
+            result = await self.serve()
+            self.record.status = 200
+            return result
         except ApiError as error:
+            self.record.note({"reason": error.error_type})
             metrics.count_error(error.status, error.error_type)
             note_failure(self.trace, error.error_type, str(error))
-            body = to_json(self.job.family(error)[1])
+            self.record.status, answered = self.job.family(error)
+            body = to_json(answered)
         except Exception as error:
             log.exception("job %s", self.job.id)
             note_failure(self.trace, "internal", type(error).__name__)
-            body = to_json(self.job.family(internal_error())[1])
+            self.record.status, answered = self.job.family(internal_error())
+            body = to_json(answered)
         if all(text != body for _, _, text in self.frames):
             self.add_frames([(0, body)])
         return body

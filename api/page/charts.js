@@ -14,18 +14,23 @@ const STRIPS = [
     name: "Tokens per second",
     of: (fleet) => sum(workers(fleet), "rate"),
     note: (fleet) => `${fleet.requests.running} running`,
+    means: "Running: requests that a worker computes now. The figure is what all workers make together.",
     least: 10,
   },
   {
     name: "Queue",
     of: (fleet) => fleet.requests.waiting,
     note: (fleet) => `${figure(fleet.requests.live)} of ${figure(fleet.requests.limit)} live`,
+    means:
+      "Live: requests that wait or run, of the most that are admitted (MAX_CONCURRENT_REQUESTS). " +
+      "The figure is those that wait.",
     least: 4,
   },
   {
     name: "KV cache",
     of: (fleet) => (100 * sum(workers(fleet), "blocks")) / (sum(workers(fleet), "num_blocks") || 1),
     note: blocks,
+    means: "Blocks in which workers keep what they have computed of each token, in use of all there are.",
     least: 10,
     unit: "%",
   },
@@ -46,7 +51,7 @@ export function startCharts() {
   on("seen", (fleet) => strips.forEach((one) => one.add(fleet, deaths)));
 }
 
-function strip({ name, of, note, least, unit = "" }) {
+function strip({ name, of, note, means, least, unit = "" }) {
   const value = make("output");
   const about = make("span", { className: "about" });
   const top = make("span", { className: "top-of-scale" });
@@ -60,7 +65,7 @@ function strip({ name, of, note, least, unit = "" }) {
   const scale = make("div", { className: "scale" }, since, make("span", {}, "now"));
   const head = make("div", { className: "head" }, make("h3", {}, name), about);
   const frame = make("div", { className: "frame" }, picture, top);
-  const node = make("article", { className: "strip" }, head, value, frame, scale);
+  const node = make("article", { className: "strip", title: means }, head, value, frame, scale);
   const points = [];
 
   function add(fleet, deaths) {

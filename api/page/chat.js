@@ -7,9 +7,9 @@ import { answerEvents, Refused } from "./requests.js";
 const HISTORY = "tokenfleet.history";
 const ENDINGS = { stop: "", length: "stopped at its limit" };
 const IDEAS = [
-  "Tell me a long story about a lighthouse keeper and a storm.",
-  "Explain step by step how a bicycle stays upright.",
-  "Write twenty short facts about the ocean, numbered.",
+  "Describe the life of a honeybee from egg to adult.",
+  "Give me five tips for learning a new language.",
+  "How does a computer work? Explain it simply.",
 ];
 
 /** A silence of SILENCE_MS is shown. One of PAUSE_MS is a pause, shown if a process has died. */

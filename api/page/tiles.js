@@ -15,6 +15,16 @@ const FRESH_S = 1.5;
 const title = ({ kind, id }) => (kind === id ? kind : `${kind} ${id}`);
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
+const DIALS = [
+  { label: "rows", name: "rows", limit: "max_rows", means: "Requests that it computes now, of its most" },
+  {
+    label: "KV blocks",
+    name: "blocks",
+    limit: "num_blocks",
+    means: "Blocks of its KV cache that these requests hold, of all",
+  },
+];
+
 /** Tiles by process id; and the ids of processes whose successor has their tile. */
 const tiles = new Map();
 const replaced = new Set();
@@ -66,7 +76,7 @@ function tile(process) {
   const foot = make("p", { className: "foot" });
   const [value, unit] = [make("output"), make("span")];
   const isWorker = process.kind === "worker";
-  const dials = isWorker ? [dial("rows", "rows", "max_rows"), dial("KV blocks", "blocks", "num_blocks")] : [];
+  const dials = isWorker ? DIALS.map(dial) : [];
   const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
   const node = make(
     "li",
@@ -172,11 +182,11 @@ function cached({ known, cached }) {
   return cached ? `${Math.round((100 * cached) / known)}% cached` : "";
 }
 
-function dial(label, name, limit) {
+function dial({ label, name, limit, means }) {
   const [fill, count] = [make("i"), make("span")];
   const meter = { className: "track", role: "meter", "aria-label": label, "aria-valuemin": "0" };
   const track = make("div", meter, fill);
-  const node = make("div", { className: "dial" }, make("span", {}, label), count, track);
+  const node = make("div", { className: "dial", title: means }, make("span", {}, label), count, track);
 
   function set(process) {
     const [value, most] = [process[name], process[limit]];

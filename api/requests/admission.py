@@ -197,12 +197,16 @@ class Admission:
         request when nobody has come back in time. Its keys expire.
         """
         stream.left = True
-        is_counted = stream.terminal or stream.request.gateway
+        had_ended = stream.terminal is not None
+        is_counted = had_ended or stream.request.gateway
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stream.ended.wait(), None if keep_s == math.inf else keep_s)
             if stream.ended_here or not stream.terminal:
                 await self.cancel(stream.request.request_id, reader)
+            if not had_ended:
+                reason = stream.terminal.reason if stream.terminal else "cancelled"
+                log.info("request %s: %s after its client had left", stream.request.request_id, reason)
             if not is_counted:
                 metrics.count_stream(stream, self.workers.limits)
         finally:

@@ -1,6 +1,5 @@
-"""Metrics of requests: counts, durations from arrival to end, and the log line at the end."""
+"""Metrics of requests: counts, and durations from arrival to end."""
 
-import logging
 import time
 from contextvars import ContextVar
 
@@ -8,9 +7,6 @@ from api.errors import ADMITTED
 from api.requests.params import Limits
 from api.streams.stream import Stream
 from common.metrics import catalogue
-from common.process.logs import for_request, plural
-
-log = logging.getLogger(__name__)
 
 FAILURES = {"overloaded": "overloaded", "unavailable": "unavailable", "template_error": "template"}
 """Type of an error → label `err`; all others are `validation`."""
@@ -39,7 +35,7 @@ def count_error(status: int, error_type: str) -> None:
 
 
 def count_stream(stream: Stream, limits: Limits) -> None:
-    """Count a stream that nobody reads any more, and log how it ended."""
+    """Count a stream that nobody reads any more."""
     if not stream.admitted:
         return
     fit_buckets(limits)
@@ -47,25 +43,27 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     num_tokens = sum(output.num_tokens for output in stream.outputs)
-    request_id, age_s = stream.request.request_id, time.monotonic() - stream.times.started_s
-    why = f": {stream.terminal.error}" if stream.terminal and stream.terminal.error else ""
-    log.info(
-        "request %s: %s after %s and %.3f s%s",
-        request_id,
-        reason,
-        plural(num_tokens, "token"),
-        age_s,
-        why,
-        extra=for_request(request_id, stream.request.traceparent),
-    )
     catalogue.REQUESTS.add(1, stream.request.service_class, reason)
     if stream.finished:
         catalogue.REQUEST_SUCCESS.add()
         for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
             HISTOGRAMS[name].observe(seconds)
         catalogue.GENERATED_TOKENS.observe(num_tokens)
+        observe_phases(stream)
     else:
         catalogue.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
+
+
+def observe_phases(stream: Stream) -> None:
+    """Observe prefill and decode of a finished stream, as vLLM divides them."""
+    times = stream.times
+    if not times.first_token_s:
+        return
+    decode_s = times.token_s - times.first_token_s
+    catalogue.PREFILL_DURATION.observe(times.first_token_s - times.placed_s)
+    catalogue.DECODE_DURATION.observe(decode_s)
+    if stream.num_tokens > 1:
+        catalogue.DECODE_PER_TOKEN.observe(decode_s / (stream.num_tokens - 1))
 
 
 def fit_buckets(limits: Limits) -> None:
@@ -73,6 +71,7 @@ def fit_buckets(limits: Limits) -> None:
     catalogue.INPUT_LENGTH.fit(limits.max_input_tokens)
     catalogue.MAX_NEW_TOKENS.fit(limits.max_total_tokens)
     catalogue.GENERATED_TOKENS.fit(limits.max_total_tokens)
+    catalogue.LONGEST_CHOICE.fit(limits.max_total_tokens)
 
 
 def durations(stream: Stream, arrived_s: float) -> dict[str, float]:

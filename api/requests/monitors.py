@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from api.errors import LOADING_S, ApiError, asking_broker, unavailable
 from api.requests.params import Limits
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
@@ -75,6 +75,7 @@ class WorkerMonitor(Monitor):
         self.dtype = ""
         self.smallest: WorkerCapacity | None = None
         self.last_error = "not connected to the broker yet"
+        self.failures = FailureLog(log, "reading the workers")
         self.state = "ready"
         self.names: list[str] = []
 
@@ -90,10 +91,10 @@ class WorkerMonitor(Monitor):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await asyncio.gather(self.send_heartbeat(), self.read_workers())
             self.last_error = ""
+            self.failures.succeeded()
         except ERRORS as error:
-            if self.last_error != describe_error(error):
-                self.last_error = describe_error(error)
-                log.warning("cannot read the workers: %s", self.last_error)
+            self.last_error = describe_error(error)
+            self.failures.failed(error)
         self.checked_s = time.monotonic()
 
     async def send_heartbeat(self) -> None:

@@ -17,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
+from api.http.access_log import access_of
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
+from api.streams.answer_access import count_longest, note_streams
 from api.streams.answer_trace import end_answer
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
@@ -68,12 +70,17 @@ def kept_requests(streams: Sequence[Stream], outlives_client: bool) -> KeptReque
 def release_all(
     scope: Scope, answer: HttpAnswer, streams: Sequence[Stream], release: Release, reader: int
 ) -> None:
-    """Release the streams of an answer, and end its part of the trace. Streams that another gateway goes on
-    with are not cancelled.
+    """Release the streams of an answer, and end its part of the trace and of the access log. Streams that
+    another gateway goes on with are not cancelled.
     """
     answer_socket = socket_of(scope)
     goes_on = answer_socket is not None and answer_socket.is_handed_over
     end_answer(scope, answer, streams, reader, goes_on)
+    if not goes_on:
+        count_longest(streams)
+    if (record := access_of(scope)) is not None:
+        record.goes_on, record.route = goes_on, answer.route
+        note_streams(record, answer.model, streams, "left" if answer.terms.keep_s else "cancelled")
     for stream in streams:
         release(stream, reader, math.inf if goes_on else answer.terms.keep_s)
 

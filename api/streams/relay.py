@@ -16,7 +16,7 @@ from api.event_loop import PacedQueue
 from api.streams.fill import Filler, Sources
 from api.streams.offers import time_out
 from api.streams.stream import Stream
-from common.broker.client import ERRORS, describe_error
+from common.broker.client import ERRORS, FailureLog, describe_error
 from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
@@ -59,6 +59,7 @@ class Relay:
         self.followed: Counter[str] = Counter()
         self.connection: FastConnection | None = None
         self.last_error = "not connected to the broker yet"
+        self.failures = FailureLog(log, "the subscription")
         self.subscribed = asyncio.Event()
         self.messages = PacedQueue()
         self.sources = Sources()
@@ -122,9 +123,8 @@ class Relay:
                 if self.subscribed.is_set():
                     self.subscribed.clear()
                     pause_s = FIRST_PAUSE_S
-                if self.last_error != describe_error(error):
-                    self.last_error = describe_error(error)
-                    log.warning("no subscription: %s", self.last_error)
+                self.last_error = describe_error(error)
+                self.failures.failed(error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
@@ -148,6 +148,7 @@ class Relay:
             case [b"subscribe", channel, _]:
                 if channel.decode() == self.channel:
                     self.subscribed.set()
+                    self.failures.succeeded()
                     self.last_error = ""
                     self.filler.offers.connected.set()
                 self.catch_up(channel.decode())

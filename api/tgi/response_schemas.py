@@ -141,6 +141,13 @@ class Info(ApiObject):
     docker_label: str | None
 
 
+class ServerLoad(ApiObject):
+    """vLLM's answer of /load."""
+
+    server_load: int
+    """Requests for tokens that this gateway has now."""
+
+
 class ErrorResponse(ApiObject):
     error: str
     """What is wrong."""

@@ -116,7 +116,8 @@ class PrefixCache:
         if name not in self.blocks and block not in self.names:
             self.blocks[name] = block
             self.names[block] = name
-            self.index.add(name, self)
+            if name not in self.expected:  # else the index, which is large, has it
+                self.index.add(name, self)
 
     def touch(self, name: bytes) -> None:
         """Mark the block of this name, if there is one, as used."""
@@ -157,7 +158,8 @@ class BlockPool:
     def can_allocate(self, count: int, beside: Sequence[int] = ()) -> bool:
         """Whether `count` blocks can be allocated once the cached blocks `beside` are shared."""
         idle = self.cache.idle
-        return count <= len(self.free) + len(idle) - sum(block in idle for block in beside)
+        num_shared = sum(block in idle for block in beside) if beside else 0
+        return count <= len(self.free) + len(idle) - num_shared
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks: free ones, the most recently released first, then the least recently used

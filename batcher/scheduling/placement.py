@@ -133,8 +133,8 @@ class Placement:
         return best, find_known(best, sequence, waits)[1]
 
     def fewest_rows(self, sequence: Sequence) -> Replica | None:
-        """Return a worker that can start a request, with the fewest rows, and of MAX_COMPARED such workers
-        the one with the most free blocks. After a refusal only workers that have changed are tried.
+        """Return a worker that can start a request, with the fewest rows, and of MAX_COMPARED workers with so
+        many rows the one with the most free blocks. After a refusal only workers that have changed are tried.
         """
         longest = self.limits.max_horizon
         tokens = sequence.kv_ahead(min(LEAST_HORIZON, longest)), sequence.kv_ahead(longest)
@@ -170,9 +170,10 @@ class Placement:
     def first_able(self, sequence: Sequence) -> Replica | None:
         """Return a worker that can start a request, of the lowest level that has one."""
         for level in self.levels_in_order():
-            able = (replica for replica in self.levels.get(level, ()) if replica.can_start(sequence))
-            if found := list(islice(able, MAX_COMPARED)):
-                return min(found, key=lambda replica: replica.load)
+            replicas = iter(self.levels.get(level, ()))
+            while compared := sorted(islice(replicas, MAX_COMPARED), key=lambda replica: replica.load):
+                if found := next((replica for replica in compared if replica.can_start(sequence)), None):
+                    return found
         return None
 
     def levels_in_order(self) -> Iterator[int]:
@@ -190,10 +191,11 @@ class Placement:
 
     def knowing(self, sequence: Sequence) -> list[Replica]:
         """Return some workers that know the beginning of a request; first those that know most of it."""
-        if not sequence.block_hashes or not self.index.first:
-            return []
+        known, names = self.index.first, sequence.names(HASHED_TOKENS)
+        if not any(name in known for name in names[: self.block_size // HASHED_TOKENS]):
+            return []  # nobody knows a block who does not know those before it
         found: dict[Replica, None] = {}
-        for name in reversed(sequence.names(HASHED_TOKENS)):
+        for name in reversed(names):
             for cache in islice(self.index.holders(name), MAX_COMPARED):
                 found[self.replicas[cache]] = None
             if len(found) >= MAX_COMPARED:

@@ -24,10 +24,13 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     """
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     replica.whole_steps_for = ""
-    rows, standing_by = replica.split_rows(replica.running)
+    counts_waiting = limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None
+    rows, standing_by = [], []
+    if replica.interrupted or counts_waiting:  # usually no row need be looked at
+        rows, standing_by = replica.split_rows(replica.running)
     if any(row.was_interrupted for row in rows):
         return most
-    if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
+    if counts_waiting:
         for row in standing_by:
             row.added_at = replica.step  # a row that stands by waits for a place, not for its prefill
         ages = [replica.step - row.added_at for row in rows if not row.is_prefilled]

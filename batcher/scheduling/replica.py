@@ -41,6 +41,7 @@ class Replica:
         rows: by number; a row stays until the engine releases it.
         num_running: places of the rows that have not ended; a row has one, a beam search one for each beam.
         batch_rows: running rows of the least urgent class.
+        interrupted: running rows whose answer had begun when they started, until their prompt is computed.
         reserved: blocks that running rows may soon need, so that no row starts with them.
         num_followers: places of requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
@@ -64,6 +65,7 @@ class Replica:
     rows: dict[int, PlacedRow] = field(default_factory=dict)
     num_running: int = 0
     batch_rows: dict[PlacedRow, None] = field(default_factory=dict)
+    interrupted: dict[PlacedRow, None] = field(default_factory=dict)
     reserved: int = 0
     num_followers: int = 0
     step: int = 0
@@ -193,6 +195,8 @@ class Replica:
         self.num_running += row.sequence.num_places
         if row.sequence.class_index == LEAST_URGENT:
             self.batch_rows[row] = None
+        if row.was_interrupted:
+            self.interrupted[row] = None
         row.sequence.row = row
 
     def reserve(self, row: PlacedRow, horizon: int) -> None:
@@ -207,6 +211,7 @@ class Replica:
         """Take a row out of the running ones."""
         self.num_running -= row.sequence.num_places
         self.batch_rows.pop(row, None)
+        self.interrupted.pop(row, None)
         self.reserved -= row.reserved
         if not row.is_prefilled:
             self.pool.cache.expect_no_more(self.names(row.sequence), row)
@@ -240,6 +245,7 @@ class Replica:
         row.kv_len = kv_len
         row.at_step = step
         row.sequence.crash_count = 0
+        self.interrupted.pop(row, None)
         if not row.ended:
             self.cache_blocks(row, kv_len, self.names(row.sequence))
             self.pool.cache.expect_no_more(self.names(row.sequence), row)

@@ -140,7 +140,10 @@ class Scheduler:
     def forget(self, sequence: Sequence) -> None:
         """Drop a request that has its terminal and whose queue entry is deleted."""
         if self.sequences.pop(sequence.request_id, None):
-            self.gateways -= Counter([sequence.request.gateway])
+            gateway = sequence.request.gateway
+            self.gateways[gateway] -= 1
+            if not self.gateways[gateway]:
+                del self.gateways[gateway]
 
     def add_worker(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]

@@ -34,6 +34,9 @@ class Sequence:
         block_hashes: hashes of the prompt and of `records` (common/messages/block_hashes.py); none where the
             request shares no blocks.
         num_places: places of a batch that its row takes: a beam search takes one for each beam.
+        arrival: order of arrival among all requests of the pool, by the id of its first entry.
+        num_prompt: tokens of its prompt.
+        max_kv: KV slots it can ever fill: the last token sampled is never an input.
         named_blocks: block size → names of the blocks that prompt and `records` fill.
     """
 
@@ -57,25 +60,22 @@ class Sequence:
     block_hashes: bytes = b""
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
     num_places: int = 1
+    arrival: int = field(init=False)
+    num_prompt: int = field(init=False)
+    max_kv: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.class_index = class_index(self.request.class_name)
         self.block_hashes = self.request.block_hashes
         self.num_places = self.request.beams.width if self.request.beams else 1
-
-    @property
-    def arrival(self) -> int:
-        """Order of arrival among all requests of the pool."""
         ms, number = parse_stream_id(self.entry_id)
-        return (ms << 24) + number
+        self.arrival = (ms << 24) + number
+        self.num_prompt = self.request.num_prompt
+        self.max_kv = self.request.max_kv
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def num_prompt(self) -> int:
-        return self.request.num_prompt
 
     @property
     def has_victim(self) -> bool:
@@ -101,11 +101,6 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens that a prefill computes: the prompt and the committed tokens."""
         return self.num_prompt + self.base
-
-    @property
-    def max_kv(self) -> int:
-        """KV slots it can ever fill: the last token sampled is never an input."""
-        return self.request.max_kv
 
     def blocks_for(self, kv_len: int, block_size: int) -> int:
         """Return how many blocks its row needs for `kv_len` tokens."""

@@ -24,6 +24,7 @@ from redis.exceptions import (
     RedisError,
 )
 
+from common.broker.outage import OUTAGE
 from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
 
@@ -185,8 +186,10 @@ def broker_url(settings: Settings) -> str:
     return settings.redis_url
 
 
-async def check_broker(url: str) -> None:
-    """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url`."""
+async def check_broker(url: str) -> str:
+    """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url`. Returns what
+    it would lose at its end; empty if that is nothing.
+    """
     try:
         client = connect(url)
     except ValueError as error:  # its text may hold the password
@@ -197,6 +200,7 @@ async def check_broker(url: str) -> None:
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             server = await client.info()
+            snapshots = await has_snapshots(client)
     except ERRORS as error:
         raise SettingError("redis_url", describe_error(error)) from error
     finally:
@@ -214,6 +218,27 @@ async def check_broker(url: str) -> None:
         raise SettingError(
             "redis_url", f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
         )
+    return describe_losses(has_file=bool(server.get("aof_enabled")), has_snapshots=snapshots)
+
+
+async def has_snapshots(client: redis.asyncio.Redis) -> bool | None:
+    """Whether the broker writes snapshots; None if this user may not ask, as with many providers."""
+    try:
+        found = await client.config_get("save")
+    except redis.exceptions.ResponseError:
+        return None
+    return bool(found.get("save"))
+
+
+def describe_losses(has_file: bool, has_snapshots: bool | None) -> str:
+    """What a broker would lose at its end, and the fix; empty if it has an append-only file."""
+    if has_file:
+        return ""
+    since = "what was written since its last snapshot" if has_snapshots else "everything"
+    if has_snapshots is None:
+        since = "what no snapshot has"
+    lost = f"it loses {since} when it ends: requests, and tokens that clients have seen already"
+    return f"the broker has no append-only file, so {lost}; set `appendonly yes`"
 
 
 async def read_server_id(redis: redis.asyncio.Redis) -> str:
@@ -223,9 +248,16 @@ async def read_server_id(redis: redis.asyncio.Redis) -> str:
     return str((await redis.info("server"))["run_id"])
 
 
+def is_outage(error: BaseException) -> bool:
+    """Whether an error means that no step of this process can use the broker now."""
+    away = (OSError, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
+    return isinstance(error, (*away, BusyLoadingError, ReadOnlyError))
+
+
 class FailureLog:
-    """What is logged about a step that fails again and again while the broker is away: each new cause at
-    once, repeated ones at growing intervals with their count, and the end.
+    """What is logged about a step that the broker refuses again and again: each new cause at once, repeated
+    ones at growing intervals with their count, and the end. While the broker is away, the failures of all
+    steps are those of one outage (`OUTAGE`).
 
     A step that never returns has succeeded when it has not failed for MAX_PAUSE_S.
 
@@ -262,6 +294,9 @@ class FailureLog:
     def failed(self, error: Exception) -> None:
         """Count a failure."""
         cause = describe_error(error)
+        if is_outage(error):
+            OUTAGE.failed(self.step, cause)
+            return
         now_s = time.monotonic()
         if self.count and now_s - self.last_s > MAX_PAUSE_S:
             self.forget()
@@ -280,6 +315,7 @@ class FailureLog:
 
     def succeeded(self) -> None:
         """Log that the step has succeeded, if it had failed."""
+        OUTAGE.succeeded()
         if not self.count:
             return
         age_s = time.monotonic() - self.since_s

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from common.broker import batcher_scripts
 from common.broker.batcher_scripts import ProcessBeat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.outage import OUTAGE
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
 
@@ -50,6 +51,7 @@ class Heartbeat:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self.send(**fields())
+                OUTAGE.succeeded()
             except ERRORS as error:
                 log.debug("heartbeat not sent: %s", describe_error(error))
             await asyncio.sleep(until_beat(every_s))

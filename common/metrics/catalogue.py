@@ -157,6 +157,24 @@ TOKEN_LATENCY = Histogram(
     CLASSES,
     LATENCY_S,
 )
+PREFILL_DURATION = Histogram(
+    "tokenfleet_request_prefill_seconds",
+    "Time of a finished request from its start on a worker to its first token, in seconds",
+    bounds=FIRST_TOKEN_S,
+)
+DECODE_DURATION = Histogram(
+    "tokenfleet_request_decode_seconds",
+    "Time of a finished request from its first token to its last, in seconds",
+    bounds=DURATION_S,
+)
+DECODE_PER_TOKEN = Histogram(
+    "tokenfleet_request_decode_seconds_per_token",
+    "Mean time between the tokens of a finished request, in seconds",
+    bounds=LATENCY_S,
+)
+LONGEST_CHOICE = Histogram(
+    "tokenfleet_answer_longest_choice_tokens", "Number of tokens of the longest choice of an answer"
+)
 REQUESTS = Counter(
     "tokenfleet_requests", "Number of requests that ended, by reason", CLASSES | {"reason": REASONS}
 )

@@ -47,23 +47,25 @@ def render_own(pool: str) -> bytes:
     return render(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
 
 
-def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
+def render_fleet(pool: str, values: Values | None, gauges: Gauges, *more: Collector) -> bytes:
     """Return the metrics of the whole pool.
 
     Args:
         values: the sums of all processes. None, if they are not known, leaves out all counters and
             histograms, because zeros would look like a restart.
         gauges: gauges that are not in it are left out.
+        more: the same under other names.
     """
     known = [
         metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
     ]
-    return render(FleetCollector(pool, known, values or {}, gauges))
+    return render(FleetCollector(pool, known, values or {}, gauges), *more)
 
 
-def render(collector: "FleetCollector") -> bytes:
+def render(*collectors: Collector) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
 
 
@@ -154,7 +156,8 @@ def histogram(metric: Histogram, labels: dict[str, str], parts: Mapping[str, flo
 
 
 def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> None:
-    """Serve this process's own `GET /metrics`, and `GET /health`, from a thread until the process ends.
+    """Serve this process's own `GET /metrics` and probes, from a thread until the process ends. `/readyz`
+    (and `/health`) asks `is_ready`; `/livez` is 200 as long as the process is there.
 
     Raises SettingError if METRICS_PORT is taken.
     """
@@ -168,9 +171,11 @@ def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> No
             match self.path.split("?")[0]:
                 case "/metrics":
                     self.respond(200, CONTENT_TYPE, render_own(settings.pool))
-                case "/health" if is_ready():
+                case "/livez":
+                    self.respond(200, "text/plain", b"live\n")
+                case "/health" | "/readyz" if is_ready():
                     self.respond(200, "text/plain", b"ready\n")
-                case "/health":
+                case "/health" | "/readyz":
                     self.respond(503, "text/plain", b"not ready yet\n")
                 case _:
                     self.send_error(404)

@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -54,28 +55,38 @@ def traceparent_of(record: logging.LogRecord) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Local time with milliseconds, first letter of the level, name of the process, message; of a request
-    that is traced, the id of the trace.
+    """Local time with milliseconds, first letter of the level, name of the process, message; the fields that
+    a line brings along (`extra={"fields": …}`), as name=value; of a request that is traced, the id of the
+    trace.
 
     A traceback follows on lines of its own.
     """
 
     def __init__(self, process: str) -> None:
-        line = f"%(asctime)s.%(msecs)03d %(letter)s {process} %(message)s%(trace)s"
+        line = f"%(asctime)s.%(msecs)03d %(letter)s {process} %(message)s%(fields_text)s%(trace)s"
         super().__init__(line, datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         record.letter = record.levelname[0]
         traceparent = traceparent_of(record)
+        fields: Mapping[str, object] = getattr(record, "fields", {})
+        record.fields_text = "".join(f" {name}={spell(value)}" for name, value in fields.items())
         record.trace = f" trace_id={traceparent[3:35]}" if traceparent else ""
         return super().format(record)
+
+
+def spell(value: object) -> str:
+    """A value as one word: in quotes, as in JSON, if it is none."""
+    text = str(value)
+    return text if text.isprintable() and not {" ", '"', "="} & set(text) else json.dumps(text)
 
 
 class JsonFormatter(logging.Formatter):
     """A JSON object with timestamp (UTC), level, process, incarnation, host, target and message.
 
-    It has request_id if the line is about a request, trace_id and span_id if that is traced, and exception if
-    there is one. A process without an incarnation, such as a launcher, gets one for its lines alone.
+    It has the fields that a line brings along, request_id if the line is about a
+    request, trace_id and span_id if that is traced, and exception if there is one. A process without an
+    incarnation, such as a launcher, gets one for its lines alone.
     """
 
     def __init__(self, process: str, incarnation: str = "") -> None:
@@ -94,6 +105,7 @@ class JsonFormatter(logging.Formatter):
             "target": record.name,
             "message": record.getMessage(),
         }
+        line |= getattr(record, "fields", {})
         if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
             line["request_id"] = request_id
         if traceparent := traceparent_of(record):

@@ -13,6 +13,7 @@ from common.settings.types import (
     LoadFormat,
     LogLevel,
     LogprobsMode,
+    MetricsNames,
     Number,
     Port,
     Processes,
@@ -246,9 +247,13 @@ class SettingFields(BaseModel):
     """debug, info, warning or error"""
     json_output: bool = False
     """logs as one JSON object a line"""
+    access_log_rate: Number = 1000
+    """most lines a second of a gateway's access log, one for each request; the rest are counted (0: none)"""
     otlp_endpoint: Url | None = None
     """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)"""
     otlp_service_name: str | None = None
     """name of the service in traces (default: as OTEL_SERVICE_NAME, else tokenfleet)"""
+    metrics_names: MetricsNames = "tgi"
+    """names of the metrics of GET /metrics besides our own: tgi, or vllm, which are TGI's and vLLM's"""
     metrics_port: Port = 0
     """port of this process's own /metrics (0: none); `serve` gives each process the next one"""

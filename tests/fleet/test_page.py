@@ -4,7 +4,9 @@ and the answer is whole.
 
 import contextlib
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -30,6 +32,8 @@ SETTINGS = {
 }
 QUESTION = "Count from one to two hundred in words."
 MAX_TOKENS = 128
+PAGE_TOKENS = 400
+"""Of an answer, unless the person sets another number."""
 SOME_CHARS = 30
 ANSWER_MS = 60_000
 
@@ -72,12 +76,12 @@ def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
     assert not errors
 
 
-def undisturbed(fleet: Fleet, question: str) -> str:
+def undisturbed(fleet: Fleet, question: str, max_tokens: int = MAX_TOKENS) -> str:
     body = {
         "model": "tgi",
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": max_tokens,
     }
     answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=60)
     return str(answer.json()["choices"][0]["message"]["content"])
@@ -116,6 +120,38 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
         "the other worker has sampled the rest"
     )
+
+
+def test_everything_but_a_long_list_of_tiles_fits_a_laptop(fleet: Fleet, browser: Browser) -> None:
+    """The log above all: it says who died."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    page = context.new_page()
+    page.goto(fleet.base_url)
+    expect(page.locator("#log li").first).to_be_visible()
+    place = page.locator("#log").bounding_box()
+    assert place is not None and place["height"] >= 90 and place["y"] + place["height"] <= 900
+    last = page.locator(".tile").last
+    last.scroll_into_view_if_needed()
+    expect(last).to_be_in_viewport(ratio=0.9)
+    assert page.evaluate("document.querySelector('.board').scrollTop") == 0, "only the tiles scroll"
+    context.close()
+
+
+def test_figures_say_what_they_mean_and_the_api_is_linked(page: Page) -> None:
+    words = page.locator(".strip").evaluate_all("all => all.map(one => one.title)")
+    assert words[0].startswith("Running: ") and words[1].startswith("Live: ") and all(words)
+    assert page.locator(".dial").first.get_attribute("title")
+    page.get_by_role("link", name="API").click()
+    expect(page).to_have_url(re.compile("/docs$"))
+
+
+def test_suggested_questions_get_answers_that_do_not_go_round_in_circles(fleet: Fleet, page: Page) -> None:
+    ideas = page.locator("#ideas button").all_text_contents()
+    assert len(ideas) == 3
+    for idea in ideas:
+        said = undisturbed(fleet, idea, PAGE_TOKENS)
+        sentences = Counter(re.findall(r"[^.!?\n]{12,}[.!?\n]", said))
+        assert len(said) > 600 and sentences.most_common(1)[0][1] <= 3, said
 
 
 def test_markup_in_a_chat_is_shown_as_text_and_kept_over_a_reload(page: Page, fleet: Fleet) -> None:

@@ -52,7 +52,7 @@ FLOORS = {
         "engine.cuda.kernels protocol",
     ],
     "common": [
-        "startup traces",
+        "native_kernels startup traces",
         "metrics model_files rank",
         "broker gguf_check model_config",
         "settings",

@@ -7,10 +7,8 @@ They run on the threads of torch's own OpenMP runtime: two runtimes would fight 
 import ctypes
 import fcntl
 import functools
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +18,11 @@ from pathlib import Path
 import torch
 
 from common.model_files import cache_folder, make_cache_folder
+from common.native_kernels import COMPILED, SOURCES, digest, find_compiler, source_key
 from common.process import machine
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "kernels"
-COMPILED = "native"
-"""The cache folder of compiled kernels."""
-COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 300
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -163,10 +158,7 @@ def library() -> ctypes.CDLL | None:
 def build_library() -> Path:
     """Raises OSError or SubprocessError."""
     command = compile_command()
-    version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
-    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
-    parts = [*sources, *command, version, machine.features()]  # -march=native means the latter
-    path = make_cache_folder(COMPILED) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
+    path = make_cache_folder(COMPILED) / f"{source_key(command[0])}-{digest(command)}.so"
     if not path.exists():
         with compile_lock():
             if not path.exists():
@@ -188,7 +180,7 @@ def compile_to(command: list[str], path: Path) -> None:
 
 def compile_command() -> list[str]:
     """Raises FileNotFoundError."""
-    found = next((name for name in COMPILERS if shutil.which(name)), None)
+    found = find_compiler()
     if not found:
         raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
     flags = [
@@ -198,6 +190,7 @@ def compile_command() -> list[str]:
         "-fPIC",
         "-shared",
         *(["-DSPLIT_PAIRS"] if machine.prefers_widened_bfloat16() else []),
+        *([] if machine.permits_tiles() else ["-DNO_AMX"]),
     ]
     return [found, *flags, *openmp_flags(), str(SOURCES / "kernels.cpp"), *openmp_runtime()]
 

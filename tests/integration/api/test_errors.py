@@ -168,11 +168,11 @@ async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
         model = {"id": "small", "object": "model", "created": STARTED_S, "owned_by": "small"}
         for path in ("/v1/models", "/v1/models/"):
             assert (await client.get(path)).json() == {"object": "list", "data": [model]}
-        for path in ("/health", "/ping", "/"):
+        for path in ("/health", "/ping", "/readyz", "/"):
             assert tgi_error(await client.get(path)) == (503, "healthcheck")
         async with working(broker.url, TOKENIZER, lambda _: Answer([1])):
             await ready(gateway)
-            for path in ("/health", "/ping", "/"):
+            for path in ("/health", "/ping", "/readyz", "/"):
                 health = await client.get(path)
                 assert (health.status_code, health.content) == (200, b"")
                 assert (await client.head(path)).status_code == 200

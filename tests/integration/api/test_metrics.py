@@ -1,11 +1,9 @@
 """What a gateway counts, and what it answers to Prometheus."""
 
 import asyncio
-import re
 from typing import Any
 
 import httpx
-import pytest
 import redis
 
 from common.messages.request import Generate
@@ -152,21 +150,21 @@ def shut(own: Broker) -> None:
         client.shutdown(nosave=True)
 
 
-async def test_log_lines_have_the_request_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "api.requests.metrics")
+async def test_vllm_s_names_are_there_on_request(broker: Broker) -> None:
+    async with answering(broker.url, scripted, metrics_names="vllm", served_model_name="small") as (
+        _,
+        _,
+        client,
+    ):
+        figures = await Figures(client).begin()
+        labels = 'engine="0",model_name="small"'
+        for _ in range(2):
+            await client.post("/generate", json=body(max_new_tokens=3))
+        await figures.until(
+            'vllm:request_success_total{engine="0",finished_reason="length",model_name="small"}', 2
+        )
+        for name in ("request_prefill_time", "request_decode_time", "e2e_request_latency"):
+            assert await figures.added(f"vllm:{name}_seconds_count{{{labels}}}") == 2
+        assert await figures.added(f"vllm:request_max_num_generation_tokens_sum{{{labels}}}") == 6
     async with answering(broker.url, scripted) as (_, _, client):
-        response = await client.post("/generate", json=body(max_new_tokens=3))
-    [line] = [one for one in caplog.records if one.name == "api.requests.metrics"]
-    assert line.request_id == response.headers["x-request-id"]  # type: ignore[attr-defined]
-    assert re.fullmatch(r"request \w+: length after 3 tokens and \d\.\d{3} s", line.getMessage())
-
-
-async def test_the_log_line_of_a_request_that_failed_says_why(
-    broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "api.requests.metrics")
-    async with answering(broker.url, scripted) as (_, _, client):
-        refused = await client.post("/generate", json=body(max_new_tokens=13))
-    [line] = [one.getMessage() for one in caplog.records if one.name == "api.requests.metrics"]
-    found = re.fullmatch(r"request \w+: error after \d+ tokens? and \d\.\d{3} s: (.+)", line)
-    assert found is not None and found[1] in refused.json()["error"]
+        assert not [name for name in await Figures(client).read() if name.startswith("vllm:")]

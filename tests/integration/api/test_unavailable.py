@@ -187,7 +187,12 @@ async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.Monkey
                 return "no connection to the broker" in response.text
 
             await wait_until(refused)
-            assert tgi_error(await client.get("/health")) == (503, "healthcheck")
+            for path in ("/health", "/readyz"):
+                assert tgi_error(await client.get(path)) == (503, "healthcheck")
+            live = await client.get("/livez")
+            assert (live.status_code, live.content) == (200, b""), "the gateway itself is well"
+            assert (await client.head("/livez")).status_code == 200
+            assert (await client.get("/load")).status_code == 200
 
 
 @pytest.mark.parametrize(("num_answered", "status"), [(1, 429), (0, 503)])

@@ -202,7 +202,7 @@ async def test_where_all_connections_have_requests_health_and_metrics_are_served
         for client in busy:
             await client.send(request("/generate_stream"))
         await wait_until(lambda: len(gateway.pool.relay.streams) == 4)
-        for path in ("/health", "/ping", "/metrics"):
+        for path in ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics"):
             assert (await http.get(path)).status_code == 200
         refused = await http.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"

@@ -44,7 +44,7 @@ class Supervised:
     async def is_healthy(self) -> bool:
         try:
             async with httpx.AsyncClient() as client:
-                return (await client.get(f"http://127.0.0.1:{self.metrics_port}/health")).status_code == 200
+                return (await client.get(f"http://127.0.0.1:{self.metrics_port}/readyz")).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -134,7 +134,8 @@ async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) ->
         refused = await client.request(method, path, json={"inputs": "a", "prompt": "a"})
         assert refused.status_code == 503
         assert "this gateway is shutting down" in refused.text
-        assert (await client.get("/docs")).status_code == 200
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/docs")).status_code == (await client.get("/livez")).status_code == 200
 
 
 async def test_a_server_reacts_to_a_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

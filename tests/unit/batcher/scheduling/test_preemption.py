@@ -21,7 +21,7 @@ def full_replica(*rows: tuple[int, int]) -> tuple[Replica, list[PlacedRow]]:
     placed = []
     for class_index, arrival in rows:
         sequence = make_sequence(16)
-        sequence.class_index, sequence.entry_id = class_index, f"1-{arrival}"
+        sequence.class_index, sequence.arrival = class_index, arrival
         placed.append(replica.start(sequence))
         replica.on_prefilled(placed[-1], 16, step=1)
     replica.step = replica.until = 33

@@ -27,6 +27,30 @@ async def test_a_broker_that_answers_passes(broker: Broker) -> None:
     await access.check_broker(broker.url)
 
 
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        (("--appendonly", "no", "--save", ""), "loses everything when it ends"),
+        (
+            ("--appendonly", "no", "--save", "60 1"),
+            "loses what was written since its last snapshot when it ends",
+        ),
+        (("--appendonly", "yes"), ""),
+    ],
+)
+async def test_a_broker_without_an_append_only_file_passes_with_a_warning(
+    options: tuple[str, ...], lost: str
+) -> None:
+    with brokers.running(*options) as own:
+        warning = await access.check_broker(own.url)
+    assert lost in warning and bool(warning) == bool(lost)
+    assert not lost or warning.endswith("set `appendonly yes`")
+
+
+def test_a_user_who_may_not_ask_for_snapshots_is_told_what_may_be_lost() -> None:
+    assert "loses what no snapshot has" in access.describe_losses(has_file=False, has_snapshots=None)
+
+
 async def refusal(url: str) -> str:
     begun_s = time.monotonic()
     with pytest.raises(SettingError) as refused:

@@ -3,13 +3,13 @@
 import logging
 
 import pytest
-from redis.exceptions import BusyLoadingError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from common.broker import client
 from common.broker.client import FailureLog
 
-AWAY, LOADING = "no connection to the broker (refused)", "the broker is loading its data (LOADING)"
-ERRORS = {AWAY: OSError("refused"), LOADING: BusyLoadingError()}
+NO, FULL = "the broker refused (no)", "the broker is out of memory (full)"
+ERRORS = {NO: ResponseError("no"), FULL: OutOfMemoryError("full")}
 
 
 class Clock:
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     return clock
 
 
-def fail(failing: FailureLog, clock: Clock, seconds: float, cause: str = AWAY) -> None:
+def fail(failing: FailureLog, clock: Clock, seconds: float, cause: str = NO) -> None:
     """Sixteen failures a second."""
     for _ in range(round(seconds * 16)):
         with failing.caught():
@@ -52,11 +52,11 @@ def test_a_repeated_cause_is_said_at_growing_intervals_and_its_end_is_said(
     succeed(failing)
     succeed(failing)
     assert caplog.messages == [
-        f"a flush failed, trying again: {AWAY}",
-        f"a flush has failed 17 times in 1 s: {AWAY}",
-        f"a flush has failed 33 times in 2 s: {AWAY}",
-        f"a flush has failed 65 times in 4 s: {AWAY}",
-        f"a flush has failed 129 times in 8 s: {AWAY}",
+        f"a flush failed, trying again: {NO}",
+        f"a flush has failed 17 times in 1 s: {NO}",
+        f"a flush has failed 33 times in 2 s: {NO}",
+        f"a flush has failed 65 times in 4 s: {NO}",
+        f"a flush has failed 129 times in 8 s: {NO}",
         "a flush has succeeded again, after 144 failures in 9.0 s",
     ]
 
@@ -72,17 +72,17 @@ def test_a_new_cause_is_said_at_once_and_causes_in_turn_are_not(
 ) -> None:
     failing = FailureLog(logging.getLogger(), "a flush")
     for _ in range(5):
-        fail(failing, clock, 1 / 16, AWAY)
-        fail(failing, clock, 1 / 16, LOADING)
-    assert caplog.messages == [f"a flush failed, trying again: {cause}" for cause in (AWAY, LOADING)]
+        fail(failing, clock, 1 / 16, NO)
+        fail(failing, clock, 1 / 16, FULL)
+    assert caplog.messages == [f"a flush failed, trying again: {cause}" for cause in (NO, FULL)]
 
 
-def test_the_next_outage_is_one_of_its_own(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_failures_are_counted_anew(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     failing = FailureLog(logging.getLogger(), "a flush")
     for _ in range(2):
         fail(failing, clock, 1 / 16)
         succeed(failing)
-    said = f"a flush failed, trying again: {AWAY}", "a flush has succeeded again, after 1 failure in 0.1 s"
+    said = f"a flush failed, trying again: {NO}", "a flush has succeeded again, after 1 failure in 0.1 s"
     assert caplog.messages == [*said, *said]
 
 
@@ -94,7 +94,7 @@ def test_a_failure_after_a_minute_without_one_begins_anew(
     fail(failing, clock, 1 / 16)
     clock.now_s += 3600
     fail(failing, clock, 1 / 16)
-    assert caplog.messages == [f"reading jobs failed, trying again: {AWAY}"] * 2
+    assert caplog.messages == [f"reading jobs failed, trying again: {NO}"] * 2
 
 
 def test_only_errors_of_the_broker_are_caught(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -53,3 +53,4 @@ def test_a_failed_answer_is_a_line_of_the_log_and_a_client_that_left_is_none(
     assert len([one for one in caplog.records if one.name == "common.metrics.exposition"]) == num_lines
     assert capfd.readouterr().err == ""
     assert httpx.get(f"http://127.0.0.1:{port}/nothing").status_code == 404
+    assert httpx.get(f"http://127.0.0.1:{port}/livez").text == "live\n", "whatever is_ready says"

@@ -1,5 +1,7 @@
 import json
 import resource
+import shutil
+import socket
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from common import model_files
+from common import model_files, native_kernels
 from common.model_files import cache_folder
 from common.process import machine
 from common.settings.settings import Settings
@@ -17,6 +19,7 @@ from deploy.cli.doctor import Finding
 from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.deploy.test_cli import tokenfleet
+from tests.support import brokers
 from tests.support.machine import fake_nvml
 from tests.support.machine.ports import free_port
 
@@ -44,7 +47,7 @@ def test_a_healthy_machine_passes(broker: Broker) -> None:
         name.split()[0] for name in doctor.CHECKS
     ]
     assert done.returncode == 0
-    assert "answers, and is new enough" in done.stdout
+    assert "answers, is new enough, and has an append-only file" in done.stdout
 
 
 def test_a_failure_is_printed_with_its_fix() -> None:
@@ -132,6 +135,20 @@ def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
 
 
+def test_native_kernels_are_compiled_at_the_first_start(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = native_kernels.find_compiler()
+    assert compiler is not None and "at the first start" in found("kernels").found
+    folder = model_files.make_cache_folder(native_kernels.COMPILED)
+    (folder / f"{'0' * 24}-{'1' * 24}.so").touch()
+    assert "at the first start" in found("kernels").found, "those are of other sources"
+    (folder / f"{native_kernels.source_key(compiler)}-{'1' * 24}.so").touch()
+    assert found("kernels") == Finding("ok", f"native kernels are compiled, by {compiler}")
+    monkeypatch.setenv("PATH", "")
+    assert found("kernels").level == "warn" and found("kernels").fix == "install g++"
+
+
 def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer compiles them, with nvcc and a C++ compiler; Triton needs Python's headers."""
     assert found("kernels").level == "ok"
@@ -152,7 +169,7 @@ def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: p
     assert found("kernels").level == "fail" and "include/Python.h" in found("kernels").found
     program(nowhere / "include/Python.h")
     assert found("kernels") == Finding("ok", f"FlashInfer 0.7.2, compiled by {nowhere}/toolkit/bin/nvcc")
-    assert found("kernels", device="cpu").found == "none needed without a GPU"
+    assert "native kernels" in found("kernels", device="cpu").found
 
 
 def test_nvcc_is_found_as_flashinfer_finds_it(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +213,39 @@ def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LITTLE_DISK_BYTES", 2**60)
     assert (found("compiler").level, found("disk").level) == ("warn", "warn")
     assert str(cache_folder(model_files.CONVERTED).parents[1]) in found("disk").found
+
+
+def test_a_disk_without_room_for_the_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=GIB // 4))
+    assert found("disk").level == "fail" and "smollm2 takes 0.3 GiB when converted" in found("disk").found
+    assert found("disk", model_id=str(model(tmp_path))).level == "warn", "it is here already"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    assert found("disk", model_id=str(tmp_path)).level == "fail"
+
+
+def test_limits_beyond_the_model_s_context_fail(tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    (folder / "one.safetensors").write_bytes(b"1")
+    refused = found("model", model_id=str(folder), max_total_tokens=65)
+    assert refused.level == "fail" and "64 tokens of the model's context" in refused.found
+    assert "ROPE_FACTOR" in refused.fix
+
+
+def test_the_port_of_a_fleet_that_runs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = Settings(hostname="127.0.0.1", port=taken.getsockname()[1])
+        monkeypatch.setattr(prepare, "ASK_S", 0.1)
+        assert dict(doctor.examine(settings))["port"].level == "fail"
+        monkeypatch.setattr(prepare, "is_fleet", lambda _: True)
+        beside = dict(doctor.examine(settings))["port"]
+    assert beside.level == "warn" and "served by a fleet that runs already" in beside.found
+
+
+def test_a_broker_that_keeps_nothing_is_a_warning() -> None:
+    with brokers.running("--appendonly", "no") as own:
+        assert found("broker", redis_url=own.url).level == "warn"
+        assert "appendonly yes" in found("broker", redis_url=own.url).fix
 
 
 def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+import http.server
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,64 @@ def test_the_pages_that_may_call_are_named(settings: dict[str, Any], said: str) 
     assert f"of web pages, {said} send them (CORS_ALLOW_ORIGIN)" in prepare.describe_access(
         Settings(**settings)
     )
+
+
+def test_limits_beyond_the_context_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    tiny_tokenizers.byte_level(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    known = {"model_id": str(tmp_path)}
+    prepare.with_model(Settings(**known, max_total_tokens=64, max_input_tokens=63))
+    prepare.with_model(Settings(**known, max_total_tokens=128, rope_factor=2))
+    with pytest.raises(SettingError) as refusal:
+        prepare.with_model(Settings(**known, max_total_tokens=65))
+    assert str(refusal.value) == "MAX_TOTAL_TOKENS: 65 is more than the 64 tokens of the model's context"
+    with pytest.raises(SettingError, match="MAX_INPUT_TOKENS: 64 is more than the 63 tokens of the model's"):
+        prepare.with_model(Settings(**known, max_input_tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"hostname": "::"}, True),
+        ({"hostname": "my-machine"}, True),
+        ({"api_key": "secret"}, False),
+        ({"hostname": "127.0.0.1"}, False),
+        ({"hostname": "localhost"}, False),
+    ],
+)
+def test_a_fleet_for_everybody_without_a_key_is_a_warning(
+    settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare.say_access(Settings(**settings))
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert bool(warnings) == warns
+    assert not warns or "set API_KEY, or HOSTNAME=127.0.0.1" in warnings[0]
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """Another server, which says who it is."""
+
+    name = b"tokenfleet"
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v2" else 404)
+        self.end_headers()
+        self.wfile.write(b'{"name": "%b"}' % self.name)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "who"), [(b"tokenfleet", "a fleet that runs already"), (b"x", "another process")]
+)
+def test_a_taken_port_says_whether_a_fleet_has_it(name: bytes, who: str) -> None:
+    handler = type("Named", (Metadata,), {"name": name})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        with pytest.raises(SettingError) as refusal:
+            prepare.check_port(Settings(hostname="127.0.0.1", port=port))
+        server.shutdown()
+    assert str(refusal.value) == f"PORT: 127.0.0.1:{port} is taken by {who}"

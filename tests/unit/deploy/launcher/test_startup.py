@@ -10,7 +10,7 @@ from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.fleet import LocalFleet, new_fleet
-from deploy.launcher.startup import describe_wait
+from deploy.launcher.startup import describe_wait, last_lines
 
 
 @pytest.fixture
@@ -35,3 +35,9 @@ async def test_a_worker_that_says_nothing_for_a_moment_does_what_it_did_last(
         assert await describe_wait(fleet, pool, last) == "w0: loading a model, w1: starting"
         await redis.set(pool.keys.worker("w0-1"), "its heartbeat")
         assert await describe_wait(fleet, pool, last) == "w1: starting"
+
+
+def test_the_command_to_try_has_the_header_of_a_key_but_not_the_key() -> None:
+    assert "Authorization" not in last_lines(Settings())
+    said = last_lines(Settings(api_key="secret"))
+    assert '-H "Authorization: Bearer $API_KEY"' in said and "secret" not in said

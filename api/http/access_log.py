@@ -1,0 +1,129 @@
+"""Access log: one line for each request at its end, with fields.
+
+It never has a word of a prompt or an answer, nor a key. Probes and the page's own requests have no line.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.errors import cut
+from api.http.middleware import asks_for_tokens
+
+log = logging.getLogger(__name__)
+
+ACCESS = "access"
+"""Key of a request's state: its AccessRecord."""
+POLLED = ("/", "/health", "/ping", "/livez", "/readyz", "/load", "/metrics", "/fleet", "/v2/health/live")
+"""Paths that monitors, load balancers and the page get again and again: they have no line."""
+PAGE = "/page/"
+INTERVAL_S = 1.0
+
+Value = str | int | float
+
+
+class AccessRecord:
+    """What the access log says of one request, as far as it is known.
+
+    Attributes:
+        fields: in the order of the line; those of the request come first, then those of its answer.
+        goes_on: whether another gateway goes on with the request: that one logs its end.
+    """
+
+    def __init__(self, method: str, route: str) -> None:
+        self.started_s = time.monotonic()
+        self.method = method
+        self.route = route
+        self.status = 0
+        self.fields: dict[str, Value] = {}
+        self.goes_on = False
+
+    def note(self, fields: Mapping[str, Value | None]) -> None:
+        """Add fields, but those that are None or empty."""
+        self.fields |= {name: value for name, value in fields.items() if value not in (None, "")}
+
+    def line(self) -> dict[str, Value]:
+        first: dict[str, Value] = {"method": self.method, "route": self.route, "status": self.status}
+        return first | self.fields | {"total_s": round(time.monotonic() - self.started_s, 3)}
+
+
+class AccessLog:
+    """The access log of one gateway, which writes at most `rate` lines in a second; 0 writes none.
+
+    Attributes:
+        load: requests for tokens that the gateway has, from their arrival to the last byte of their answers.
+        num_left_out: requests without a line, since the last line that gave their number.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self.load = 0
+        self.num_left_out = 0
+        self.num_written = 0
+        self.interval_end_s = 0.0
+
+    async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Middleware: log a request at its end, and count it in `load` until then."""
+        record = AccessRecord(scope["method"], "")
+        scope["state"][ACCESS] = record
+        is_load = asks_for_tokens(scope)
+        client, _ = scope["client"] or ("", 0)
+        record.note({"request_id": scope["state"]["request_id"], "client": client})
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+
+        self.load += is_load
+        try:
+            await app(scope, receive, send_noted)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            self.load -= is_load
+            record.route = record.route or route_of(scope)
+            if not is_polled(scope):
+                self.write(record)
+
+    def write(self, record: AccessRecord) -> None:
+        """Write the line of a request that has ended; beyond `rate` lines count it only."""
+        if not self.rate or record.goes_on or not log.isEnabledFor(logging.INFO):
+            return
+        now_s = time.monotonic()
+        if now_s >= self.interval_end_s:
+            self.interval_end_s, self.num_written = now_s + INTERVAL_S, 0
+            if self.num_left_out:
+                log.info("%d requests have no line: ACCESS_LOG_RATE is %d", self.num_left_out, self.rate)
+                self.num_left_out = 0
+        if self.num_written >= self.rate:
+            self.num_left_out += 1
+            return
+        self.num_written += 1
+        log.info("access", extra={"fields": record.line()})
+
+
+def access_of(scope: Scope) -> AccessRecord | None:
+    record: AccessRecord | None = scope["state"].get(ACCESS)
+    return record
+
+
+def route_of(scope: Scope) -> str:
+    """The path of the route, with names for its parts; the path that the client sent if no route has it."""
+    known: str | None = getattr(scope.get("route"), "path", None)
+    return known or cut(scope["path"])
+
+
+def is_polled(scope: Scope) -> bool:
+    """Whether it is a probe, or a request of the page."""
+    path: str = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path in POLLED or path.startswith(PAGE))
+
+
+def note_refusal(scope: Scope, error_type: str) -> None:
+    """Note why a request is refused. The text of the error may repeat what the client wrote."""
+    if (record := access_of(scope)) is not None:
+        record.note({"reason": error_type})
