@@ -19,10 +19,12 @@ LEAST_PREFILL_SHARE = 0.25
 """Least time of prefill in a step, as a share of a decode step's time. Without it prompts would starve where
 decode alone misses the target.
 """
-LEARNT_PREFILL_SHARE = 4.0
-"""The time of prefill in a step, as the same share, where no target is set: a prompt that takes several steps
-then takes a quarter longer than it would alone.
+LEARNT_DECODE_STEPS = 5.0
+"""A learnt target is so many times the time of decode: a prompt that takes several steps then takes a quarter
+longer than it would alone.
 """
+LEAST_LEARNT_MS = 100.0
+"""A learnt target is never shorter: nobody sees a shorter gap in a text that appears."""
 LEAST_PREFILL_TOKENS = 16
 """Least prompt tokens of a step that computes any: fewer take nearly as long."""
 LAUNCHED_STEPS = 2
@@ -73,15 +75,14 @@ class StepTimes:
         """Return how many prompt tokens, at most `most`, a step in which rows decode may compute.
 
         Args:
-            target_ms: how long the step may take; 0 sets no bound, None learns it: some decode steps' time.
+            target_ms: how long the step may take; 0 sets no bound, None learns it.
         """
         step_ms = self.step_ms
         if target_ms == 0 or not step_ms or self.added_ms <= 0:
             return most
         if target_ms is None:
-            prefill_ms = LEARNT_PREFILL_SHARE * step_ms
-        else:
-            prefill_ms = max(target_ms - step_ms, LEAST_PREFILL_SHARE * step_ms)
+            target_ms = max(LEAST_LEARNT_MS, LEARNT_DECODE_STEPS * step_ms)
+        prefill_ms = max(target_ms - step_ms, LEAST_PREFILL_SHARE * step_ms)
         return min(most, max(LEAST_PREFILL_TOKENS, int(prefill_ms * self.tokens / self.added_ms)))
 
 

@@ -15,6 +15,8 @@ from tests.support.fleet.simulated_pool import Pool, request
 REPORT_MS = 100.0
 TRIP_MS = 4.0
 """From an answer's end to the arrival of the stream's next request."""
+APART_MS = 0.1
+"""Between two requests that come together."""
 CONTEXT = 8192
 
 
@@ -112,7 +114,7 @@ class TimedPool(Pool):
         """Runs all requests."""
         load, draw = self.load, random.Random(1)
         num_sent = load.requests if load.per_s else load.streams
-        gaps_ms = [draw.expovariate(load.per_s) * 1e3 if load.per_s else 0.0 for _ in range(num_sent)]
+        gaps_ms = [draw.expovariate(load.per_s) * 1e3 if load.per_s else APART_MS for _ in range(num_sent)]
         self.arrivals = [(sum(gaps_ms[: i + 1]), i) for i in range(num_sent)]
         while len(self.finished) < load.requests:
             self.arrive()

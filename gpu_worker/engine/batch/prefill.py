@@ -67,8 +67,8 @@ class PrefillBudget:
     the engine exceed that, prompts which come together do not wait for many such steps:
 
     - All that wait are computed in about BURST_STEPS steps.
-    - If one whole step suffices for them, it is taken as long as that is rare. Each row that decodes pauses
-      for it once, where several middling steps would be as many long gaps for each row.
+    - As long as it is rare, they have a whole step. Each row that decodes pauses for it once, where several
+      middling steps would be as many long gaps for each row.
 
     Only prompts as urgent as the rows that decode make a step longer.
 
@@ -88,7 +88,7 @@ class PrefillBudget:
         most = min(whole, grant.mixed_prefill_tokens)
         if grant.may_exceed:
             most = min(whole, max(most, -(-urgent // BURST_STEPS)))
-            if most < urgent <= whole and self.pauses > 0:
+            if most < min(urgent, whole) and self.pauses > 0:
                 self.pauses -= num_decoding
                 return whole
             self.pauses = min(MOST_PAUSES, self.pauses + num_decoding / TOKENS_PER_PAUSE)

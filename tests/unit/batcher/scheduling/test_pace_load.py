@@ -21,15 +21,15 @@ def test_no_tail_is_longer_than_without_a_target(costs: StepCosts, load: Load) -
     learnt = TimedPool(costs, load, None).play()
     free = TimedPool(costs, load, 0.0).play()
     assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
-    assert learnt.gap_p99_ms <= 1.02 * free.gap_p99_ms
+    assert learnt.gap_p99_ms <= 1.05 * free.gap_p99_ms
     assert learnt.tokens_per_s >= 0.97 * free.tokens_per_s
 
 
 def test_where_prompts_come_one_by_one_answers_go_on_evenly() -> None:
     load = Load("", streams=32, requests=100, in_tokens=400, spread=0.8, per_s=2.0)
     learnt, free = TimedPool(SLOW_PROMPTS, load, None).play(), TimedPool(SLOW_PROMPTS, load, 0.0).play()
-    assert learnt.gap_p99_ms < 0.6 * free.gap_p99_ms
-    assert learnt.first_token_ms < 1.25 * free.first_token_ms, "a prompt of several steps takes little longer"
+    assert learnt.gap_p99_ms < 0.8 * free.gap_p99_ms
+    assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
 
 
 @pytest.mark.parametrize("costs", [SLOW_PROMPTS, GPU], ids=["cpu", "gpu"])

@@ -93,12 +93,17 @@ def test_a_plan_follows_the_target_once_reports_carry_times() -> None:
     assert plan and (plan.mixed_prefill_tokens, plan.prefill_tokens) == (40, 64)
 
 
-def test_without_a_target_prefill_has_four_times_the_time_of_decode() -> None:
-    """Where the step's times are not known yet, it is not bounded."""
-    assert learnt((1, 1, 0, 20.0), (1, 1, 100, 45.0)).prefill_tokens(None, MOST) == 4 * 20 / 0.25
-    assert learnt((1, 1, 0, 20.0), (1, 1, 100, 45.0)).prefill_tokens(None, 64) == 64
-    assert learnt((1, 1, 0, 20.0), (1, 1, 1, 500.0)).prefill_tokens(None, MOST) == 16
-    assert learnt().prefill_tokens(None, MOST) == MOST
+@pytest.mark.parametrize(
+    ("step_ms", "tokens"),
+    [
+        (10.0, 360),  # 100 ms, of which decode leaves 90, for 0.25 ms each
+        (25.0, 400),  # 125 ms, five times as long as decode
+        (60.0, 960),
+        (600.0, 2048),
+    ],
+)
+def test_a_learnt_target_is_a_tenth_of_a_second_or_five_decode_steps(step_ms: float, tokens: int) -> None:
+    assert learnt((1, 1, 0, step_ms), (1, 1, 100, step_ms + 25)).prefill_tokens(None, 2048) == tokens
 
 
 @pytest.mark.parametrize(("target_ms", "may_exceed"), [(None, True), (0.0, False), (30.0, False)])

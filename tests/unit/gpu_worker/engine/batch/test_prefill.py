@@ -168,17 +168,17 @@ def test_prompts_that_come_together_take_few_steps() -> None:
     assert budget.tokens(grant(), 1, 9000, 9000) == 1000, "and no more than a whole step"
 
 
-def test_prompts_that_fit_into_a_whole_step_have_one_while_pauses_are_left() -> None:
+def test_prompts_have_a_whole_step_while_pauses_are_left() -> None:
     budget = PrefillBudget(pauses=1.0)
     assert budget.tokens(grant(), 8, 900, 900) == 1000
     assert budget.tokens(grant(), 8, 900, 900) == 225, "each of eight rows has paused"
     assert budget.pauses == pytest.approx(1 - 8 + 8 / TOKENS_PER_PAUSE)
 
 
-def test_prompts_that_do_not_fit_cost_no_pause() -> None:
+def test_prompts_beside_which_rows_go_on_evenly_cost_no_pause() -> None:
     budget = PrefillBudget()
-    assert budget.tokens(grant(), 8, 1001, 1001) == 251
-    assert budget.tokens(grant(), 8, 100, 100) == 100, "nor do those beside which rows go on evenly"
+    assert budget.tokens(grant(), 8, 100, 100) == 100
+    assert budget.tokens(grant(mixed=1000), 8, 9000, 9000) == 1000, "nor do whole steps in any case"
     assert budget.pauses == MOST_PAUSES
 
 
