@@ -89,15 +89,9 @@ class EngineProcess:
         )
 
     def figures(self, token_times: list[list[float]], seconds: float) -> Figures:
-        gaps = sorted(
-            (later - sooner) * 1e3 for times in token_times for sooner, later in pairwise(times[1:])
-        )
-        return Figures(
-            tokens_per_s=sum(len(times) - 1 for times in token_times) / seconds,
-            first_token_ms=statistics.median((times[1] - times[0]) * 1e3 for times in token_times),
-            gap_ms=statistics.median(gaps),
-            gap_p99_ms=gaps[int(len(gaps) * 0.99)],
-        )
+        gaps = [(later - sooner) * 1e3 for times in token_times for sooner, later in pairwise(times[1:])]
+        firsts = [(times[1] - times[0]) * 1e3 for times in token_times]
+        return Figures.of(sum(len(times) - 1 for times in token_times) / seconds, firsts, gaps)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,9 +58,21 @@ class Figures:
 
     tokens_per_s: float
     first_token_ms: float
+    first_token_p99_ms: float
     gap_ms: float
     gap_p99_ms: float
     token_ms: float = 0.0
+
+    @classmethod
+    def of(cls, tokens_per_s: float, firsts_ms: Sequence[float], gaps_ms: Sequence[float]) -> "Figures":
+        """Sums up the times to first token, and those between tokens."""
+        return cls(
+            tokens_per_s,
+            statistics.median(firsts_ms),
+            percentile(firsts_ms, 0.99),
+            statistics.median(gaps_ms),
+            percentile(gaps_ms, 0.99),
+        )
 
 
 def prompt(seed: int, words: int = WORDS) -> str:
@@ -131,17 +143,20 @@ async def answers_of(url: str, queue: list[dict[str, Any]], streams: int) -> lis
 
 def figures(answers: Sequence[Stream]) -> Figures:
     seconds = max(answer.times_s[-1] for answer in answers) - min(answer.sent_s for answer in answers)
-    gaps = sorted(gap * 1e3 for answer in answers for gap in answer.gaps_s)
-    return Figures(
-        tokens_per_s=sum(map(num_tokens, answers)) / seconds,
-        first_token_ms=statistics.median((answer.times_s[0] - answer.sent_s) * 1e3 for answer in answers),
-        gap_ms=statistics.median(gaps),
-        gap_p99_ms=gaps[int(len(gaps) * 0.99)],
+    firsts = [(answer.times_s[0] - answer.sent_s) * 1e3 for answer in answers]
+    gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
+    return replace(
+        Figures.of(sum(map(num_tokens, answers)) / seconds, firsts, gaps),
         token_ms=statistics.median(
             (answer.times_s[-1] - answer.times_s[0]) * 1e3 / max(1, num_tokens(answer) - 1)
             for answer in answers
         ),
     )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of them does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def run_load(
@@ -191,7 +206,7 @@ async def main(url: str, model: str, runs: int, sampled: bool) -> None:
         result = await measure(url, streams, requests, model, runs, sampled)
         print(
             f"{streams:3d} streams: {result.tokens_per_s:7.1f} tokens/s, "
-            f"first token {result.first_token_ms:6.0f} ms, "
+            f"first token p50 {result.first_token_ms:6.0f} ms, p99 {result.first_token_p99_ms:6.0f} ms, "
             f"gap p50 {result.gap_ms:6.2f} ms, p99 {result.gap_p99_ms:6.1f} ms",
             flush=True,
         )
@@ -206,6 +221,7 @@ def report(
         head = "streams={0} in={2} out={3}".format(*numbers) + " sampled" * sampled
         print(f"{head} | Output token throughput (tok/s): {result.tokens_per_s:.2f}")
         print(f"{head} | Median TTFT (ms): {result.first_token_ms:.2f}")
+        print(f"{head} | P99 TTFT (ms): {result.first_token_p99_ms:.2f}")
         print(f"{head} | Median TPOT (ms): {result.token_ms:.2f}")
         print(f"{head} | Median ITL (ms): {result.gap_ms:.2f}")
         print(f"{head} | P99 ITL (ms): {result.gap_p99_ms:.2f}", flush=True)

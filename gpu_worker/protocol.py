@@ -90,6 +90,7 @@ class Grant:
         until: the last step that may be run; never smaller than in an earlier grant.
         prefill_tokens: prompt tokens in one step, over all rows; longer prompts are chunked.
         mixed_prefill_tokens: the same in a step in which rows decode, too (0: as many).
+        may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
         max_rows: places in one step, taken by the first rows that have not ended (0: no bound). A row has
             one place, a beam search one for each beam.
         starts: rows that start; one that has its last token already is reported ended.
@@ -104,6 +105,7 @@ class Grant:
     stops: Sequence[tuple[int, str]] = ()
     mixed_prefill_tokens: int = 0
     max_rows: int = 0
+    may_exceed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Ready:
 
     Attributes:
         num_blocks: blocks that may be granted, numbered 1 to num_blocks.
-        max_batch_prefill_tokens: prompt tokens of one step, which take about 150 ms by the warm-up.
+        max_batch_prefill_tokens: most prompt tokens of one step, by the times of the warm-up.
         context: the model's longest sequence, in tokens.
         eos_ids: packed int32; ids that end a row.
         token_ms: time of one prompt token.

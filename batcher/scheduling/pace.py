@@ -19,6 +19,12 @@ LEAST_PREFILL_SHARE = 0.25
 """Least time of prefill in a step, as a share of a decode step's time. Without it prompts would starve where
 decode alone misses the target.
 """
+LEARNT_DECODE_STEPS = 5.0
+"""A learnt target is so many times the time of decode: a prompt that takes several steps then takes a quarter
+longer than it would alone.
+"""
+LEAST_LEARNT_MS = 100.0
+"""A learnt target is never shorter: nobody sees a shorter gap in a text that appears."""
 LEAST_PREFILL_TOKENS = 16
 """Least prompt tokens of a step that computes any: fewer take nearly as long."""
 LAUNCHED_STEPS = 2
@@ -65,13 +71,17 @@ class StepTimes:
         """Time of a step without prefill; 0 while it is not known."""
         return self.decode_ms / self.decode_steps if self.decode_steps else 0.0
 
-    def prefill_tokens(self, target_ms: float, most: int) -> int:
-        """Return how many prompt tokens, at most `most`, a step in which rows decode may compute so that it
-        takes `target_ms`; 0 sets no bound.
+    def prefill_tokens(self, target_ms: float | None, most: int) -> int:
+        """Return how many prompt tokens, at most `most`, a step in which rows decode may compute.
+
+        Args:
+            target_ms: how long the step may take; 0 sets no bound, None learns it.
         """
         step_ms = self.step_ms
         if target_ms == 0 or not step_ms or self.added_ms <= 0:
             return most
+        if target_ms is None:
+            target_ms = max(LEAST_LEARNT_MS, LEARNT_DECODE_STEPS * step_ms)
         prefill_ms = max(target_ms - step_ms, LEAST_PREFILL_SHARE * step_ms)
         return min(most, max(LEAST_PREFILL_TOKENS, int(prefill_ms * self.tokens / self.added_ms)))
 

@@ -18,7 +18,7 @@ class WorkerLimits:
 
     max_batch_size: int = 256
     max_horizon: int = 256
-    inter_token_target_ms: float = 0.0
+    inter_token_target_ms: float | None = None
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int | None = None
 

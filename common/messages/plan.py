@@ -37,6 +37,7 @@ class Plan:
         until: the last step granted.
         prefill_tokens: most prompt tokens in one step.
         mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0 is `prefill_tokens`.
+        may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
         starts: rows that start, in order.
         blocks: (row, packed numbers of blocks) that rows get in addition.
         stops: (row, why) of rows that stop.
@@ -60,6 +61,7 @@ class Plan:
     mixed_prefill_tokens: int = wire_field("mp", default=0)
     max_rows: int = wire_field("mr", default=0)
     report_at: int = wire_field("ra", default=0)
+    may_exceed: bool = wire_field("me", default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,13 +189,13 @@ class SettingFields(BaseModel):
     max_batch_size: Count = 256
     """rows of one worker"""
     max_batch_prefill_tokens: Count | None = None
-    """prompt tokens of one step (default: 150 ms of work, measured at warm-up)"""
+    """prompt tokens of one step (default: 150 ms of work, on CPU 750, measured at warm-up)"""
     max_batch_total_tokens: Count | None = None
     """KV tokens of one worker (default: its whole cache)"""
     prefix_caching: bool = True
     """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
-    inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 100.0
-    """longest step with prompts beside rows that decode (ms; 0: no bound), but for interrupted answers"""
+    inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] | None = None
+    """longest step with prompts beside rows that decode (ms; 0: no bound; default: learnt from the load)"""
     waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
     """waiting prompts per decoding row that take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS"""
     max_waiting_tokens: Number | None = None

@@ -144,6 +144,7 @@ class AgentState:
             stops=stops,
             mixed_prefill_tokens=self.granted.mixed_prefill_tokens,
             max_rows=self.granted.max_rows,
+            may_exceed=self.granted.may_exceed,
         )
 
     def add_time(self, step: StepResult) -> None:

@@ -130,8 +130,7 @@ class Engine:
         loaded = self.loaded
         shape = loaded.context, loaded.vocab_size, self.block_size
         token_ms = self.measure_token_ms(*shape)
-        most = warmup.max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
-        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
+        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, loaded.device)
         return Ready(
             model=settings.model_id,
             dtype=name_of(loaded.geometry.dtype),

@@ -8,7 +8,7 @@ most, and in none before its last token is read. Each part is collected by itsel
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,6 +19,7 @@ from common.messages.records import pack_floats, pack_ids
 from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
 from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate
 from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
+from gpu_worker.engine.batch.prefill import PrefillBudget, chunks, line_up, num_computable
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
     ProposerFactory,
@@ -40,41 +41,10 @@ from gpu_worker.engine.batch.step_result import (
 )
 from gpu_worker.protocol import Grant, StartRow
 
-PATIENCE = 16
-"""One step in this number begins with the prompt that has waited longest, unless it was first since then."""
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
 MAX_SCORED_TOKENS = 256
 NO_CANDIDATES: Mapping[int, Sequence[Candidate]] = {}
-
-
-def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
-    """Return prompts in the order in which a step computes them: by class, then the one with the fewest
-    tokens left, then the one that started first. In one of PATIENCE steps the one that has waited longest
-    comes first, so that short prompts do not starve a long one.
-    """
-    line = sorted(prompts, key=lambda row: (row.class_index, len(row.ids) - row.kv_len))
-    last = max(line, key=lambda row: row.num_passed, default=None)
-    if last and step % PATIENCE == 0 and last.num_passed >= PATIENCE - 1:
-        line.remove(last)
-        line.insert(0, last)
-    for place, row in enumerate(line):
-        row.num_passed = row.num_passed + 1 if place else 0
-    return line
-
-
-def chunks(line: Sequence[Row], block_size: int, tokens_left: int, scores_left: int) -> Iterator[RowSlice]:
-    """Yield chunks of at most `tokens_left` tokens together, at most `scores_left` of them scored."""
-    for row in line:
-        begin = row.kv_len
-        room, prefill = len(row.blocks) * block_size - begin, len(row.ids) - begin
-        unscored = max(0, row.scored_from - begin)
-        count = min(room, prefill, tokens_left, unscored + scores_left)
-        if count > 0:
-            samples = count == prefill
-            yield RowSlice(row, begin, count, samples, num_scored=max(0, count - samples - unscored))
-            tokens_left -= count
-            scores_left -= max(0, count - unscored)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +65,7 @@ class Rows:
         copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
         grant: the newest grant.
+        prefill_budget: how many prompt tokens a step may have.
         result: what happened since the last `take_result`.
     """
 
@@ -113,6 +84,7 @@ class Rows:
     rows: dict[int, Row] = field(default_factory=dict)
     step: int = 0
     grant: Grant = NO_GRANT
+    prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     result: StepResultBuilder = field(default_factory=StepResultBuilder)
 
     def apply(self, grant: Grant) -> list[Int32]:
@@ -208,10 +180,17 @@ class Rows:
                 decodes_left -= 1
                 slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
                 spare -= len(slices[-1].proposed)
-        budget = (self.grant.mixed_prefill_tokens if slices else 0) or self.grant.prefill_tokens
-        line = line_up(prompts, step)
-        slices += chunks(line, self.block_size, budget, self.max_scored_tokens)
+        budget = self.prefill_tokens(slices, prompts)
+        slices += chunks(line_up(prompts, step), self.block_size, budget, self.max_scored_tokens)
         return slices
+
+    def prefill_tokens(self, decoding: Sequence[RowSlice], prompts: Sequence[Row]) -> int:
+        """How many tokens of these prompts the step with these slices computes."""
+        most_urgent = min((row_slice.row.class_index for row_slice in decoding), default=sys.maxsize)
+        left = [(row.class_index, num_computable(row, self.block_size)) for row in prompts]
+        urgent = sum(tokens for class_index, tokens in left if class_index <= most_urgent)
+        waiting = sum(tokens for _, tokens in left)
+        return self.prefill_budget.tokens(self.grant, len(decoding), waiting, urgent)
 
     @property
     def num_places(self) -> int:

@@ -205,7 +205,7 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     """
     block_size = loaded.geometry.block_size
     shape = (loaded.context, loaded.vocab_size, block_size)
-    tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
+    tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.device)
     rows = max_decoded_tokens(settings.max_batch_size)
 
     def forward(slices: Sequence[RowSlice]) -> torch.Tensor:

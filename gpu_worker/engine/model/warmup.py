@@ -20,12 +20,15 @@ from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import StartRow
 
-TARGET_STEP_MS = 150.0
+TARGET_STEP_MS = {"cpu": 750.0, "cuda": 150.0}
+"""How long the largest step may take. On CPU a burst of short prompts takes about that long; in parts, the
+rows of each would pause for the next.
+"""
 NUM_MEASURED = 3
 TOKENS_MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
-CUDA_TOKENS = 8192
-"""Prompt tokens of the largest step on CUDA, unless set otherwise: products of that many rows are bound by
+MAX_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Prompt tokens of the largest step, unless set otherwise: products of as many rows are bound by
 arithmetic.
 """
 
@@ -35,9 +38,9 @@ reading weights from memory takes the time, such a step takes hardly longer than
 """
 
 
-def max_prompt_tokens(setting: int | None, context: int, device: torch.device) -> int:
+def max_prompt_tokens(setting: int | None, device: torch.device) -> int:
     """Prompt tokens that a step may ever have."""
-    return setting or (CUDA_TOKENS if device.type == "cuda" else context)
+    return setting or MAX_TOKENS[device.type]
 
 
 def max_decoded_tokens(max_batch_size: int) -> int:
@@ -51,10 +54,10 @@ def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, d
     return measure_ms(forward, prompt_parts(timed, context, vocab_size, block_size), device) / timed
 
 
-def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
-    """Prompt tokens of a step of 150 ms; a multiple of 32."""
-    tokens = int(TARGET_STEP_MS / token_ms)
-    return max(TOKENS_MULTIPLE, min(tokens, most) // TOKENS_MULTIPLE * TOKENS_MULTIPLE)
+def max_batch_prefill_tokens(token_ms: float, device: torch.device) -> int:
+    """Prompt tokens of a step of TARGET_STEP_MS; a multiple of 32."""
+    tokens = min(int(TARGET_STEP_MS[device.type] / token_ms), MAX_TOKENS[device.type])
+    return max(TOKENS_MULTIPLE, tokens // TOKENS_MULTIPLE * TOKENS_MULTIPLE)
 
 
 def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.device) -> float:

@@ -13,7 +13,8 @@ from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import class_index
-from gpu_worker.engine.batch.rows import PATIENCE
+from gpu_worker.engine.batch.prefill import PATIENCE, PrefillBudget
+from gpu_worker.protocol import Grant
 
 
 def generated_id(index: int) -> int:
@@ -61,7 +62,11 @@ class SimulatedRow:
         """Return the row's place in line, as the engine's prefill has it."""
         if self.num_passed >= PATIENCE:
             return -1, 0
-        return class_index(self.start.request.class_name), self.target - self.kv_len
+        return self.urgency, self.target - self.kv_len
+
+    @property
+    def urgency(self) -> int:
+        return class_index(self.start.request.class_name)
 
     @property
     def generated_hashes(self) -> bytes:
@@ -90,8 +95,8 @@ class SimulatedWorker:
     step: int = 0
     plan: int = 0
     sequence: int = 0
-    prefill_tokens: int = 0
-    mixed_prefill_tokens: int = 0
+    grant: Grant = field(default_factory=lambda: Grant(0, 0))
+    prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     max_rows: int = 0
     report_at: int = 0
     num_decoded: int = 0
@@ -109,12 +114,13 @@ class SimulatedWorker:
 
     def apply_plan(self, plan: Plan) -> None:
         assert plan.number > self.plan, "plans come in order"
-        self.plan, self.until, self.prefill_tokens = (
-            plan.number,
-            max(self.until, plan.until),
+        self.plan, self.until = plan.number, max(self.until, plan.until)
+        self.grant = Grant(
+            plan.until,
             plan.prefill_tokens,
+            mixed_prefill_tokens=plan.mixed_prefill_tokens,
+            may_exceed=plan.may_exceed,
         )
-        self.mixed_prefill_tokens = plan.mixed_prefill_tokens or plan.prefill_tokens
         self.max_rows, self.report_at = plan.max_rows, plan.report_at
         for number, why in plan.stops:
             if number in self.rows:
@@ -162,10 +168,10 @@ class SimulatedWorker:
         self.most_rows = max(self.most_rows, len(in_step))
         decoding = [item for item in in_step if item[1].is_prefilled]
         prompts = [item for item in in_step if not item[1].is_prefilled]
-        budget = self.mixed_prefill_tokens if decoding else self.prefill_tokens
         took_part = False
         if self.step >= self.until:
             return False
+        budget = self.prefill_budget_of([row for _, row in decoding], [row for _, row in prompts])
         for number, row in decoding:
             if room := self.room(row):
                 took_part = True
@@ -184,6 +190,15 @@ class SimulatedWorker:
                 self.sample(number, row)
         self.step += took_part
         return took_part
+
+    def prefill_budget_of(self, decoding: list[SimulatedRow], prompts: list[SimulatedRow]) -> int:
+        """How many prompt tokens the step has, as the engine's rows have it."""
+        decoding = [row for row in decoding if self.room(row)]
+        left = [(row.urgency, min(row.target - row.kv_len, self.room(row))) for row in prompts]
+        most_urgent = min((row.urgency for row in decoding), default=0)
+        urgent = sum(tokens for urgency, tokens in left if urgency <= most_urgent)
+        waiting = sum(tokens for _, tokens in left)
+        return self.prefill_budget.tokens(self.grant, len(decoding), waiting, urgent)
 
     def room(self, row: SimulatedRow) -> int:
         """Number of free slots in a row's blocks."""

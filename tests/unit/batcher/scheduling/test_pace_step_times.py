@@ -91,3 +91,27 @@ def test_a_plan_follows_the_target_once_reports_carry_times() -> None:
     scheduler.apply_report("w1", Report(1, 1, 1, 20, step_times=times))
     plan = next_plan(replica, 1, [])
     assert plan and (plan.mixed_prefill_tokens, plan.prefill_tokens) == (40, 64)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "tokens"),
+    [
+        (10.0, 360),  # 100 ms, of which decode leaves 90, for 0.25 ms each
+        (25.0, 400),  # 125 ms, five times as long as decode
+        (60.0, 960),
+        (600.0, 2048),
+    ],
+)
+def test_a_learnt_target_is_a_tenth_of_a_second_or_five_decode_steps(step_ms: float, tokens: int) -> None:
+    assert learnt((1, 1, 0, step_ms), (1, 1, 100, step_ms + 25)).prefill_tokens(None, 2048) == tokens
+
+
+@pytest.mark.parametrize(("target_ms", "may_exceed"), [(None, True), (0.0, False), (30.0, False)])
+def test_a_worker_may_exceed_the_learnt_target_and_none_that_was_set(
+    target_ms: float | None, may_exceed: bool
+) -> None:
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(inter_token_target_ms=target_ms)
+    replica.start(make_sequence(16))
+    plan = next_plan(replica, 1, [])
+    assert plan and plan.may_exceed == may_exceed

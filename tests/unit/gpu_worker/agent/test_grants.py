@@ -27,10 +27,10 @@ from tests.support.waiting import wait_until
 
 async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> None:
     await start(agent)
-    agent.plans.apply(plan(agent, mixed_prefill_tokens=24, max_rows=8))
+    agent.plans.apply(plan(agent, mixed_prefill_tokens=24, max_rows=8, may_exceed=True))
     agent.steps.stop(agent.state.table.rows[1], "stop_sequence")
-    budgets = [(grant.mixed_prefill_tokens, grant.max_rows) for grant in grants(agent)]
-    assert budgets == [(0, 0), (24, 8), (24, 8)]
+    budgets = [(grant.mixed_prefill_tokens, grant.max_rows, grant.may_exceed) for grant in grants(agent)]
+    assert budgets == [(0, 0, False), (24, 8, True), (24, 8, True)]
 
 
 async def test_the_engine_learns_the_class_of_a_row(agent: Agent) -> None:
