@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine import Benchmark, numbers
@@ -41,7 +40,7 @@ def device_us(event: Any, on_cuda: bool) -> float:
 def lines_of(events: Iterable[Any], on_cuda: bool, steps: int) -> list[str]:
     """The kernels, those that take longest first: µs and calls of a step, and their share of all."""
     # an operation's own device time is that of the kernels it launches, which are events of their own
-    own = [event for event in events if not on_cuda or event.device_type != DeviceType.CPU]
+    own = [event for event in events if not on_cuda or event.device_type.name != "CPU"]
     total_us = sum(device_us(event, on_cuda) for event in own)
     ranked = sorted(own, key=lambda event: device_us(event, on_cuda), reverse=True)
     lines = [f"  the device computes {total_us / steps / 1e3:.3f} ms of a step"]

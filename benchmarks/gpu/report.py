@@ -206,7 +206,7 @@ def wanted_row(folder: Folder, one: Wanted, load: str, ours: Loads, theirs: Load
 def is_wanted(load: str, streams: int) -> bool:
     """Greedy ones: sampled ones are in the table of all loads."""
     found = LOAD.fullmatch(load)
-    return bool(found) and int(found[1]) == streams and not found[4]  # type: ignore[index]
+    return found is not None and int(found[1]) == streams and not found[4]
 
 
 def bound(one: Wanted) -> str:
