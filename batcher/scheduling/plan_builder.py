@@ -25,7 +25,8 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     replica.whole_steps_for = ""
     counts_waiting = limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None
-    rows, standing_by = [], []
+    rows: list[PlacedRow] = []
+    standing_by: list[PlacedRow] = []
     if replica.interrupted or counts_waiting:  # usually no row need be looked at
         rows, standing_by = replica.split_rows(replica.running)
     if any(row.was_interrupted for row in rows):
