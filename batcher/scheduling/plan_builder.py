@@ -150,9 +150,12 @@ def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, by
     replica.starved = not replica.pool.can_allocate(sum(needs.values()))
     grown = []
     for row in sorted(needs, key=importance) if replica.starved else needs:
-        if not replica.pool.can_allocate(needs[row]):
-            preempt_for(replica, row)
-        if count := min(needs[row], replica.pool.num_free):
+        count = needs[row]
+        if replica.starved:  # else there is enough for all
+            if not replica.pool.can_allocate(count):
+                preempt_for(replica, row)
+            count = min(count, replica.pool.num_free)
+        if count:
             blocks = replica.pool.allocate(count)
             row.blocks += blocks
             replica.reserve(row, horizon)
