@@ -18,6 +18,7 @@ from torch import nn
 
 from common.process import machine
 from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, private_memory
 from gpu_worker.engine.quantization.blocks import Blocks
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LargePages:
     """
 
     def __init__(self) -> None:
+        self.regions: list[torch.Tensor] = []
         self.free = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -50,17 +52,29 @@ class LargePages:
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if size > len(self.free):
             self.free = region(max(size, REGION_BYTES))
+            self.regions.append(self.free)
         begin, self.free = self.free[:num_bytes], self.free[size:]
         return begin.view(dtype)
 
+    def share(self, store: WeightStore) -> None:
+        """Share all tensors with the other engines, once they are written: they can only be read then."""
+        try:
+            for one in self.regions:
+                num_used = len(one) - (len(self.free) if one is self.regions[-1] else 0)
+                store.share(one.data_ptr(), -(-num_used // HUGE_BYTES) * HUGE_BYTES)
+        except OSError as error:
+            log.warning("weights are not shared with other workers: %s", error)
+
 
 def region(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] of private memory, which the system provides as it is written."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """uint8 [at least num_bytes] of private memory: whole large pages."""
+    num_bytes = -(-num_bytes // HUGE_BYTES) * HUGE_BYTES
+    memory = private_memory(num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel that has none
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % HUGE_BYTES :][:num_bytes]
 
 
 @dataclass
@@ -230,6 +244,8 @@ def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
             if type(child) is nn.Linear:
                 own = blocks.get(f"{path}.{name}" if path else name)
                 setattr(module, name, pack_linear(child, child is head, pages, own, plain))
+    if store := WeightStore.inherited():
+        pages.share(store)
 
 
 def pack_linear(
