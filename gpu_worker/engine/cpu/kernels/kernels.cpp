@@ -32,7 +32,15 @@ extern "C" int tf_multiplies(int type) {
 #endif
 }
 
-extern "C" int tf_panel() { return PANEL; }
+// Whether many rows are multiplied faster with plain weights than with blocks. Beside tiles, reading plain
+// weights takes as long as expanding blocks.
+extern "C" int tf_prefers_plain() { return !HAS_TILES; }
+
+extern "C" int tf_panel(int type) {
+    int panel = 0;
+    with_product_type(type, [&](auto number) { panel = PANEL<decltype(number)>; });
+    return panel;
+}
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
     with_product_type(type, [=](auto number) {
@@ -40,6 +48,7 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
+<<<<<<< HEAD
 // Memory of rows as the product takes them: of another type, or whole tiles of rows. It grows and is kept. One
 // caller at a time.
 template <class T> Input<T>* converted_rows(int num_rows, int inputs) {
@@ -47,6 +56,21 @@ template <class T> Input<T>* converted_rows(int num_rows, int inputs) {
     int64_t room = rows_in_memory(num_rows) * inputs;
     if ((int64_t)converted.size() < room) converted.resize(room);
     return converted.data();
+=======
+// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied
+// into memory that grows and is kept.
+template <class T> const Input<T>* inputs_of(int threads, const T* rows, int num_rows, int inputs) {
+    if constexpr (std::is_same_v<T, Input<T>> && !BY_TILES<T>) return rows;
+    else {  // one caller at a time
+        static std::vector<Input<T>> converted;
+        int64_t count = (int64_t)num_rows * inputs, room = rows_in_memory(num_rows) * inputs;
+        if ((int64_t)converted.size() < room) converted.resize(room);
+        Input<T>* to = converted.data();
+#pragma omp parallel for num_threads(threads)
+        for (int64_t i = 0; i < count; i++) convert(rows + i, to + i);
+        return to;
+    }
+>>>>>>> wt-products
 }
 
 template <class T, class U>
@@ -58,6 +82,7 @@ void product(int threads, const T* rows, int num_rows, const Linear& linear, U* 
 #pragma omp parallel num_threads(threads)
     {
         Tiles tiles;
+<<<<<<< HEAD
         Phases phases(progress);
         if constexpr (converts)
             phases.run(num_rows, [&](int row) {
@@ -68,6 +93,10 @@ void product(int threads, const T* rows, int num_rows, const Linear& linear, U* 
         if constexpr (!converts) factors = rows;
         phases.run(num_panels(linear), [&](int panel) {
             panel_product<T, U>(factors, num_rows, linear, panel, out, linear.outputs, nullptr);
+=======
+        for_own_panels(num_panels<T>(linear), this_thread(), all_threads(), [&](int panel) {
+            panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
+>>>>>>> wt-products
         });
     }
 }

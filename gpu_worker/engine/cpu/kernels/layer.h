@@ -89,6 +89,7 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
+<<<<<<< HEAD
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 
     const Input<T>* normed =
@@ -135,5 +136,46 @@ template <class T> void run_layers(
         Phases phases(progress);
         for (int i = 0; i < count; i++)
             run_layer<T>(step, layers[i], cosines, sines, states, buffers, phases);
+=======
+    int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
+    int v_panels = num_panels<T>(layer.v);
+#pragma omp parallel num_threads(step.threads)
+    {
+        Tiles tiles;
+        int thread = this_thread(), threads = all_threads();
+        const Input<T>* normed = normalize_rows<T>(
+            layer.before_attention, states, rows, hidden, thread, threads, normed_buffer);
+        for_own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
+            const Linear* linear = &layer.q;
+            T* to = projected;
+            if (panel >= q_panels) linear = &layer.k, panel -= q_panels, to += layer.q.outputs;
+            if (linear == &layer.k && panel >= k_panels)
+                linear = &layer.v, panel -= k_panels, to += layer.k.outputs;
+            panel_product<T>(normed, rows, *linear, panel, to, stride, nullptr);
+        });
+#pragma omp barrier
+        if (!independent) {
+            for (int row = thread; row < rows; row += threads)
+                for (int head = 0; head < heads; head++)
+                    prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
+#pragma omp barrier
+        }
+        for_units(started, step.num_tiles * heads, [&](int unit, int next) {
+            int64_t row = step.tiles[4 * (unit / heads)];
+            if (independent)
+                prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
+            attend<T>(step, *layer.cache, unit, next, {projected, stride, layer.cache->key_dim}, attended);
+        });
+#pragma omp barrier
+        for_own_panels(num_panels<T>(layer.o), thread, threads,
+            [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
+#pragma omp barrier
+        normed = normalize_rows<T>(layer.before_mlp, states, rows, hidden, thread, threads, normed_buffer);
+        for_own_panels(num_panels<T>(layer.gate), thread, threads,
+            [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
+#pragma omp barrier
+        for_own_panels(num_panels<T>(layer.down), thread, threads,
+            [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
+>>>>>>> wt-products
     }
 }
