@@ -23,8 +23,6 @@ ROW_NUMBERS = 4096
 SIDE = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the matrices that are multiplied, by the type of the device."""
 TIMES = 10
-BLOCK_ROWS = 4
-"""So few rows are multiplied with weights in blocks where plain weights are kept beside them (products.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ def stored_weights(module: nn.Module, rows: int) -> Iterable[torch.Tensor]:
     if isinstance(module, OneDnnLinear):
         return [module.packed]
     if isinstance(module, NativeLinear):
-        if module.blocks and (module.packed is None or rows <= BLOCK_ROWS):
+        if module.blocks and (module.packed is None or rows <= module.library.tf_block_rows()):
             return module.blocks.tensors
         return [] if module.packed is None else [module.packed]
     return (tensor for tensor in module.parameters(recurse=False) if tensor.dim() > 1)

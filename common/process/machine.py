@@ -52,9 +52,7 @@ def prefers_widened_bfloat16() -> bool:
 
 @functools.cache
 def permits_tiles() -> bool:
-    """Ask Linux for the registers of Intel's matrix unit (AMX), and return whether all threads of this process
-    may use them.
-    """
+    """Ask Linux for the registers of Intel's matrix unit (AMX); return whether this process may use them."""
     if "amx_bf16" not in features().split():
         return False
     return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)

@@ -32,9 +32,8 @@ extern "C" int tf_multiplies(int type) {
 #endif
 }
 
-// Whether many rows are multiplied faster with plain weights than with blocks. Beside tiles, reading plain
-// weights takes as long as expanding blocks.
-extern "C" int tf_prefers_plain() { return !HAS_TILES; }
+// So few rows are multiplied with blocks where plain weights are beside them.
+extern "C" int tf_block_rows() { return FEW; }
 
 extern "C" int tf_panel(int type) {
     int panel = 0;

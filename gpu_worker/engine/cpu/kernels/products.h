@@ -10,7 +10,7 @@
 
 template <class T> constexpr int PANEL = WIDTH<T> * LANES;
 constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
-constexpr int FEW = 4;  // so few rows are multiplied with blocks faster than with plain weights
+constexpr int FEW = HAS_TILES ? 0 : 4;  // so few rows are multiplied faster with blocks than plain weights
 constexpr int GROUP = HAS_TILES ? 128 : 32;  // rows for which a chunk of blocks is expanded once
 static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
