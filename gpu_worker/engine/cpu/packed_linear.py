@@ -271,7 +271,7 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
 
 
 def multiplies_blocks(library: ctypes.CDLL, dtype: torch.dtype, plain: bool) -> bool:
-    """Whether some number of rows is to be multiplied with weights in blocks, if `plain` ones are beside them."""
+    """Whether rows are to be multiplied with weights in blocks; `plain`: plain weights are beside them."""
     used = dtype == torch.bfloat16 and (not plain or library.tf_block_rows() > 0)
     return used and expands_correctly(library)
 
