@@ -121,7 +121,7 @@ SIGNATURES = {
         c_void_p,
     ],
     "tf_multiplies": [c_int32],
-    "tf_prefers_plain": [],
+    "tf_block_rows": [],
     "tf_panel": [c_int32],
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],

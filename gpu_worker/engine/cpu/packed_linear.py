@@ -234,12 +234,12 @@ class NativeLinear(PackedLinear):
 
 def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
     """Replace the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
-    beside them where those are faster and memory has room for both. Logits are as exact as their sums:
-    rounded to bfloat16, the two likeliest tokens are often equal.
+    beside them where memory has room for both. Logits are as exact as their sums: rounded to bfloat16, the
+    two likeliest tokens are often equal.
     """
-    head, pages, library = model.get_output_embeddings(), LargePages(), native.library()
+    head, pages = model.get_output_embeddings(), LargePages()
     num_bytes = sum(child.weight.nbytes for child in model.modules() if type(child) is nn.Linear)
-    plain = bool(library and library.tf_prefers_plain()) and machine.available_bytes() >= num_bytes
+    plain = machine.available_bytes() >= num_bytes
     for path, module in list(model.named_modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -255,7 +255,7 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        if blocks and not (dtype == torch.bfloat16 and expands_correctly(library)):
+        if blocks and not multiplies_blocks(library, dtype, plain):
             blocks = None
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
     if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]
@@ -284,6 +284,12 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
             "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
         )
     return bool(off <= TRIAL_ERROR)
+
+
+def multiplies_blocks(library: ctypes.CDLL, dtype: torch.dtype, plain: bool) -> bool:
+    """Whether rows are to be multiplied with weights in blocks; `plain`: plain weights are beside them."""
+    used = dtype == torch.bfloat16 and (not plain or library.tf_block_rows() > 0)
+    return used and expands_correctly(library)
 
 
 @functools.cache

@@ -3,19 +3,33 @@
 // own row only.
 #pragma once
 #include <algorithm>
+#include <vector>
 #include "blocks.h"
 #include "structs.h"
 #include "vector.h"
 
 template <class T> constexpr int PANEL = WIDTH<T> * LANES;
 constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
-constexpr int FEW = 4;  // so few rows are multiplied with blocks faster than with plain weights
+constexpr int FEW = HAS_TILES ? 0 : 4;  // so few rows are multiplied faster with blocks than plain weights
 constexpr int GROUP = HAS_TILES ? 128 : 32;  // rows for which a chunk of blocks is expanded once
 static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
 // Rows as they are multiplied: tiles take them as they are, and need whole tiles of rows in memory.
 template <class T> using Input = std::conditional_t<BY_TILES<T>, T, Factor<T>>;
 inline int64_t rows_in_memory(int64_t rows) { return HAS_TILES ? (rows + TILE - 1) / TILE * TILE : rows; }
+
+// Memory of rows. It grows and is kept, and begins where a line of the caches does: tiles that lie across
+// lines are read slower.
+template <class N> struct Buffer {
+    static constexpr int LINE = 64;
+    std::vector<N> numbers;
+    N* fit(int64_t count) {
+        count += LINE / sizeof(N);
+        if ((int64_t)numbers.size() < count) numbers.resize(count);
+        return begin();
+    }
+    N* begin() { return (N*)(((uintptr_t)numbers.data() + LINE - 1) / LINE * LINE); }
+};
 
 template <class T> int num_panels(const Linear& linear) { return (linear.outputs + PANEL<T> - 1) / PANEL<T>; }
 

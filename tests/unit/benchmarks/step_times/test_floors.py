@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.step_times.floors import Ceilings, Matrix, Weights, floor_ms, weights_of
-from gpu_worker.engine.cpu import packed_linear
+from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
 from gpu_worker.engine.quantization.blocks import Blocks
 
@@ -41,13 +41,16 @@ def test_embeddings_are_not_read_and_a_tied_head_is() -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_weights_in_blocks_count_as_they_are_stored(beside: bool, library: object) -> None:
+def test_weights_in_blocks_count_as_they_are_stored(beside: bool) -> None:
     blocks = Blocks(torch.zeros(96, 64, dtype=torch.uint8), torch.ones(96, 2).half(), None)
-    linear = nn.Linear(64, 96, bias=False).bfloat16()
-    layer = packed_linear.pack_linear(linear, False, LargePages(), blocks, beside)
-    if not isinstance(layer, NativeLinear):
+    library = native.library()
+    if not library or not packed_linear.multiplies_correctly(library, torch.bfloat16):
         pytest.skip("torch's products are used on this processor")
+    linear = nn.Linear(64, 96, bias=False).bfloat16()
+    layer = NativeLinear(linear, library, False, LargePages(), blocks, beside)
     model = Model(layer, nn.Linear(64, 96, bias=False))
     few, many = (weights_of(model, rows).layers for rows in (1, 32))
-    assert few == Matrix(64 * 96, 64 * 96 // 2 + 2 * 2 * 96), "4 bits each, and two scales of 16 bits an output"
+    assert few == Matrix(64 * 96, 64 * 96 // 2 + 2 * 2 * 96), (
+        "4 bits each, and two scales of 16 bits an output"
+    )
     assert many == (Matrix(64 * 96, 64 * 96 * 2) if beside else few)
