@@ -5,15 +5,21 @@ The whole agent runs (text, stop strings, both logs, events) between a real brok
 agent reads them, and a flush publishes several. In the second, it sends a step once the last one is
 published, and each has a flush of its own. CPU time is this process's, without broker and engine. Latency is
 that of the second mode: from the engine's frame to the gateway's event. All figures are medians of runs.
+
+`--instructions` prints how many instructions a token takes in the second mode, in place of all that. They
+hardly depend on the machine, so one run is enough. It needs valgrind.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -37,6 +43,7 @@ from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink,
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from tests.support import brokers
+from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from tests.support.waiting import wait_until
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text()
@@ -46,20 +53,43 @@ TOKENS = 2**16
 """Tokens of one run, over all rows."""
 MAX_WAITING_STEPS = 2**11
 """Steps of one run in the second mode."""
+COUNTED_STEPS = {1: 128, 32: 64, 256: 64}
+"""Number of rows → steps whose instructions are counted."""
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
 
 
+class CpuMeter:
+    """Measures the CPU time of this process."""
+
+    def begin(self) -> None:
+        self.began_s = time.process_time()
+
+    def end(self) -> float:
+        """Return the CPU time since `begin` in µs."""
+        return (time.process_time() - self.began_s) * 1e6
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU time of a token in µs; in the second mode, ms from the engine's frame to the gateway's event."""
+    """CPU time of a token in µs, or its instructions; in the second mode, ms from the engine's frame to the
+    gateway's event.
+    """
 
-    cpu_us: float
+    token: float
     latency_ms: float
 
 
-async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, waits: bool) -> Cost:
-    num_steps = min(TOKENS // num_rows, MAX_WAITING_STEPS if waits else TOKENS)
+async def measure(
+    url: str,
+    tokenizer: Tokenizer,
+    name: str,
+    num_rows: int,
+    num_steps: int,
+    *,
+    waits: bool,
+    meter: CpuMeter | InstructionMeter,
+) -> Cost:
     redis, engine = connect(url), EngineClient([await start_engine(url, num_steps, waits)])
     agent = Agent(
         Settings(),
@@ -80,15 +110,15 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
     serving = asyncio.create_task(agent.run())
     await start_rows(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
     await wait_until(lambda: len(agent.state.table.rows) == num_rows)
-    began_s = time.process_time()
+    meter.begin()
     await plan(redis, name, Plan(1, 2, 10**6, 64))
     with contextlib.suppress(EngineDied):  # after its last step
         await serving
-    cpu_us = (time.process_time() - began_s) / (num_steps * num_rows) * 1e6
+    used = meter.end()
     latency_ms = await read_latency_ms(engine.ranks[0].process)
     engine.ranks[0].link.transport.close()
     await redis.aclose()
-    return Cost(cpu_us, latency_ms)
+    return Cost(used / (num_steps * num_rows), latency_ms)
 
 
 async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
@@ -113,7 +143,7 @@ async def read_latency_ms(engine: asyncio.subprocess.Process) -> float:
 async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> None:
     """Starts rows on a worker, as the batcher does; every other one looks for a stop string."""
     starts = []
-    for row in range(num_rows):
+    for row in range(1, num_rows + 1):
         stopping = StoppingParams(10**6, stop=["xyz"] if row % 2 else [])
         request = Generate(f"{worker}-{row}", "d", prompt_ids, stopping, channel=CHANNEL)
         placed = {"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1}
@@ -126,30 +156,75 @@ async def plan(redis: Redis, worker: str, plan: Plan) -> None:
     await redis.xadd(KEYS.plans(worker), {"plan": encode(plan)}, id=f"{plan.epoch}-{plan.number}")
 
 
-async def main() -> None:
+def load_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
+async def measure_times(url: str, runs: int) -> None:
+    tokenizer, meter = load_tokenizer(), CpuMeter()
+    names = (f"w{number}" for number in count())
+    for num_rows in ROWS:
+        fast, waiting = [], []
+        for _ in range(runs):
+            num_steps = TOKENS // num_rows
+            fast.append(
+                await measure(url, tokenizer, next(names), num_rows, num_steps, waits=False, meter=meter)
+            )
+        for _ in range(runs):
+            num_steps = min(TOKENS // num_rows, MAX_WAITING_STEPS)
+            waiting.append(
+                await measure(url, tokenizer, next(names), num_rows, num_steps, waits=True, meter=meter)
+            )
+        latency_ms = statistics.median(cost.latency_ms for cost in waiting)
+        print(
+            f"{num_rows:4} rows: {describe(fast)}; "
+            f"a flush a step {describe(waiting)}, {latency_ms:.2f} ms to the gateway",
+            flush=True,
+        )
+
+
+def describe(costs: list[Cost]) -> str:
+    each = sorted(cost.token for cost in costs)
+    return f"{statistics.median(each):6.1f} µs of CPU a token ({each[0]:.1f} to {each[-1]:.1f})"
+
+
+def count_instructions(url: str) -> None:
+    """Count the instructions of a process of its own for each number of rows."""
+    for num_rows in ROWS:
+        with tempfile.TemporaryDirectory() as folder:
+            own = ["-m", "benchmarks.agent", "--counted", url, str(num_rows), folder]
+            command = under_callgrind([sys.executable, *own], Path(folder))
+            subprocess.run(command, check=True, env=os.environ | VARIABLES)
+
+
+async def print_instructions(url: str, num_rows: int, folder: Path) -> None:
+    """Print the instructions of a token, in a process that runs under callgrind."""
+    meter, num_steps = InstructionMeter(os.getpid(), folder), COUNTED_STEPS[num_rows]
+    name = f"w-counted-{num_rows}"
+    cost = await measure(url, load_tokenizer(), name, num_rows, num_steps, waits=True, meter=meter)
+    print(f"{num_rows:4} rows: {cost.token:9,.0f} instructions a token, a flush a step", flush=True)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
-    runs = parser.parse_args().runs
-    tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
-    names = (f"w{number}" for number in count())
+    parser.add_argument("--instructions", action="store_true")
+    parser.add_argument("--counted", nargs=3, metavar=("URL", "ROWS", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.counted:
+        url, num_rows, folder = args.counted
+        uvloop.run(print_instructions(url, int(num_rows), Path(folder)))
+        return
+    if args.instructions:
+        require_valgrind()
     with brokers.running() as broker:
-        for num_rows in ROWS:
-            fast = [await measure(broker.url, tokenizer, next(names), num_rows, False) for _ in range(runs)]
-            waiting = [await measure(broker.url, tokenizer, next(names), num_rows, True) for _ in range(runs)]
-            latency_ms = statistics.median(cost.latency_ms for cost in waiting)
-            print(
-                f"{num_rows:4} rows: {describe(fast)}; "
-                f"a flush a step {describe(waiting)}, {latency_ms:.2f} ms to the gateway",
-                flush=True,
-            )
-
-
-def describe(costs: list[Cost]) -> str:
-    each = sorted(cost.cpu_us for cost in costs)
-    return f"{statistics.median(each):6.1f} µs of CPU a token ({each[0]:.1f} to {each[-1]:.1f})"
+        if args.instructions:
+            count_instructions(broker.url)
+        else:
+            uvloop.run(measure_times(broker.url, args.runs))
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    main()

@@ -8,6 +8,9 @@ each core copies large arrays meanwhile, as an engine does that streams its weig
 caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames. So does `--peer URL
 PID`, which also measures another server, in turns. Its engine must send tokens at the same pace, as vLLM's
 does with `benchmarks/vllm_executor.py`.
+
+`--instructions` prints how many instructions a token takes while all streams run, in place of all that. They
+hardly depend on the machine, so one run is enough. It needs valgrind.
 """
 
 import argparse
@@ -16,10 +19,13 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -30,13 +36,25 @@ from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from tests.support.machine.ports import free_port
 from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 LOADS = ((1, 768, 0.01), (32, 256, 0.04), (256, 96, 0.1))
 """(streams, new tokens of each, seconds between steps)"""
+COUNTED_STEPS = {1: 128, 32: 64, 256: 16}
+"""Number of streams → steps whose instructions are counted."""
+COUNTED_MARGIN = 4
+"""Further tokens of a stream: the first ones, and the last one, which waits for the end."""
+LONG_SLICES = """
+import runpy
+import api.event_loop
+api.event_loop.SLICE_S = 1e9  # under callgrind a slice would end by time, and not by its units
+runpy.run_module("api", run_name="__main__")
+"""
+"""Program of a gateway whose instructions are counted."""
 GENERATE_STREAM, COMPLETIONS = "/generate_stream", "/v1/completions"
 ONE_TOKEN = {"inputs": "number 0", "parameters": {"max_new_tokens": 1}}
 COPIES = "import numpy; a = numpy.ones(2**26, 'f4'); b = a.copy()\nwhile True: b[:] = a"
@@ -85,7 +103,12 @@ class Gateway:
 
 
 @contextmanager
-def gateway(broker: Broker, path: str = GENERATE_STREAM) -> Iterator[Gateway]:
+def gateway(
+    broker: Broker,
+    path: str,
+    command: Sequence[str] = (sys.executable, "-m", "api"),
+    more_variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Gateway]:
     port = free_port()
     variables = {
         "REDIS_URL": broker.url,
@@ -95,12 +118,12 @@ def gateway(broker: Broker, path: str = GENERATE_STREAM) -> Iterator[Gateway]:
         "LOG_LEVEL": "warning",
         "WORKER_GRACE_S": "3600",  # no batcher runs, and the scripted worker shows itself once
     }
-    with running([sys.executable, "-m", "api"], os.environ | variables) as pid:
+    with running(command, {**os.environ, **variables, **more_variables}) as pid:
         yield Gateway(pid, f"http://127.0.0.1:{port}", path)
 
 
 @contextmanager
-def running(command: list[str], environ: dict[str, str]) -> Iterator[int]:
+def running(command: Sequence[str], environ: dict[str, str]) -> Iterator[int]:
     process = subprocess.Popen(command, env=environ)
     try:
         yield process.pid
@@ -120,12 +143,7 @@ async def load(gateways: Sequence[Gateway], streams: int, out_tokens: int) -> Co
         return (*map(sum, zip(*(gateway.cpu_us() for gateway in gateways), strict=True)),)
 
     begun = cpu_us()
-    tasks = [
-        asyncio.create_task(
-            stream(f"{gateway.url}{gateway.path}", gateway.body(prompt(i), out_tokens), answer)
-        )
-        for i, (gateway, answer) in enumerate(zip(cycle(gateways), answers, strict=False))
-    ]
+    tasks = start(gateways, answers, out_tokens)
     await wait_until(lambda: all(answer.frames for answer in answers), 60)
     first, num_first = cpu_us(), num_tokens()
     await wait_until(lambda: any(len(answer.frames) > out_tokens - 8 for answer in answers), 60)
@@ -135,6 +153,18 @@ async def load(gateways: Sequence[Gateway], streams: int, out_tokens: int) -> Co
     user, system = ((last[i] - first[i]) / (num_last - num_first) for i in range(2))
     request = (sum(ended) - sum(begun)) / streams - (user + system) * out_tokens
     return Cost(user, system, request)
+
+
+def start(
+    gateways: Sequence[Gateway], answers: Sequence[Stream], out_tokens: int
+) -> list[asyncio.Task[Stream]]:
+    """Start a stream into each answer, at each gateway in turn."""
+    return [
+        asyncio.create_task(
+            stream(f"{gateway.url}{gateway.path}", gateway.body(prompt(i), out_tokens), answer)
+        )
+        for i, (gateway, answer) in enumerate(zip(cycle(gateways), answers, strict=False))
+    ]
 
 
 async def measure(gateways: Sequence[Gateway], peers: Sequence[Gateway], broker: Broker, runs: int) -> None:
@@ -151,6 +181,50 @@ async def measure(gateways: Sequence[Gateway], peers: Sequence[Gateway], broker:
         show(f"{streams:3d} streams", costs)
         if peers:
             show("       peer", peer_costs)
+
+
+async def print_instructions(gateway: Gateway, meter: InstructionMeter, broker: Broker) -> None:
+    ids = token_ids()
+    worker = FakeWorker(broker.url, model_tokenizer().backend, lambda _: Answer(ids))
+    await worker.open()
+    await work_until_done(worker, [asyncio.create_task(wait_until(gateway.is_ready, 300))])
+    for streams, num_steps in COUNTED_STEPS.items():
+        counted = await count_instructions(gateway, meter, worker, streams, num_steps)
+        print(f"{streams:3d} streams: {counted:9,.0f} instructions a token", flush=True)
+    await worker.redis.aclose()
+
+
+async def count_instructions(
+    gateway: Gateway, meter: InstructionMeter, worker: FakeWorker, streams: int, num_steps: int
+) -> float:
+    """Count the instructions of a token; a step begins when all clients have the tokens of the last one."""
+    answers = [Stream() for _ in range(streams)]
+
+    async def have_frames(num_frames: Sequence[int]) -> None:
+        counts = list(zip(answers, num_frames, strict=True))
+        await wait_until(lambda: all(len(answer.frames) >= num for answer, num in counts))
+
+    tasks = start([gateway], answers, num_steps + COUNTED_MARGIN)
+    while len(worker.live) < streams:
+        await worker.take()
+    await worker.flush()
+    await have_frames([1] * streams)
+    first = [len(answer.frames) for answer in answers]
+    meter.begin()
+    for step in range(1, num_steps + 1):
+        await worker.flush()
+        await have_frames([num + step for num in first])
+    counted = meter.end()
+    await work_until_done(worker, tasks)
+    return counted / (num_steps * streams)
+
+
+async def work_until_done(worker: FakeWorker, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Have the worker take requests and run steps until the tasks are done; raises what they raise."""
+    while not all(task.done() for task in tasks):
+        await worker.take()
+        await worker.flush()
+    await asyncio.gather(*tasks)
 
 
 def token_ids() -> list[int]:
@@ -182,6 +256,15 @@ def main(runs: int, contended: bool, num_gateways: int, path: str, peer: Sequenc
         uvloop.run(measure(gateways, peers, broker, runs))
 
 
+def main_counted(path: str) -> None:
+    require_valgrind()
+    with tempfile.TemporaryDirectory() as name, brokers.running() as broker:
+        command = under_callgrind([sys.executable, "-c", LONG_SLICES], Path(name))
+        with gateway(broker, path, command, VARIABLES) as counted:
+            meter = InstructionMeter(counted.process.pid, Path(name))
+            uvloop.run(print_instructions(counted, meter, broker))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -191,9 +274,12 @@ if __name__ == "__main__":
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--path", choices=(GENERATE_STREAM, COMPLETIONS), default=GENERATE_STREAM)
     parser.add_argument("--peer", nargs=2, default=(), metavar=("URL", "PID"))
+    parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--ids", action="store_true", help="print the scripted token ids, and end")
     args = parser.parse_args()
     if args.ids:
         print(*token_ids(), sep=",")
+    elif args.instructions:
+        main_counted(args.path)
     else:
         main(args.runs, args.contended, args.gateways, args.path, args.peer)

@@ -15,7 +15,7 @@ import httpx
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.gateway import Gateway, gateway
+from benchmarks.gateway import GENERATE_STREAM, Gateway, gateway
 from common.metrics.catalogue import LOOP_HOLD
 from tests.support import brokers
 from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
@@ -99,7 +99,7 @@ def main() -> None:
     }
     with ExitStack() as stack:
         broker = stack.enter_context(brokers.running())
-        server = stack.enter_context(gateway(broker))
+        server = stack.enter_context(gateway(broker, GENERATE_STREAM))
         uvloop.run(measure(server, broker.url, args.streams, args.workers, args.tokens, args.step_s))
 
 

@@ -1,7 +1,8 @@
 """Prints our figures as ratios to a peer's: `python -m benchmarks.ratios PEERS OURS`.
 
-The files have figures as `benchmarks/gpu.sh` prints them. For each load and figure that both files have, it
-prints the peer's, ours, and the ratio: ours over the peer's for tokens/s, the peer's over ours for times.
+The files have figures as `benchmarks.serve --load` prints them. For each load and figure that both files
+have, it prints the peer's, ours, and the ratio: ours over the peer's for tokens/s, the peer's over ours for
+times.
 """
 
 import re

@@ -16,7 +16,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +29,8 @@ STREAMS = ((1, 4), (8, 24), (32, 64))
 """(streams at once, requests)"""
 OUT_TOKENS = 64
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+FAR_SEED = 100_000
+"""More than a load has requests."""
 WORDS = 104
 WORDS_PER_TOKEN = WORDS / 128
 VERBS = (
@@ -47,13 +49,19 @@ ADJECTIVES = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one run: tokens/s over all streams, and medians and 99th percentiles in ms."""
+    """Figures of one run: tokens/s over all streams, and medians and 99th percentiles in ms.
+
+    Attributes:
+        token_ms: of an answer's tokens after the first, its time divided by their number. Tokens that come
+            together, as those of two steps may, have no gap between them.
+    """
 
     tokens_per_s: float
     first_token_ms: float
     first_token_p99_ms: float
     gap_ms: float
     gap_p99_ms: float
+    token_ms: float = 0.0
 
     @classmethod
     def of(cls, tokens_per_s: float, firsts_ms: Sequence[float], gaps_ms: Sequence[float]) -> "Figures":
@@ -137,7 +145,13 @@ def figures(answers: Sequence[Stream]) -> Figures:
     seconds = max(answer.times_s[-1] for answer in answers) - min(answer.sent_s for answer in answers)
     firsts = [(answer.times_s[0] - answer.sent_s) * 1e3 for answer in answers]
     gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
-    return Figures.of(sum(map(num_tokens, answers)) / seconds, firsts, gaps)
+    return replace(
+        Figures.of(sum(map(num_tokens, answers)) / seconds, firsts, gaps),
+        token_ms=statistics.median(
+            (answer.times_s[-1] - answer.times_s[0]) * 1e3 / max(1, num_tokens(answer) - 1)
+            for answer in answers
+        ),
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -152,8 +166,10 @@ def run_load(
     30,000 tokens/s at most.
     """
     streams, requests, in_tokens, out_tokens = numbers
+    # no load finds prompts of another one in a prefix cache
+    first = (2 * (in_tokens * 1024 + streams) + sampled) * FAR_SEED
     bodies = [
-        request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled)
+        request(url, first + i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled)
         for i in range(requests)
     ]
     shares = min(processes, streams)
@@ -206,6 +222,7 @@ def report(
         print(f"{head} | Output token throughput (tok/s): {result.tokens_per_s:.2f}")
         print(f"{head} | Median TTFT (ms): {result.first_token_ms:.2f}")
         print(f"{head} | P99 TTFT (ms): {result.first_token_p99_ms:.2f}")
+        print(f"{head} | Median TPOT (ms): {result.token_ms:.2f}")
         print(f"{head} | Median ITL (ms): {result.gap_ms:.2f}")
         print(f"{head} | P99 ITL (ms): {result.gap_p99_ms:.2f}", flush=True)
 

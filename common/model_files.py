@@ -237,8 +237,8 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
         ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (*NO_ROOM, *UNWRITABLE):
-            folder = Path(error.filename or huggingface_hub.constants.HF_HUB_CACHE)
-            raise unwritable("huggingface_hub_cache", folder, error) from error
+            place = Path(error.filename or huggingface_hub.constants.HF_HUB_CACHE)
+            raise unwritable("huggingface_hub_cache", place, error) from error
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError(
             "model_id", f"{model_id} is no directory here, and the model hub answers: {cause}"

@@ -52,7 +52,7 @@ def prefers_widened_bfloat16() -> bool:
 
 @functools.cache
 def permits_tiles() -> bool:
-    """Ask Linux to let this process use the registers of Intel's matrix unit (AMX), and return whether it may.
+    """Ask Linux to let this process use Intel's matrix unit (AMX), and return whether it may.
 
     The permission is for all threads of the process.
     """

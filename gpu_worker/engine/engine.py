@@ -20,12 +20,10 @@ from gpu_worker.engine.batch.split_step import forward_in_parts, forward_without
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.graphs import (
-    FIXED_TOKENS,
     Capture,
     CaptureError,
     CudaGraphs,
     FixedShapeGraph,
-    graph_sizes,
     make_capture,
 )
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, StepSamples, sample_requests
@@ -124,12 +122,7 @@ class Engine:
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
         """Capture steps that decode rows and proposals; with `deterministic` one of a fixed shape."""
-        loaded = self.loaded
-        size = FIXED_TOKENS if deterministic else warmup.max_decoded_tokens(max_rows)
-        max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
-        graphs = CudaGraphs(loaded, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device)
-        longest = 1 if deterministic else max_blocks * self.block_size
-        graphs.capture(capture, [size] if deterministic else graph_sizes(max_rows, size), longest)
+        graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic)
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:

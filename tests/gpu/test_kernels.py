@@ -186,3 +186,21 @@ def test_blocks_are_filled(device: str, value: float, module: Callable[[str], An
             tensor[blocks].float(), torch.full((2, *page), value, device=device), equal_nan=True
         )
         assert (tensor[1] == 1).all() and (tensor[num_blocks - 2] == 1).all()
+
+
+@ANYWHERE
+def test_blocks_beyond_32_bits_are_written_and_copied(device: str, module: Callable[[str], Any]) -> None:
+    """The last blocks of a cache that is larger than 32 bits can say, and no other."""
+    torch.manual_seed(0)
+    page = (2, 16, 128)
+    num_blocks = SEVERAL // math.prod(page) if device == "cuda" else 9
+    store = torch.zeros(2, num_blocks, *page, dtype=torch.bfloat16, device=device)
+    last = num_blocks - 1
+    key, value = (torch.randn(2, 16, 128, device=device).bfloat16() for _ in range(2))
+    slots = torch.arange(16, device=device) + last * 16
+    module("kv_write").write_keys_and_values(store[0], store[1], key, value, slots, (1.0, 1.0))
+    blocks = [torch.tensor([number], device=device) for number in (last, 1)]
+    module("kv_write").copy_blocks(store, *blocks)
+    for tensor, written in zip(store, (key, value), strict=True):
+        assert torch.equal(tensor[last], written) and torch.equal(tensor[1], written)
+        assert not tensor[0].any() and not tensor[2:last].any()

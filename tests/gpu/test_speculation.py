@@ -8,9 +8,8 @@ from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
-from gpu_worker.engine import engine as engines
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load
+from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import (  # noqa: F401
@@ -82,7 +81,7 @@ def test_deterministic_gives_the_ids_of_the_plain_way(
     tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
     if device == "cpu":
         monkeypatch.setattr(load, "nondeterministic_because", lambda *arguments: "")
-        monkeypatch.setattr(engines, "FIXED_TOKENS", 12)
+        monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
     plain = play(engine, ROWS)
     engine.rows.make_proposer = proposers(plain, 0.3, is_sure)

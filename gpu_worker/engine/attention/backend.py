@@ -24,8 +24,8 @@ class AttentionBackend(Protocol):
 
     Attributes:
         geometry: what the cache keeps of each token for this backend.
-        capturable: the backend has `plan_decode`, `prepare_decode` and `splits_rows`, so steps in which all
-            rows decode can be captured as CUDA graphs.
+        capturable: the backend has `plan_decode`, `prepare_decode`, `splits_rows` and `agree`, so steps in
+            which all rows decode can be captured as CUDA graphs.
         plan_free: captured steps need no `plan_decode`: sums are split by the shape of a step, and by whether
             rows are split for the sake of a long one.
         compilable: compilers see one operation in `attend`. They would look into other backends, and compile

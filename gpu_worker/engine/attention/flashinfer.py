@@ -7,6 +7,7 @@ all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -54,8 +55,9 @@ class FlashInferBackend:
 
     Attributes:
         planned: by view, whether rows that decode need plans.
-        split_heads: K heads of the views whose rows may be split for the sake of a long one; 0 where there
-            are none.
+        split_heads: K heads of the views whose rows may be split for the sake of a long one, of the rank
+            that has fewest; 0 where there are none.
+        split_processors: of the rank whose card has fewest.
         decoders: in a captured step, by view, what computes rows that decode; None is XQA.
     """
 
@@ -79,6 +81,7 @@ class FlashInferBackend:
         self.processors = processors_of(device)
         split = [view.spec.kv_heads for view in self.views if view.spec.window is None]
         self.split_heads = max(split, default=0) if self.plan_free else 0
+        self.split_processors = self.processors
         self.counters = torch.zeros(COUNTERS_BYTES, dtype=torch.uint8, device=device)
         self.scratch = torch.empty(self.scratch_bytes(max_rows), dtype=torch.uint8, device=device)
         scratch = make_workspace(geometry, device, max_rows)
@@ -120,9 +123,15 @@ class FlashInferBackend:
 
     def splits_rows(self, lengths: Int32) -> bool:
         """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
-        return bool(
-            self.split_heads and len(lengths) and splits_rows(lengths, self.split_heads, self.processors)
-        )
+        shape = (self.split_heads, self.split_processors)
+        return bool(self.split_heads and len(lengths) and splits_rows(lengths, *shape))
+
+    def agree(self, smallest: Callable[[int], int]) -> None:
+        """Split the rows of the same steps on all ranks: steps that are split have graphs of other sizes, and
+        a sum over ranks must have one size. Ranks may have different numbers of K heads. `smallest`: the
+        least number of all ranks.
+        """
+        self.split_heads, self.split_processors = smallest(self.split_heads), smallest(self.processors)
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
         """Prepare a `prepare_decode`: positions int32 [rows], table int32 [rows, blocks]."""

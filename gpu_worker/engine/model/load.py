@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,12 @@ from gpu_worker.engine.model.quantized_linears import (
 )
 from gpu_worker.engine.model.same_model import check_same, describe_model
 from gpu_worker.engine.model.tp_weights import read_shard
-from gpu_worker.engine.model.warmup import max_decoded_tokens, max_prompt_tokens, run_largest_step
+from gpu_worker.engine.model.warmup import (
+    max_decoded_tokens,
+    max_prompt_tokens,
+    run_captured_steps,
+    run_largest_step,
+)
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import TpPlan
@@ -95,6 +101,8 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
         raise cannot_serve(settings.model_id, error) from error
     loaded = assemble(settings, path, config, model, layers, dtype, device, stage)
     loaded.attach(0)
+    if loaded.backend.capturable:
+        loaded.backend.agree(communicator.all_reduce_min)  # type: ignore[attr-defined]
     num_blocks = count_blocks(
         settings, loaded.geometry, device, communicator, lambda: peak_bytes(loaded, settings)
     )
@@ -192,7 +200,9 @@ def nondeterministic_because(
 
 
 def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
-    """What the largest step allocates on CUDA, and what captured steps keep."""
+    """What the largest step allocates on CUDA, and what captured steps keep. The pool of graphs is memory of
+    its own: no other step uses it, so both count.
+    """
     block_size = loaded.geometry.block_size
     shape = (loaded.context, loaded.vocab_size, block_size)
     tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.device)
@@ -201,8 +211,16 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
         return loaded.forward(build_inputs(slices, block_size, loaded.device))
 
-    kept_bytes = rows * loaded.vocab_size * loaded.geometry.dtype.itemsize
-    return measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape)) + kept_bytes
+    largest_bytes = measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape))
+    return largest_bytes + captured_bytes(loaded, settings)
+
+
+def captured_bytes(loaded: LoadedModel, settings: Settings) -> int:
+    """What captured steps keep: tensors of all sizes, and the memory in which the largest one computes."""
+    if settings.enforce_eager or not loaded.capturable:
+        return 0
+    run = partial(run_captured_steps, loaded, settings.max_batch_size, settings.deterministic)
+    return measure_peak(loaded.device, run)
 
 
 def report_progress(progress: model_files.Progress) -> None:

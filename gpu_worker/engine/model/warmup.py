@@ -4,7 +4,7 @@ to measure their memory and to compile kernels before rows wait for them.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from gpu_worker.engine.batch.proposer import MAX_FORCED
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
+from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
+from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import StartRow
 
@@ -95,6 +97,32 @@ def run_largest_step(
     assert state
     for request in (SampleRequest(state, 0), None):
         sample(logits.new_zeros(rows, logits.shape[1]), [request] * rows)
+
+
+def capture_steps(loaded: LoadedModel, capture: Capture, max_rows: int, deterministic: bool) -> CudaGraphs:
+    """Capture steps that decode rows and proposals; with `deterministic` one of a fixed shape. Where the
+    cache has no blocks yet, rows have as many as their context needs.
+    """
+    tokens = FIXED_TOKENS if deterministic else max_decoded_tokens(max_rows)
+    max_blocks = -(-loaded.context // loaded.geometry.block_size)
+    max_blocks = min(max_blocks, loaded.cache.num_blocks or max_blocks)
+    dtype, device = loaded.geometry.dtype, loaded.device
+    graphs = CudaGraphs(loaded, tokens, max_blocks, loaded.vocab_size, dtype, device)
+    longest = 1 if deterministic else max_blocks * loaded.geometry.block_size
+    graphs.capture(capture, [tokens] if deterministic else graph_sizes(max_rows, tokens), longest)
+    return graphs
+
+
+def run_captured_steps(loaded: LoadedModel, max_rows: int, deterministic: bool) -> None:
+    """Run the steps that will be captured, to measure their memory: inputs, logits and plans of all sizes,
+    which stay, and what the largest step computes with, which the graphs' pool will hold.
+    """
+
+    def run_once(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    capture_steps(loaded, run_once, max_rows, deterministic)
 
 
 def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:

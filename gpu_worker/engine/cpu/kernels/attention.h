@@ -3,23 +3,11 @@
 // neither do its bits.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <vector>
 #include "pages.h"
+#include "phases.h"
 #include "structs.h"
 #include "vector.h"
-
-// The number of this thread in an OpenMP region, and of all its threads. Not every system that has the
-// runtime has its header, too.
-#if defined(_OPENMP)
-extern "C" int omp_get_thread_num();
-extern "C" int omp_get_num_threads();
-inline int this_thread() { return omp_get_thread_num(); }
-inline int all_threads() { return omp_get_num_threads(); }
-#else
-inline int this_thread() { return 0; }
-inline int all_threads() { return 1; }
-#endif
 
 constexpr int BLOCK = ROWS == 8 ? 6 : 3;
 constexpr float NEVER = -1e30f, HIDDEN = -__builtin_inff();
@@ -113,14 +101,8 @@ inline void softmax_chunk(float* scores, const Cache& cache, int base, int posit
     }
 }
 
-// A tile and one of its K heads are a unit of work, numbered tile by tile. Each thread starts the next
-// one when it is done, and knows it in advance.
-template <class F> void for_units(std::atomic<int>& started, int units, F each) {
-    for (int unit = this_thread(), next; unit < units; unit = next)
-        each(unit, (next = all_threads() + started++) < units ? next : unit);
-}
-
-// One unit → out [tokens][heads][value_dim]
+// A tile and one of its K heads are a unit of work, numbered tile by tile → out [tokens][heads][value_dim].
+// `next` is probably computed next, and prefetched.
 template <class T, class U>
 void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out) {
     static thread_local Chunk<T> chunks[2];
@@ -172,15 +154,18 @@ void attend(const Step& step, const Cache& cache, int unit, int next, Heads quer
 
 template <class T>
 void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
-    std::atomic<int> started{0};
+    int units = step.num_tiles * cache.kv_heads;
+    Progress progress(step.threads);
 #pragma omp parallel num_threads(step.threads)
     {
-#pragma omp for
-        for (int token = 0; token < step.num_tokens; token++)
+        Phases phases(progress);
+        phases.run(step.num_tokens, [&](int token) {
             for (int head = 0; head < cache.kv_heads; head++)
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                     (const T*)value.data + token * value.token + head * value.head);
-        for_units(started, step.num_tiles * cache.kv_heads,
-            [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
+        });
+        phases.run(units, [&](int unit) {
+            attend<T>(step, cache, unit, std::min(unit + 1, units - 1), query, out);
+        });
     }
 }

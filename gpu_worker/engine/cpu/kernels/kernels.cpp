@@ -32,7 +32,15 @@ extern "C" int tf_multiplies(int type) {
 #endif
 }
 
-extern "C" int tf_panel() { return PANEL; }
+// Whether many rows are multiplied faster with plain weights than with blocks. Beside tiles, reading plain
+// weights takes as long as expanding blocks.
+extern "C" int tf_prefers_plain() { return !HAS_TILES; }
+
+extern "C" int tf_panel(int type) {
+    int panel = 0;
+    with_product_type(type, [&](auto number) { panel = PANEL<decltype(number)>; });
+    return panel;
+}
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
     with_product_type(type, [=](auto number) {
@@ -40,8 +48,17 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied into
-// memory that grows and is kept.
+<<<<<<< HEAD
+// Memory of rows as the product takes them: of another type, or whole tiles of rows. It grows and is kept. One
+// caller at a time.
+template <class T> Input<T>* converted_rows(int num_rows, int inputs) {
+    static std::vector<Input<T>> converted;
+    int64_t room = rows_in_memory(num_rows) * inputs;
+    if ((int64_t)converted.size() < room) converted.resize(room);
+    return converted.data();
+=======
+// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied
+// into memory that grows and is kept.
 template <class T> const Input<T>* inputs_of(int threads, const T* rows, int num_rows, int inputs) {
     if constexpr (std::is_same_v<T, Input<T>> && !BY_TILES<T>) return rows;
     else {  // one caller at a time
@@ -53,16 +70,33 @@ template <class T> const Input<T>* inputs_of(int threads, const T* rows, int num
         for (int64_t i = 0; i < count; i++) convert(rows + i, to + i);
         return to;
     }
+>>>>>>> wt-products
 }
 
 template <class T, class U>
 void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
-    const Input<T>* converted = inputs_of(threads, rows, num_rows, linear.inputs);
+    constexpr bool converts = !std::is_same_v<T, Input<T>> || BY_TILES<T>;
+    int inputs = linear.inputs;
+    Input<T>* converted = converts ? converted_rows<T>(num_rows, inputs) : nullptr;
+    Progress progress(threads);
 #pragma omp parallel num_threads(threads)
     {
         Tiles tiles;
-        for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
+<<<<<<< HEAD
+        Phases phases(progress);
+        if constexpr (converts)
+            phases.run(num_rows, [&](int row) {
+                for (int64_t i = (int64_t)row * inputs; i < (int64_t)(row + 1) * inputs; i++)
+                    convert(rows + i, converted + i);
+            });
+        const Input<T>* factors = converted;
+        if constexpr (!converts) factors = rows;
+        phases.run(num_panels(linear), [&](int panel) {
+            panel_product<T, U>(factors, num_rows, linear, panel, out, linear.outputs, nullptr);
+=======
+        for_own_panels(num_panels<T>(linear), this_thread(), all_threads(), [&](int panel) {
             panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
+>>>>>>> wt-products
         });
     }
 }
@@ -81,8 +115,7 @@ extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int c
     const void* sines, void* states) {
     with_product_type(type, [=](auto number) {
         typedef decltype(number) T;
-        for (int i = 0; i < count; i++)
-            run_layer(*step, layers[i], (const T*)cosines, (const T*)sines, (T*)states);
+        run_layers(*step, layers, count, (const T*)cosines, (const T*)sines, (T*)states);
     });
 }
 

@@ -1,7 +1,8 @@
-// One decoder layer, computed by all threads: they wait for each other between its parts only.
+// Decoder layers, computed by all threads. The parts of a layer are phases (phases.h).
 #pragma once
 #include <cmath>
 #include "attention.h"
+#include "phases.h"
 #include "products.h"
 
 template <class T, class U> void normalize(const Norm& norm, const T* from, int size, U* to) {
@@ -29,8 +30,9 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
     }
 }
 
-constexpr int FEW_ROWS =
-    8;  // so few rows every thread normalises for itself: that is faster than waiting for others
+// So few rows every thread normalises for itself: that is faster than waiting for others. A thread that comes
+// late may read rows that change meanwhile; then no unit is left that would use them.
+constexpr int FEW_ROWS = 8;
 
 // Memory of intermediate results; it grows and is kept.
 template <class T> struct LayerBuffers {
@@ -50,13 +52,12 @@ template <class T> struct LayerBuffers {
 
 // Normalizes all rows → the copy that the calling thread reads.
 template <class T> const Input<T>* normalize_rows(
-    const Norm& norm, const T* from, int rows, int size, int thread, int threads, Input<T>* to) {
-    bool few = rows <= FEW_ROWS;
-    if (few) to += thread * rows_in_memory(FEW_ROWS) * size;
-    for (int row = few ? 0 : thread; row < rows; row += few ? 1 : threads)
-        normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size);
-    if (!few) {
-#pragma omp barrier
+    Phases& phases, const Norm& norm, const T* from, int rows, int size, Input<T>* to) {
+    auto one = [&](int row) { normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size); };
+    if (rows > FEW_ROWS) phases.run(rows, one);
+    else {
+        to += phases.number() * rows_in_memory(FEW_ROWS) * size;
+        for (int row = 0; row < rows; row++) one(row);
     }
     return to;
 }
@@ -80,19 +81,64 @@ template <class T> void prepare_token(
 }
 
 // states [tokens][hidden] in and out, cosines and sines [tokens][rotary]
-template <class T>
-void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
-    static LayerBuffers<T> buffers;
-    buffers.fit(step.num_tokens, step.threads, layer);
+template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines,
+    T* states, LayerBuffers<T>& buffers, Phases& phases) {
     T* projected = buffers.projected.data();
-    Input<T>* normed_buffer = buffers.normed.data();
     Input<T>* attended = buffers.attended.data();
     Input<T>* gated = buffers.gated.data();
-    std::atomic<int> started{0};
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
+<<<<<<< HEAD
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
+
+    const Input<T>* normed =
+        normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.data());
+    phases.run(q_panels + k_panels + v_panels, [&](int panel) {
+        const Linear* linear = &layer.q;
+        T* to = projected;
+        if (panel >= q_panels) linear = &layer.k, panel -= q_panels, to += layer.q.outputs;
+        if (linear == &layer.k && panel >= k_panels)
+            linear = &layer.v, panel -= k_panels, to += layer.k.outputs;
+        panel_product<T>(normed, rows, *linear, panel, to, stride, nullptr);
+    });
+    if (!independent)
+        phases.run(rows, [&](int row) {
+            for (int head = 0; head < heads; head++)
+                prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
+        });
+    int units = step.num_tiles * heads;
+    phases.run(units, [&](int unit) {
+        int64_t row = step.tiles[4 * (unit / heads)];
+        if (independent)
+            prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
+        attend<T>(step, *layer.cache, unit, std::min(unit + 1, units - 1),
+            {projected, stride, layer.cache->key_dim}, attended);
+    });
+    phases.run(num_panels(layer.o),
+        [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
+    normed = normalize_rows<T>(phases, layer.before_mlp, states, rows, hidden, buffers.normed.data());
+    phases.run(num_panels(layer.gate),
+        [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
+    phases.run(num_panels(layer.down),
+        [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
+}
+
+// Layers that follow each other.
+template <class T> void run_layers(
+    const Step& step, const Layer* layers, int count, const T* cosines, const T* sines, T* states) {
+    static LayerBuffers<T> buffers;
+    for (int i = 0; i < count; i++) buffers.fit(step.num_tokens, step.threads, layers[i]);
+    Progress progress(step.threads);
+#pragma omp parallel num_threads(step.threads)
+    {
+        Tiles tiles;
+        Phases phases(progress);
+        for (int i = 0; i < count; i++)
+            run_layer<T>(step, layers[i], cosines, sines, states, buffers, phases);
+=======
+    int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
+    int v_panels = num_panels<T>(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
         Tiles tiles;
@@ -121,14 +167,15 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
             attend<T>(step, *layer.cache, unit, next, {projected, stride, layer.cache->key_dim}, attended);
         });
 #pragma omp barrier
-        for_own_panels(num_panels(layer.o), thread, threads,
+        for_own_panels(num_panels<T>(layer.o), thread, threads,
             [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
 #pragma omp barrier
         normed = normalize_rows<T>(layer.before_mlp, states, rows, hidden, thread, threads, normed_buffer);
-        for_own_panels(num_panels(layer.gate), thread, threads,
+        for_own_panels(num_panels<T>(layer.gate), thread, threads,
             [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
-        for_own_panels(num_panels(layer.down), thread, threads,
+        for_own_panels(num_panels<T>(layer.down), thread, threads,
             [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
+>>>>>>> wt-products
     }
 }

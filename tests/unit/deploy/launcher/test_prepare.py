@@ -138,7 +138,7 @@ def test_the_pages_that_may_call_are_named(settings: dict[str, Any], said: str) 
 def test_limits_beyond_the_context_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     tiny_tokenizers.byte_level(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    known = {"model_id": str(tmp_path)}
+    known: dict[str, Any] = {"model_id": str(tmp_path)}
     prepare.with_model(Settings(**known, max_total_tokens=64, max_input_tokens=63))
     prepare.with_model(Settings(**known, max_total_tokens=128, rope_factor=2))
     with pytest.raises(SettingError) as refusal:

@@ -222,3 +222,20 @@ def test_padded_heads_take_room_in_the_cache(tmp_path: Path, like_cuda: Callable
     held_bytes = sum(store.nbytes for store in cache.stores.values())
     assert held_bytes == (engine.ready.num_blocks + 1) * geometry.block_bytes
     assert 2**23 - geometry.block_bytes < held_bytes - geometry.block_bytes <= 2**23
+
+
+def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
+    """Though one has more K heads than the other, and would decide otherwise."""
+    ranks = []
+    for kv_heads in (1, 4):
+        spec = AttentionSpec(kv_heads, 3, None, 0.2)
+        geometry = Geometry([LayerSpec(spec, 64, 64)], 16, torch.float32, torch.float32)
+        ranks.append(FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS))
+        ranks[-1].processors = ranks[-1].split_processors = 132
+    steps = [np.array([2**13] + [256] * rows, np.int32) for rows in range(1, 200)]
+    assert any(ranks[0].splits_rows(step) != ranks[1].splits_rows(step) for step in steps)
+    fewest = {number: min(rank.split_heads for rank in ranks) for number in (1, 4)}
+    for rank in ranks:
+        rank.agree(lambda number: fewest.get(number, number))
+    assert all(ranks[0].splits_rows(step) == ranks[1].splits_rows(step) for step in steps)
+    assert any(ranks[0].splits_rows(step) for step in steps)
