@@ -189,7 +189,7 @@ class SettingFields(BaseModel):
     max_batch_size: Count = 256
     """rows of one worker"""
     max_batch_prefill_tokens: Count | None = None
-    """prompt tokens of one step (default: 150 ms of work, on CPU 750, measured at warm-up)"""
+    """prompt tokens of one step (default: 150 ms of work, on CPU 1,200, measured at warm-up)"""
     max_batch_total_tokens: Count | None = None
     """KV tokens of one worker (default: its whole cache)"""
     prefix_caching: bool = True
