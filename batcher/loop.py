@@ -80,6 +80,7 @@ class Batcher:
             detector=self.detector,
             channels=self.channels,
             timeline=self.timeline,
+            clock_ms=lease.clock.now_ms,
         )
         self.undecodable = 0
         self.failures = FailureLog(log, "a turn")
