@@ -56,6 +56,7 @@ def test_pods_are_restricted(manifests: list[Manifest]) -> None:
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not spec["automountServiceAccountToken"]
         assert not spec["enableServiceLinks"], "GATEWAY_PORT of a Service would be read as a setting"
+        assert spec.get("shareProcessNamespace", False) is (spec["containers"][0]["name"] != "redis")
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()
         assert all("hostPath" not in volume for volume in spec.get("volumes", ()))
         for container in spec["containers"]:
