@@ -40,8 +40,8 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Memory of rows as the product takes them: of another type, or whole tiles of rows. It grows and is kept. One
-// caller at a time.
+// Memory of rows as the product takes them: of another type, or whole tiles of rows. It grows and is kept.
+// One caller at a time.
 template <class T> Input<T>* converted_rows(int num_rows, int inputs) {
     static std::vector<Input<T>> converted;
     int64_t room = rows_in_memory(num_rows) * inputs;
