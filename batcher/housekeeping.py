@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from batcher.failure_detector import FailureDetector, WorkerAbsence
 from batcher.scheduling.scheduler import Scheduler
@@ -91,6 +91,8 @@ class Housekeeping:
     Attributes:
         tasks: the task that runs, or whose end no turn has seen; else none.
         due_s: monotonic time of the next run.
+        clock_ms: returns what the pool's clock shows.
+        grace_ms: how long a client's request waits while there is no worker.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Housekeeping:
         detector: FailureDetector,
         channels: ChannelSequences,
         timeline: TimelineWriter,
+        clock_ms: Callable[[], int],
     ) -> None:
         self.pool = pool
         self.scheduler = scheduler
@@ -111,6 +114,8 @@ class Housekeeping:
         self.detector = detector
         self.channels = channels
         self.timeline = timeline
+        self.clock_ms = clock_ms
+        self.grace_ms = 1000 * settings.worker_grace_s
         self.tasks: set[asyncio.Task[list[str]]] = set()
         self.orphans = OrphanTracker(pool)
         self.absence = WorkerAbsence(pool, settings.worker_grace_s)
@@ -163,9 +168,12 @@ class Housekeeping:
         return dead
 
     def end_waiting_clients(self) -> None:
-        """Cancel the requests of gateways, as there is no worker. Jobs wait for one until their deadline."""
+        """Cancel the requests of gateways that have waited for WORKER_GRACE_S themselves, as there is no
+        worker. Jobs wait for one until their deadline.
+        """
+        now_ms = self.clock_ms()
         for sequence in list(self.scheduler.sequences.values()):
-            if sequence.request.gateway:
+            if sequence.request.gateway and now_ms - sequence.queued_ms > self.grace_ms:
                 self.scheduler.cancel(sequence.request_id, "no_worker")
 
     async def publish_state(self, undecodable: int, control_id: str) -> None:

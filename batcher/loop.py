@@ -21,6 +21,7 @@ from batcher.worker_registry import WorkerRegistry
 from common.broker import batcher_scripts
 from common.broker.batcher_scripts import PlanReply
 from common.broker.client import FailureLog
+from common.broker.committed import in_slices
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import ChannelSequences
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 ENTRIES_S = 0.02
 """The longest time that one turn spends on entries."""
+MAX_DEQUEUED = 32
+"""Requests that one script removes from the queue: it holds the broker for some 0.2 ms."""
 RETRY_S = 0.2
 
 
@@ -77,6 +80,7 @@ class Batcher:
             detector=self.detector,
             channels=self.channels,
             timeline=self.timeline,
+            clock_ms=lease.clock.now_ms,
         )
         self.undecodable = 0
         self.failures = FailureLog(log, "a turn")
@@ -225,7 +229,7 @@ class Batcher:
         """Enqueue the scheduler's plans and outcomes."""
         self.pending.add(*map(self.publication, self.scheduler.plans()))
         outcomes = self.scheduler.pop_outcomes()
-        self.pending.add(*map(self.recovery.dequeue_finished, outcomes.finished))
+        self.pending.add(*map(self.recovery.dequeue_finished, in_slices(outcomes.finished, MAX_DEQUEUED)))
         for sequence, why in outcomes.to_finish:
             self.pending.add(partial(self.terminals.finish, sequence, why))
         if outcomes.interrupted:

@@ -175,18 +175,19 @@ class Recovery:
         await self.save(states)
         return await self.enqueue(sequences, states)
 
-    def dequeue_finished(self, sequence: Sequence) -> ScriptAction:
-        """Remove a request whose worker reported its end. If it has no terminal, it is resumed: the worker
+    def dequeue_finished(self, sequences: list[Sequence]) -> ScriptAction:
+        """Remove requests whose workers reported their ends. One that has no terminal is resumed: the worker
         was not allowed to end it.
         """
 
-        def on_reply(has_ended: int) -> list[Action]:
-            is_over = self.terminals.on_dequeued(sequence, has_ended)
-            return [] if is_over else [partial(self.resume, [sequence])]
+        def on_reply(flags: list[int]) -> list[Action]:
+            for sequence, has_ended in zip(sequences, flags, strict=True):
+                if has_ended:
+                    self.terminals.on_dequeued(sequence)
+            left = [one for one, has_ended in zip(sequences, flags, strict=True) if not has_ended]
+            return [partial(self.resume, left)] if left else []
 
-        return ScriptAction(
-            lambda: self.terminals.dequeue_call(sequence.request_id, sequence.entry_id), on_reply
-        )
+        return ScriptAction(lambda: self.terminals.dequeue_call(sequences), on_reply)
 
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests that their workers, from before this epoch, hold no more. Most have ended."""

@@ -8,6 +8,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
 from common.broker import batcher_scripts
+from common.broker.batcher_scripts import QueuedRequest
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -50,13 +51,13 @@ class Terminals:
         """Remove a request from the queue and from the scheduler, if it has its terminal. Return whether it
         has.
         """
-        return self.on_dequeued(sequence, await self.delete_entry(sequence.request_id, sequence.entry_id))
+        if has_ended := await self.delete_entry(sequence.request_id, sequence.entry_id):
+            self.on_dequeued(sequence)
+        return has_ended
 
-    def on_dequeued(self, sequence: Sequence, has_ended: int) -> bool:
-        if has_ended:
-            self.scheduler.forget(sequence)
-            self.timeline.record_dequeued(sequence)
-        return bool(has_ended)
+    def on_dequeued(self, sequence: Sequence) -> None:
+        self.scheduler.forget(sequence)
+        self.timeline.record_dequeued(sequence)
 
     async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
         """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
@@ -84,7 +85,9 @@ class Terminals:
         )
 
     async def delete_entry(self, request_id: str, entry_id: str) -> bool:
-        return await self.pool.run(self.dequeue_call(request_id, entry_id))
+        call = batcher_scripts.dequeue(self.pool.keys, QueuedRequest(request_id, entry_id))
+        return (await self.pool.run(call))[0]
 
-    def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall[bool]:
-        return batcher_scripts.dequeue(self.pool.keys, request_id, entry_id=entry_id)
+    def dequeue_call(self, sequences: list[Sequence]) -> ScriptCall[list[bool]]:
+        requests = [QueuedRequest(one.request_id, one.entry_id) for one in sequences]
+        return batcher_scripts.dequeue(self.pool.keys, *requests)

@@ -53,7 +53,7 @@ class WorkerMonitor(Monitor):
 
     Attributes:
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
-        max_total_tokens: of the smallest worker.
+        max_total_tokens: of the smallest worker; with SCALE_TO_ZERO, until there was one, of the model.
         vocab_size, dtype: of the logits that workers return; 0 if one of them returns none.
         smallest: the worker with the smallest KV cache.
         last_error: why the last read failed; empty if it succeeded.
@@ -62,7 +62,12 @@ class WorkerMonitor(Monitor):
     """
 
     def __init__(
-        self, client: PoolClient, gateway: str, settings: Settings, num_streams: Callable[[], int]
+        self,
+        client: PoolClient,
+        gateway: str,
+        settings: Settings,
+        num_streams: Callable[[], int],
+        max_total_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.client = client
@@ -70,7 +75,7 @@ class WorkerMonitor(Monitor):
         self.heartbeat = Heartbeat(client, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
         self.ready_s: float | None = None
-        self.max_total_tokens = 0
+        self.max_total_tokens = max_total_tokens
         self.vocab_size = 0
         self.dtype = ""
         self.smallest: WorkerCapacity | None = None
@@ -125,9 +130,13 @@ class WorkerMonitor(Monitor):
             self.smallest = min(ready, key=lambda worker: worker.num_blocks * worker.block_size)
 
     def check(self) -> None:
-        """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
+        """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S. With SCALE_TO_ZERO none
+        is needed: requests that wait make a scaler start one.
+        """
         if self.last_error:
             raise unavailable(self.last_error)
+        if self.settings.scale_to_zero:
+            return
         if self.ready_s is None:
             raise unavailable("no worker is ready yet", LOADING_S)
         gone_s = time.monotonic() - self.ready_s

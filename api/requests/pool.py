@@ -23,6 +23,7 @@ from api.streams.relay import Relay
 from common import model_files
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
+from common.model_config import context_length
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,11 @@ class Pool:
         self.client = PoolClient.connect(settings)
         self.relay = Relay(self.client, gateway, lose)
         self.workers = WorkerMonitor(
-            self.client, gateway, settings, num_streams=lambda: len(self.relay.streams)
+            self.client,
+            gateway,
+            settings,
+            num_streams=lambda: len(self.relay.streams),
+            max_total_tokens=longest_request(settings),
         )
         self.batcher = BatcherMonitor(self.client, settings)
         self.admission = Admission(
@@ -103,6 +108,16 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         budget or TextBudget(settings.max_tokenized_bytes, settings.validation_workers),
         settings.control_tokens_in_messages,
     )
+
+
+def longest_request(settings: Settings) -> int:
+    """The tokens of a request that is accepted before any worker has said what it holds: MAX_TOTAL_TOKENS, or
+    the model's context. 0 without SCALE_TO_ZERO: none is accepted. Raises SettingError.
+    """
+    if not settings.scale_to_zero:
+        return 0
+    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
+    return settings.max_total_tokens or context_length(path)
 
 
 # --- formats of answers -------------------------------------------------------------------------------------

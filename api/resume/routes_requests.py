@@ -16,7 +16,7 @@ from api.streams.stream import Stream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.broker import pool_client
 from common.messages.answer import HttpAnswer
-from common.messages.request import service_class
+from common.messages.request import SERVICE_CLASSES, class_index, service_class
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]
 STATES: tuple[State, ...] = get_args(State)
@@ -44,6 +44,10 @@ class RequestState(BaseModel):
     tenant: str
     created: int = Field(description="Unix time of its admission.")
     prompt_tokens: int
+    queue_position: int | None = Field(
+        description="While it is queued: how many requests wait that are of its class or a more urgent one, "
+        "itself included. Tenants take turns, so it may start sooner. Null afterwards."
+    )
     choices: list[ChoiceState]
 
 
@@ -53,8 +57,9 @@ async def show_request(request: Request, request_id: RequestId) -> Response:
     that comes back. Its id is in the header `x-request-id` of a stream.
     """
     own = await find_request(request, request_id)
-    streams = await attach.read_committed(*own)
-    return render_request(own.answer, streams, await read_states(own))
+    streams, states = await attach.read_committed(*own), await read_states(own)
+    position = await read_position(own) if earliest(states) == "queued" else None
+    return render_request(own.answer, streams, states, position)
 
 
 @router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
@@ -101,6 +106,22 @@ async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[St
     return [deleted if digest is None else choice_state(*fields) for digest, *fields in hashes]
 
 
+async def read_position(admitted: Admitted) -> int | None:
+    """How many requests wait in the pool, of this request's class and more urgent ones; None while no batcher
+    counts them. Raises ApiError (503).
+    """
+    client, index = admitted.pool.client, class_index(admitted.answer.requests[0].class_name)
+    names = [f"waiting_{name}" for name in SERVICE_CLASSES[: index + 1]]
+    async with asking_broker():
+        counts = await client.redis.hmget(client.keys.state, names)  # type: ignore[misc]
+    return None if None in counts else max(1, sum(map(int, counts)))  # it may not be counted yet
+
+
+def earliest(states: Sequence[State]) -> State:
+    """The state of a request, from those of its choices."""
+    return min(states, key=STATES.index)
+
+
 def choice_state(
     terminal: bytes | None, cancel: bytes | None, worker: bytes | None, attempt: bytes | None
 ) -> State:
@@ -112,16 +133,19 @@ def choice_state(
     return "running" if worker or int(attempt or 0) else "queued"
 
 
-def render_request(answer: HttpAnswer, streams: Sequence[Stream], states: Sequence[State]) -> Response:
+def render_request(
+    answer: HttpAnswer, streams: Sequence[Stream], states: Sequence[State], position: int | None = None
+) -> Response:
     """The request and its choices, with their states and the numbers of tokens that their streams have."""
     first = answer.requests[0]
     content = {
         "id": answer.request_id,
-        "state": min(states, key=STATES.index),
+        "state": earliest(states),
         "priority": service_class(first.class_name),
         "tenant": first.tenant,
         "created": answer.created_s,
         "prompt_tokens": answer.num_prompt_tokens,
+        "queue_position": position,
         "choices": [
             {"state": state, "generated_tokens": output.num_tokens}
             for state, stream in zip(states, streams, strict=True)

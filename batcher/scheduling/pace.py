@@ -19,9 +19,9 @@ LEAST_PREFILL_SHARE = 0.25
 """Least time of prefill in a step, as a share of a decode step's time. Without it prompts would starve where
 decode alone misses the target.
 """
-LEARNT_DECODE_STEPS = 5.0
-"""A learnt target is so many times the time of decode: a prompt that takes several steps then takes a quarter
-longer than it would alone.
+LEARNT_DECODE_STEPS = 3.0
+"""A learnt target is so many times the time of decode: a prompt that takes several steps then takes half as
+long again as it would alone.
 """
 LEAST_LEARNT_MS = 100.0
 """A learnt target is never shorter: nobody sees a shorter gap in a text that appears."""

@@ -164,7 +164,9 @@ class Placement:
 
     def first_changed(self, sequence: Sequence, after: int) -> Replica | None:
         """Return the least loaded worker that can start a request, of those changed after a change."""
-        by_load = sorted(self.changed(after), key=lambda replica: replica.load)
+        most = self.limits.max_batch_size - sequence.num_places
+        changed = (replica for replica in self.changed(after) if replica.num_due <= most)  # most are full
+        by_load = sorted(changed, key=lambda replica: replica.load)
         return next((replica for replica in by_load if replica.can_start(sequence)), None)
 
     def first_able(self, sequence: Sequence) -> Replica | None:

@@ -25,7 +25,8 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     replica.whole_steps_for = ""
     counts_waiting = limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None
-    rows, standing_by = [], []
+    rows: list[PlacedRow] = []
+    standing_by: list[PlacedRow] = []
     if replica.interrupted or counts_waiting:  # usually no row need be looked at
         rows, standing_by = replica.split_rows(replica.running)
     if any(row.was_interrupted for row in rows):
@@ -150,9 +151,12 @@ def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, by
     replica.starved = not replica.pool.can_allocate(sum(needs.values()))
     grown = []
     for row in sorted(needs, key=importance) if replica.starved else needs:
-        if not replica.pool.can_allocate(needs[row]):
-            preempt_for(replica, row)
-        if count := min(needs[row], replica.pool.num_free):
+        count = needs[row]
+        if replica.starved:  # else there is enough for all
+            if not replica.pool.can_allocate(count):
+                preempt_for(replica, row)
+            count = min(count, replica.pool.num_free)
+        if count:
             blocks = replica.pool.allocate(count)
             row.blocks += blocks
             replica.reserve(row, horizon)

@@ -62,6 +62,7 @@ class Replica:
     capacity: WorkerCapacity
     limits: WorkerLimits
     pool: BlockPool = field(init=False)
+    block_size: int = field(init=False)
     rows: dict[int, PlacedRow] = field(default_factory=dict)
     num_running: int = 0
     batch_rows: dict[PlacedRow, None] = field(default_factory=dict)
@@ -89,10 +90,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.capacity.num_blocks)
-
-    @property
-    def block_size(self) -> int:
-        return self.capacity.block_size
+        self.block_size = self.capacity.block_size
 
     @property
     def running(self) -> Iterator[PlacedRow]:

@@ -78,6 +78,11 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def queued_ms(self) -> int:
+        """What the pool's clock showed when it was queued."""
+        return self.deadline_ms - self.request.ttl_ms
+
+    @property
     def has_victim(self) -> bool:
         """Whether the row that makes room for it has not ended."""
         return self.victim is not None and self.victim.sequence.row is self.victim

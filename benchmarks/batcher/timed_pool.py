@@ -121,8 +121,7 @@ class TimedPool(Pool):
             report_ms = self.clock_ms + REPORT_MS
             while self.clock_ms < report_ms and self.worker.rows:
                 self.run_step()
-                is_due = self.worker.report.ended or self.worker.report.prefilled
-                if is_due or (self.arrivals and self.arrivals[0][0] <= self.clock_ms):
+                if self.is_report_due() or (self.arrivals and self.arrivals[0][0] <= self.clock_ms):
                     break
             self.worker.release()
             self.scheduler.apply_report("w0", self.worker.take_report())
@@ -131,6 +130,10 @@ class TimedPool(Pool):
                 self.arrivals.append((self.clock_ms + TRIP_MS, num_sent))
                 num_sent += 1
         return self.figures()
+
+    def is_report_due(self) -> bool:
+        report = self.worker.report
+        return bool(report.ended or report.prefilled) or self.worker.step >= self.worker.report_at
 
     def figures(self) -> Figures:
         gaps = [later - sooner for times in self.token_ms.values() for sooner, later in pairwise(times)]

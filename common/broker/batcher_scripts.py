@@ -83,9 +83,26 @@ def read_plan_reply(reply: list[Any]) -> PlanReply:
     return PlanReply(status.decode(), [number - 1 for number in rest] if status == b"refused" else ())
 
 
-def dequeue(keys: Keys, request_id: str, *, entry_id: str) -> ScriptCall[bool]:
-    """Remove the entry of an ended request from the queue. False if it has not ended."""
-    return call_script("dequeue", bool, keys, request_id, args={"entry_id": entry_id})
+class QueuedRequest(NamedTuple):
+    """A request, and its entry in the queue."""
+
+    request_id: str
+    entry_id: str
+
+
+def dequeue(keys: Keys, *requests: QueuedRequest) -> ScriptCall[list[bool]]:
+    """Remove the entries of ended requests from the queue. False for each that has not ended."""
+    return call_script(
+        "dequeue",
+        read_flags,
+        keys,
+        more_keys=request_keys(keys, [one.request_id for one in requests]),
+        more_args=[one.entry_id for one in requests],
+    )
+
+
+def read_flags(reply: list[int]) -> list[bool]:
+    return [bool(flag) for flag in reply]
 
 
 def finish(

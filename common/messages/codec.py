@@ -157,6 +157,8 @@ def reader(kind: Any) -> Callable[[Any], Any]:
     if origin is list:
         item = reader(inner[0])
         return lambda value: [item(element) for element in check_type(value, list)]
+    if origin is tuple and set(inner) <= set(PLAIN):
+        return tuple_reader(inner)
     if origin is tuple:
         parts = [reader(part) for part in inner]
         return lambda value: tuple(
@@ -170,6 +172,20 @@ def reader(kind: Any) -> Callable[[Any], Any]:
             check_type(value, int) if isinstance(value, int) else check_type(value, float)
         )
     return lambda value: check_type(value, kind)
+
+
+def tuple_reader(kinds: tuple[type, ...]) -> Callable[[Any], Any]:
+    """Compile the reader of a tuple of plain values to one expression: reports have several for each row."""
+    are_right = " and ".join(f"type(value[{i}]) is {kind.__name__}" for i, kind in enumerate(kinds))
+    is_right = f"type(value) is list and len(value) == {len(kinds)} and {are_right}"
+    source = f"lambda value: tuple(value) if {is_right} else check_all(value, kinds)"
+    compiled: Callable[[Any], Any] = eval(source, {"check_all": check_all, "kinds": kinds})
+    return compiled
+
+
+def check_all(values: Any, kinds: tuple[type, ...]) -> Any:
+    pairs = zip(check_size(values, len(kinds)), kinds, strict=True)
+    return tuple(check_type(value, kind) for value, kind in pairs)
 
 
 def check_type(value: Any, kind: type) -> Any:

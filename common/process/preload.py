@@ -14,8 +14,16 @@ from collections.abc import Mapping
 
 PRELOAD_FLAG = "--preload"
 LOAD_FLAG = "--load"
+WEIGHTS_VARIABLE = "WEIGHT_STORE"
+"""Names the file descriptor, which engines inherit, of the memory that they share."""
 READY = b"ready\n"
 ACCEPTED = b"accepted\n"
+
+
+def shared_handles(environ: Mapping[str, str]) -> list[int]:
+    """Return the file descriptor that WEIGHTS_VARIABLE names, which a child process inherits; or nothing."""
+    handle = environ.get(WEIGHTS_VARIABLE)
+    return [int(handle)] if handle else []
 
 
 def encode_variables(variables: Mapping[str, str]) -> bytes:

@@ -79,15 +79,23 @@ return {'OK'}
 
 --- dequeue
 -- needs: lib/places
--- Remove the entry of an ended request from the queue: its place is free. Its tokens stay with its hash.
--- KEYS requests, places, tokens, request
--- ARGV entry_id
--- Returns 1, or 0 when the request has not ended: the worker that said so was not the one to say it.
-local is_known = redis.call('TYPE', request).ok == 'hash'
-if is_known and redis.call('HEXISTS', request, 'terminal') == 0 then return 0 end
-return_place(requests, places, entry_id)
-if not is_known then redis.call('DEL', tokens) end
-return 1
+-- Remove the entries of ended requests from the queue: their places are free. Tokens stay with their hashes.
+-- KEYS requests, places, ...
+-- ARGV ...
+-- More keys: request, tokens of each. More arguments: entry id of each.
+-- Returns for each 1, or 0 when it has not ended: the worker that said so was not the one to say it.
+local replies, ended = {}, {}
+for i = first_arg, #ARGV do
+  local request = KEYS[first_key + 2 * (i - first_arg)]
+  local tokens = KEYS[first_key + 2 * (i - first_arg) + 1]
+  local is_known = redis.call('TYPE', request).ok == 'hash'
+  local has_ended = not is_known or redis.call('HEXISTS', request, 'terminal') == 1
+  if has_ended then ended[#ended + 1] = ARGV[i] end
+  if not is_known then redis.call('DEL', tokens) end
+  replies[#replies + 1] = has_ended and 1 or 0
+end
+return_places(requests, places, ended)
+return replies
 
 --- finish
 -- needs: lib/terminal

@@ -44,20 +44,21 @@ local function read_place(entry)
   return class, tonumber(tokens), tenant, #payload, logits
 end
 
-local function add_place(places, sign, class, tokens, tenant, bytes, logits)
-  redis.call('HINCRBY', places, 'all', sign)
-  redis.call('HINCRBY', places, 'requests:' .. class, sign)
-  redis.call('HINCRBY', places, 'tokens:' .. class, sign * tokens + 0) -- Redis 7.0 takes no -0
-  redis.call('HINCRBY', places, 'bytes:' .. class, sign * bytes + 0)
-  if logits > 0 then redis.call('HINCRBY', places, 'logits', sign * logits) end
+-- Count `number` requests of a tenant, and what they take together; negative numbers take them away.
+local function add_places(places, number, class, tokens, tenant, bytes, logits)
+  redis.call('HINCRBY', places, 'all', number)
+  redis.call('HINCRBY', places, 'requests:' .. class, number)
+  redis.call('HINCRBY', places, 'tokens:' .. class, tokens + 0) -- Redis 7.0 takes no -0
+  redis.call('HINCRBY', places, 'bytes:' .. class, bytes + 0)
+  if logits ~= 0 then redis.call('HINCRBY', places, 'logits', logits) end
   local own = 'tenant:' .. class .. ':' .. tenant
-  if redis.call('HINCRBY', places, own, sign) <= 0 then redis.call('HDEL', places, own) end
+  if redis.call('HINCRBY', places, own, number) <= 0 then redis.call('HDEL', places, own) end
 end
 
 local function count_places(requests, places)
   redis.call('DEL', places)
   for _, entry in ipairs(redis.call('XRANGE', requests, '-', '+')) do
-    add_place(places, 1, read_place(entry))
+    add_places(places, 1, read_place(entry))
   end
 end
 
@@ -67,24 +68,35 @@ local function take_place(requests, places, payload, clock, class, tokens, tenan
   if clock then entry[5], entry[6] = 'clock', clock end
   if logits > 0 then entry[#entry + 1], entry[#entry + 2] = 'logits', logits end
   local id = redis.call('XADD', requests, '*', unpack(entry))
-  add_place(places, 1, class, tokens, tenant, #payload, logits)
+  add_places(places, 1, class, tokens, tenant, #payload, logits)
   return id
 end
 
--- Delete an entry, and note how long it takes on average until a place is free.
-local function return_place(requests, places, id)
-  local entry = redis.call('XRANGE', requests, id, id)[1]
-  if not entry or redis.call('XDEL', requests, id) == 0 then return end
+-- Delete entries, and note how long it takes on average until a place is free.
+local function return_places(requests, places, ids)
+  local number, sums = 0, {}
+  for _, id in ipairs(ids) do
+    local entry = redis.call('XRANGE', requests, id, id)[1]
+    if entry and redis.call('XDEL', requests, id) > 0 then
+      local class, tokens, tenant, bytes, logits = read_place(entry)
+      local own = class .. ' ' .. tenant
+      local sum = sums[own] or {0, class, 0, tenant, 0, 0}
+      sums[own] = {sum[1] - 1, class, sum[3] - tokens, tenant, sum[5] - bytes, sum[6] - logits}
+      number = number + 1
+    end
+  end
+  if number == 0 then return end
   if redis.call('XLEN', requests) == 0 then
     redis.call('DEL', places)
     return
   end
-  add_place(places, -1, read_place(entry))
+  for _, sum in pairs(sums) do add_places(places, unpack(sum)) end
   local freed_ms = now_ms()
   local last, mean = unpack(redis.call('HMGET', places, 'freed_ms', 'interval_ms'))
   if last then
-    local since = math.max(0, math.min(freed_ms - tonumber(last), 60000))
-    mean = mean and 0.9 * tonumber(mean) + 0.1 * since or since
+    local each = math.max(0, math.min(freed_ms - tonumber(last), 60000)) / number
+    local kept = 0.9 ^ number
+    mean = mean and kept * tonumber(mean) + (1 - kept) * each or each
     redis.call('HSET', places, 'interval_ms', string.format('%.1f', mean))
   end
   redis.call('HSET', places, 'freed_ms', freed_ms)

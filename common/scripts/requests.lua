@@ -38,21 +38,36 @@ end
 
 -- A broker without memory refuses a script at its first write only, and only one that may take memory.
 add_weights(redis.call('ZADD', tenants, asked_ms, weight .. ' ' .. tenant) * tonumber(weight))
-add_weights(-weight_of(redis.call('ZRANGEBYSCORE', tenants, '-inf', asked_ms - WINDOW_MS)))
-redis.call('ZREMRANGEBYSCORE', tenants, '-inf', asked_ms - WINDOW_MS)
+local expired = redis.call('ZRANGEBYSCORE', tenants, '-inf', asked_ms - WINDOW_MS)
+if #expired > 0 then
+  add_weights(-weight_of(expired))
+  redis.call('ZREMRANGEBYSCORE', tenants, '-inf', asked_ms - WINDOW_MS)
+end
 redis.call('PEXPIRE', tenants, WINDOW_MS)
 local num_tenants = redis.call('ZCARD', tenants)
 -- Tenants may have expired with their key, and the places not.
 if num_tenants == 1 then redis.call('HDEL', places, weights_field) end
-if redis.call('XLEN', requests) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
-  count_places(requests, places)
+local num_classes = CLASS_INDEX[service_class]
+local counted = {'all', 'logits', 'tenant:' .. service_class .. ':' .. tenant}
+for index = 1, num_classes do
+  for _, what in ipairs({'requests:', 'tokens:', 'bytes:'}) do
+    counted[#counted + 1] = what .. CLASSES[index]
+  end
 end
+local numbers = redis.call('HMGET', places, unpack(counted))
+if redis.call('XLEN', requests) ~= tonumber(numbers[1] or '0') then
+  count_places(requests, places)
+  numbers = redis.call('HMGET', places, unpack(counted))
+end
+for i = 1, #counted do numbers[i] = tonumber(numbers[i] or '0') end
 
+-- Sum of one of REQUESTS, TOKENS, BYTES over this class and the more urgent ones, and over those alone.
+local REQUESTS, TOKENS, BYTES = 1, 2, 3
 local function held(what)
   local sum, above = 0, 0
-  for index = 1, CLASS_INDEX[service_class] do
+  for index = 1, num_classes do
     above = sum
-    sum = sum + tonumber(redis.call('HGET', places, what .. ':' .. CLASSES[index]) or '0')
+    sum = sum + numbers[3 * index + what]
   end
   return sum, above
 end
@@ -62,18 +77,18 @@ local function refuse(why, count, excess)
   return {why, count, math.ceil(excess * interval_ms)}
 end
 
-local count, above = held('requests')
+local count, above = held(REQUESTS)
 if count >= max_requests then return refuse('requests', count, count - max_requests + 1) end
-local total_tokens, total_bytes = held('tokens'), held('bytes')
+local total_tokens, total_bytes = held(TOKENS), held(BYTES)
 if max_tokens ~= '' and total_tokens > 0 and total_tokens + num_prompt > tonumber(max_tokens) then
   return refuse('tokens', total_tokens, 1)
 end
 if total_bytes + #payload > tonumber(max_bytes) then return refuse('bytes', total_bytes, 1) end
-local total_logits = logits_bytes > 0 and tonumber(redis.call('HGET', places, 'logits') or '0') or 0
+local total_logits = logits_bytes > 0 and numbers[2] or 0
 if total_logits > 0 and total_logits + logits_bytes > tonumber(max_bytes) then
   return refuse('bytes', total_logits, 1)
 end
-local own = tonumber(redis.call('HGET', places, 'tenant:' .. service_class .. ':' .. tenant) or '0')
+local own = numbers[3]
 if own > 0 and num_tenants > 1 then -- each may have one
   local weights = redis.call('HGET', places, weights_field)
   if not weights then

@@ -189,7 +189,7 @@ class SettingFields(BaseModel):
     max_batch_size: Count = 256
     """rows of one worker"""
     max_batch_prefill_tokens: Count | None = None
-    """prompt tokens of one step (default: 150 ms of work, on CPU 750, measured at warm-up)"""
+    """prompt tokens of one step (default: 150 ms of work, on CPU 1,200, measured at warm-up)"""
     max_batch_total_tokens: Count | None = None
     """KV tokens of one worker (default: its whole cache)"""
     prefix_caching: bool = True
@@ -237,7 +237,9 @@ class SettingFields(BaseModel):
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
     """time of a step after which an engine is killed, if also 20 times what warm-up measured (s)"""
     worker_grace_s: Seconds = 30.0
-    """how long requests are accepted, and wait, without any worker or batcher (s)"""
+    """how long requests are accepted, and each waits, without any worker or batcher (s)"""
+    scale_to_zero: bool = False
+    """requests are accepted however long the pool has had no worker: a scaler starts one when they wait"""
     gateway_grace_s: Seconds = 30.0
     """how long a request lives on after its gateway died (s)"""
     graceful_termination_timeout: Seconds = 90.0

@@ -1,14 +1,15 @@
 """Local fleet: the processes of a fleet on one machine, their ports, and how far they are preloaded."""
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
-from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
+from common.process.preload import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
 from common.rank import follows
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
@@ -135,6 +136,25 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
     number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port, taken)
     number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port, taken)
     return fleet
+
+
+@contextlib.contextmanager
+def sharing_weights(fleet: LocalFleet) -> Iterator[None]:
+    """Give engines on CPU memory for the weights that they share (gpu_worker/engine/cpu/weight_store.py)."""
+    on_cpu = fleet.workers and not prepare.caches_on_gpu(fleet.settings)
+    if not on_cpu or not hasattr(os, "memfd_create"):
+        yield
+        return
+    handle = os.memfd_create("tokenfleet weights")
+    own = {WEIGHTS_VARIABLE: str(handle)}
+    for worker in fleet.workers:
+        worker.environ = worker.environ | own
+    for preloaded in fleet.preloaded:
+        preloaded.environ = {**preloaded.environ, **(own if preloaded.kind == "worker" else {})}
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:

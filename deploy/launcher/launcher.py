@@ -26,7 +26,7 @@ from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import embedded
-from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet
+from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet, sharing_weights
 from deploy.launcher.preloaded_process import PROC, family
 from deploy.launcher.shutdown import FleetEnded, end_on_signals
 from deploy.launcher.startup import are_ready, last_lines, wait_for_broker, wait_until_ready
@@ -98,10 +98,11 @@ async def run(fleet: LocalFleet) -> int:
     """
     over = FleetEnded(0)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(end_on_signals(fleet))
-            tasks.create_task(end_stopped(fleet))
-            tasks.create_task(launch(fleet, tasks))
+        with sharing_weights(fleet):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(end_on_signals(fleet))
+                tasks.create_task(end_stopped(fleet))
+                tasks.create_task(launch(fleet, tasks))
     except* FleetEnded as group:
         over = next(error for error in group.exceptions if isinstance(error, FleetEnded))
     finally:

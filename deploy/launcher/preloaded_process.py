@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.messages.kept_answer import HANDLE_VARIABLE
 from common.process.event_loop import run_until_one_ends
-from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables
+from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables, shared_handles
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ async def spawn(
     `environ` comes on top of our own environment. Raises OSError.
     """
     with open_channel() if open_channel else contextlib.nullcontext() as channel:
-        handles = [channel.fileno()] if channel else []
+        handles = [*shared_handles(environ), *([channel.fileno()] if channel else [])]
         own = {HANDLE_VARIABLE: str(channel.fileno())} if channel else {}
         return await asyncio.create_subprocess_exec(
             *command, env=os.environ | environ | own, pass_fds=handles, stdin=stdin, start_new_session=True

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from common.process.machine import run_delay_s
+from common.process.preload import shared_handles
 from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.agent.metrics import BatchMetrics
@@ -123,7 +124,7 @@ class RankProcess:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
                 *flags,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *shared_handles(os.environ)],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
             )

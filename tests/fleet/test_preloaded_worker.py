@@ -1,19 +1,26 @@
-"""A preloaded process becomes the successor of a killed worker, and its answer is whole."""
+"""A preloaded process becomes the successor of a killed worker, and its answer is whole. Both share their
+weights.
+"""
 
+import contextlib
 import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from gpu_worker.engine.cpu.weight_store import WeightStore
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended
 from tests.support.waiting import wait_until_sync
 
 BODY = {"inputs": "The sky is", "parameters": {"max_new_tokens": 60, "ignore_eos": True, "details": True}}
 KILLED_AT = 20
+WEIGHTS = "/memfd:tokenfleet weights (deleted)"
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +50,42 @@ def generate_over_a_kill(fleet: Fleet) -> list[int]:
     return [frame["token"]["id"] for frame in frames]
 
 
+def shares_weights() -> bool:
+    """Whether this machine can share weights: its shared memory has large pages."""
+    handle = os.memfd_create("a trial")
+    try:
+        WeightStore(handle).begin()
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def shared_segments(pid: int) -> set[str]:
+    """Return where in the store the weights of a worker's engines are."""
+    engines = [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    maps = [Path(f"/proc/{engine}/maps").read_text().splitlines() for engine in engines]
+    words = [line.split(maxsplit=5) for lines in maps for line in lines]
+    return {one[2] for one in words if one[-1] == WEIGHTS}
+
+
+def holders_of_weights() -> list[str]:
+    """Return the file descriptors, of all processes, of memory for shared weights."""
+    found = []
+    for handle in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [str(handle)] if os.readlink(handle) == WEIGHTS else []
+    return found
+
+
+def inode(handle: str) -> int:
+    """Return the number of the file behind a descriptor; 0 if it is closed."""
+    with contextlib.suppress(OSError):
+        return os.stat(handle).st_ino
+    return 0
+
+
 def workers(fleet: Fleet) -> list[dict[str, Any]]:
     processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
     return [process for process in processes if process["kind"] == "worker"]
@@ -52,6 +95,7 @@ def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
     expected = generate(fleet)
     waiting = wait_until_sync(fleet.preloaded, READY_S)
     assert len(workers(fleet)) == 1, "it is no worker yet"
+    assert not shares_weights() or shared_segments(waiting) == shared_segments(fleet.pid("w0")) != set()
     assert generate_over_a_kill(fleet) == expected
     [worker] = workers(fleet)
     assert worker["pid"] == waiting
@@ -66,3 +110,16 @@ def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
     fleet.launcher.terminate()
     assert fleet.launcher.wait(60) == 0
     wait_until_sync(lambda: have_ended(everybody))
+
+
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+def test_nothing_is_left_of_shared_weights_when_all_are_killed(fleet: Fleet) -> None:
+    wait_until_sync(fleet.preloaded, READY_S)
+    mine = {process.pid for process in fleet.processes()}
+    held = [one for one in holders_of_weights() if int(one.split("/")[2]) in mine]
+    inodes = {inode(one) for one in held}
+    assert len(inodes) == 1
+    for process in fleet.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until_sync(lambda: not inodes & {inode(one) for one in holders_of_weights()})

@@ -270,20 +270,3 @@ def test_the_override_for_two_machines_changes_services_and_settings_that_exist(
     settings = Settings.read([], environ)
     assert [info.rank for info in machine_ranks(settings, 16)] == [*range(8, 16)]
     assert f":{settings.metrics_port}/" in override["services"]["gpu_worker"]["healthcheck"]["test"][-1]
-
-
-def test_the_manifest_of_a_leader_worker_set_starts_a_rank_for_each_gpu() -> None:
-    manifest = yaml.safe_load((ROOT / "deploy/leader_worker_set.yml").read_text())
-    group = manifest["spec"]["leaderWorkerTemplate"]
-    [container] = group["workerTemplate"]["spec"]["containers"]
-    injected = {"LWS_GROUP_SIZE": str(group["size"]), "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "w-0.w"}
-    command, kind, *flags = [
-        re.sub(r"\$\((\w+)\)", lambda match: injected[match[1]], word) for word in container["args"]
-    ]
-    assert (command, kind) == ("supervise", "worker")
-    settings = Settings.read(flags, {entry["name"]: entry["value"] for entry in container["env"]})
-    ranks = machine_ranks(settings, settings.num_shard or 0)
-    assert len(ranks) == int(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert (ranks[0].rank, ranks[0].address) == (8, "w-0.w")
-    ports = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
-    assert ports == {"metrics": settings.metrics_port, "rendezvous": settings.master_port}

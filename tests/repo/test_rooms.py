@@ -12,7 +12,7 @@ FLOORS = {
     "deploy": [
         "bench",
         "cli",
-        "launcher requirements",
+        "kubernetes launcher requirements",
     ],
     "api": [
         "__main__",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from redis.asyncio import Redis
 
 from common.broker import batcher_scripts, request_scripts, worker_scripts
-from common.broker.batcher_scripts import PlanReply, SavedRequest, StartedRow
+from common.broker.batcher_scripts import PlanReply, QueuedRequest, SavedRequest, StartedRow
 from common.broker.keys import Keys
 from common.broker.lua import run_script
 from common.broker.request_scripts import AdmitReply
@@ -46,7 +46,8 @@ async def admit(
 
 
 async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
-    return await run_script(redis, batcher_scripts.dequeue(KEYS, request_id, entry_id=entry_id))
+    call = batcher_scripts.dequeue(KEYS, QueuedRequest(request_id, entry_id))
+    return (await run_script(redis, call))[0]
 
 
 async def cancel(redis: Redis, request_id: str, reader: int | None = None) -> bool:

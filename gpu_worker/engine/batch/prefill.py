@@ -8,7 +8,7 @@ from gpu_worker.protocol import Grant
 
 PATIENCE = 16
 """One step in this number begins with the prompt that has waited longest, unless it was first since then."""
-BURST_STEPS = 4
+BURST_STEPS = 8
 """The prompts that wait beside rows that decode take about this many steps, however long they are."""
 TOKENS_PER_PAUSE = 112
 """A row that decodes pauses for prompts once in this many of its tokens: fewer than one gap in a hundred is

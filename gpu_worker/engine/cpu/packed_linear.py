@@ -18,6 +18,7 @@ from torch import nn
 
 from common.process import machine
 from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, private_memory
 from gpu_worker.engine.quantization.blocks import Blocks
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LargePages:
     """
 
     def __init__(self) -> None:
+        self.regions: list[torch.Tensor] = []
         self.free = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -50,17 +52,29 @@ class LargePages:
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if size > len(self.free):
             self.free = region(max(size, REGION_BYTES))
+            self.regions.append(self.free)
         begin, self.free = self.free[:num_bytes], self.free[size:]
         return begin.view(dtype)
 
+    def share(self, store: WeightStore) -> None:
+        """Share all tensors with the other engines, once they are written: they can only be read then."""
+        try:
+            for one in self.regions:
+                num_used = len(one) - (len(self.free) if one is self.regions[-1] else 0)
+                store.share(one.data_ptr(), -(-num_used // HUGE_BYTES) * HUGE_BYTES)
+        except OSError as error:
+            log.warning("weights are not shared with other workers: %s", error)
+
 
 def region(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] of private memory, which the system provides as it is written."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """uint8 [at least num_bytes] of private memory: whole large pages."""
+    num_bytes = -(-num_bytes // HUGE_BYTES) * HUGE_BYTES
+    memory = private_memory(num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel that has none
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % HUGE_BYTES :][:num_bytes]
 
 
 @dataclass
@@ -171,13 +185,14 @@ class NativeLinear(PackedLinear):
         self.whole = whole
         self.library = library
         self.dtype = native.TYPE_CODES[self.weight_dtype]
-        self.panels = -(-self.out_features // library.tf_panel())
-        self.blocks = blocks and pack_blocks(blocks, library.tf_panel(), pages)
+        self.panel = library.tf_panel(self.dtype)
+        self.panels = -(-self.out_features // self.panel)
+        self.blocks = blocks and pack_blocks(blocks, self.panel, pages)
         self.packed = self.pack(linear.weight.detach(), pages) if plain else None
 
     def pack(self, weight: torch.Tensor, pages: LargePages) -> torch.Tensor:
         weight = weight.contiguous()
-        packed = pages.allocate(self.panels * self.library.tf_panel() * self.in_features, weight.dtype)
+        packed = pages.allocate(self.panels * self.panel * self.in_features, weight.dtype)
         self.library.tf_pack(
             self.dtype, weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr()
         )
@@ -190,7 +205,7 @@ class NativeLinear(PackedLinear):
         """
         if self.bias is None:
             return self.struct_with(None)
-        self.biases = torch.zeros(self.panels * self.library.tf_panel())  # the struct points there
+        self.biases = torch.zeros(self.panels * self.panel)  # the struct points there
         self.biases[: self.out_features] = self.bias.detach()
         return self.struct_with(self.biases.data_ptr())
 
@@ -230,6 +245,8 @@ def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
             if type(child) is nn.Linear:
                 own = blocks.get(f"{path}.{name}" if path else name)
                 setattr(module, name, pack_linear(child, child is head, pages, own, plain))
+    if store := WeightStore.inherited():
+        pages.share(store)
 
 
 def pack_linear(
@@ -238,7 +255,7 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        if blocks and not (dtype == torch.bfloat16 and expands_correctly(library)):
+        if blocks and not multiplies_blocks(library, dtype, plain):
             blocks = None
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
     if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]
@@ -267,6 +284,12 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
             "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
         )
     return bool(off <= TRIAL_ERROR)
+
+
+def multiplies_blocks(library: ctypes.CDLL, dtype: torch.dtype, plain: bool) -> bool:
+    """Whether rows are to be multiplied with weights in blocks; `plain`: plain weights are beside them."""
+    used = dtype == torch.bfloat16 and (not plain or library.tf_block_rows() > 0)
+    return used and expands_correctly(library)
 
 
 @functools.cache

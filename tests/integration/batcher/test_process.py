@@ -1,6 +1,7 @@
 """The batcher process and a broker, without workers: requests get their terminals."""
 
 import asyncio
+import time
 
 import msgpack
 import pytest
@@ -152,6 +153,10 @@ async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_
         end = await ended(redis, "r1")
         assert (end.error_type, "WORKER_GRACE_S" in end.error) == ("unavailable", True)
         await wait_until(lambda: waiting(redis, 1))  # the job
+        began_s = time.monotonic()
+        await admit(redis, "late")
+        await ended(redis, "late")
+        assert time.monotonic() - began_s > 0.5, "it waits for that long itself"
 
 
 async def test_requests_of_the_last_worker_end_with_an_error_after_worker_grace_s(

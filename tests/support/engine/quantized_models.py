@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import expands_correctly
 from gpu_worker.engine.cuda.linear import fp8_linear, round_rows
 from tests.support.engine import tiny_models
@@ -221,6 +222,18 @@ def multiplies_blocks() -> bool:
     return bool(
         library and library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]) and expands_correctly(library)
     )
+
+
+def keep_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load no plain weights beside blocks, as where memory is short."""
+    pack = packed_linear.pack_linear
+    monkeypatch.setattr(packed_linear, "pack_linear", lambda *arguments: pack(*arguments[:4], False))
+
+
+def keeps_blocks() -> bool:
+    """Whether blocks are kept where memory has room for plain weights."""
+    library = native.library()
+    return bool(library and library.tf_block_rows()) and multiplies_blocks()
 
 
 def multiplies_floats() -> bool:

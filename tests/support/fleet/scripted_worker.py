@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from common.broker import batcher_scripts, worker_scripts
+from common.broker.batcher_scripts import QueuedRequest
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall, run_script
@@ -310,8 +311,8 @@ class FakeWorker:
 
     async def dequeue(self, live: Live) -> None:
         request_id = live.request.request_id
-        call = batcher_scripts.dequeue(self.keys, request_id, entry_id=live.entry_id.decode())
-        await run_script(self.redis, call)
+        queued = QueuedRequest(request_id, live.entry_id.decode())
+        await run_script(self.redis, batcher_scripts.dequeue(self.keys, queued))
         del self.live[request_id]
 
     async def repeat(self) -> None:

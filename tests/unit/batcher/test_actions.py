@@ -10,6 +10,7 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
 from common.broker import batcher_scripts
+from common.broker.batcher_scripts import QueuedRequest
 from common.broker.fast_client import FastConnection
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
@@ -167,7 +168,7 @@ async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: 
     """Here the broker is a real one."""
     done: list[Any] = []
     queue = ActionQueue(redis)
-    call = batcher_scripts.dequeue(Keys("test"), "r", entry_id="1-0")
+    call = batcher_scripts.dequeue(Keys("test"), QueuedRequest("r", "1-0"))
     one = ScriptAction(lambda: call, script("", done).on_reply)
     queue.add(one)
     await run_all(queue)
@@ -177,4 +178,4 @@ async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: 
         await run_all(queue)
     await run_all(queue)
     queue.close()
-    assert done == [1, 1]
+    assert done == [[1], [1]]

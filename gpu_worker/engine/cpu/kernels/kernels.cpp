@@ -32,7 +32,14 @@ extern "C" int tf_multiplies(int type) {
 #endif
 }
 
-extern "C" int tf_panel() { return PANEL; }
+// So few rows are multiplied with blocks where plain weights are beside them.
+extern "C" int tf_block_rows() { return FEW; }
+
+extern "C" int tf_panel(int type) {
+    int panel = 0;
+    with_product_type(type, [&](auto number) { panel = PANEL<decltype(number)>; });
+    return panel;
+}
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
     with_product_type(type, [=](auto number) {
@@ -40,33 +47,26 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Memory of rows as the product takes them: of another type, or whole tiles of rows. It grows and is kept.
-// One caller at a time.
-template <class T> Input<T>* converted_rows(int num_rows, int inputs) {
-    static std::vector<Input<T>> converted;
-    int64_t room = rows_in_memory(num_rows) * inputs;
-    if ((int64_t)converted.size() < room) converted.resize(room);
-    return converted.data();
-}
-
 template <class T, class U>
 void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
-    constexpr bool converts = !std::is_same_v<T, Input<T>> || BY_TILES<T>;
+    // Rows are copied where the product takes another type, or whole tiles of rows. One caller at a time.
+    constexpr bool copies = !std::is_same_v<T, Input<T>> || BY_TILES<T>;
+    static Buffer<Input<T>> copied;
     int inputs = linear.inputs;
-    Input<T>* converted = converts ? converted_rows<T>(num_rows, inputs) : nullptr;
+    Input<T>* copy = copies ? copied.fit(rows_in_memory(num_rows) * inputs) : nullptr;
     Progress progress(threads);
 #pragma omp parallel num_threads(threads)
     {
         Tiles tiles;
         Phases phases(progress);
-        if constexpr (converts)
+        if constexpr (copies)
             phases.run(num_rows, [&](int row) {
                 for (int64_t i = (int64_t)row * inputs; i < (int64_t)(row + 1) * inputs; i++)
-                    convert(rows + i, converted + i);
+                    convert(rows + i, copy + i);
             });
-        const Input<T>* factors = converted;
-        if constexpr (!converts) factors = rows;
-        phases.run(num_panels(linear), [&](int panel) {
+        const Input<T>* factors = copy;
+        if constexpr (!copies) factors = rows;
+        phases.run(num_panels<T>(linear), [&](int panel) {
             panel_product<T, U>(factors, num_rows, linear, panel, out, linear.outputs, nullptr);
         });
     }

@@ -34,19 +34,16 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
 // late may read rows that change meanwhile; then no unit is left that would use them.
 constexpr int FEW_ROWS = 8;
 
-// Memory of intermediate results; it grows and is kept.
+// Intermediate results of layers.
 template <class T> struct LayerBuffers {
-    std::vector<T> projected;
-    std::vector<Input<T>> normed, attended, gated;
+    Buffer<T> projected;
+    Buffer<Input<T>> normed, attended, gated;
     void fit(int64_t rows, int threads, const Layer& layer) {
-        auto grow = [](auto& to, int64_t size) {
-            if ((int64_t)to.size() < size) to.resize(size);
-        };
-        grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
+        projected.fit(rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
         rows = rows_in_memory(rows);
-        grow(normed, std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
-        grow(attended, rows * layer.o.inputs);
-        grow(gated, rows * layer.gate.outputs);
+        normed.fit(std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
+        attended.fit(rows * layer.o.inputs);
+        gated.fit(rows * layer.gate.outputs);
     }
 };
 
@@ -83,16 +80,17 @@ template <class T> void prepare_token(
 // states [tokens][hidden] in and out, cosines and sines [tokens][rotary]
 template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines,
     T* states, LayerBuffers<T>& buffers, Phases& phases) {
-    T* projected = buffers.projected.data();
-    Input<T>* attended = buffers.attended.data();
-    Input<T>* gated = buffers.gated.data();
+    T* projected = buffers.projected.begin();
+    Input<T>* attended = buffers.attended.begin();
+    Input<T>* gated = buffers.gated.begin();
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
-    int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
+    int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
+    int v_panels = num_panels<T>(layer.v);
 
     const Input<T>* normed =
-        normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.data());
+        normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.begin());
     phases.run(q_panels + k_panels + v_panels, [&](int panel) {
         const Linear* linear = &layer.q;
         T* to = projected;
@@ -114,12 +112,12 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
         attend<T>(step, *layer.cache, unit, std::min(unit + 1, units - 1),
             {projected, stride, layer.cache->key_dim}, attended);
     });
-    phases.run(num_panels(layer.o),
+    phases.run(num_panels<T>(layer.o),
         [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
-    normed = normalize_rows<T>(phases, layer.before_mlp, states, rows, hidden, buffers.normed.data());
-    phases.run(num_panels(layer.gate),
+    normed = normalize_rows<T>(phases, layer.before_mlp, states, rows, hidden, buffers.normed.begin());
+    phases.run(num_panels<T>(layer.gate),
         [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
-    phases.run(num_panels(layer.down),
+    phases.run(num_panels<T>(layer.down),
         [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
 }
 

@@ -310,3 +310,17 @@ TOKEN = {"id": "r", "a": 1, "i": 0, "t": b"", "l": b""}
 def test_a_fault_is_named_by_the_fields_that_lead_to_it(token: Any, fault: str) -> None:
     with pytest.raises(WireError, match=f"^Events.tokens: {fault}$"):
         decode(Events, msgpack.packb({"v": 1, "s": "w", "q": 1, "t": [TOKEN, token]}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ({"r": [[1, 2], [1]]}, "Report.released: 1 items, not 2"),
+        ({"r": [[1, True]]}, "Report.released: bool, not int"),
+        ({"r": [3]}, "Report.released: int, not list"),
+        ({"x": [[1, 2, 3]]}, "Report.ended: int, not str"),
+    ],
+)
+def test_a_tuple_has_as_many_values_as_its_type_and_of_these_types(rows: Any, fault: str) -> None:
+    with pytest.raises(WireError, match=f"^{fault}$"):
+        decode(Report, msgpack.packb({"v": 1, "q": 1, "e": 1, "n": 1, "s": 1} | rows))

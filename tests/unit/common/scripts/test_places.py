@@ -5,7 +5,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker import request_scripts
+from common.broker import batcher_scripts, request_scripts
+from common.broker.batcher_scripts import QueuedRequest
 from common.broker.lua import run_script
 from common.broker.request_scripts import AdmitReply
 from common.messages.records import pack_ids
@@ -58,6 +59,28 @@ async def end(redis: Redis, name: str) -> None:
     await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
     for _ in range(2):
         assert await dequeue(redis, name, entry_id)
+
+
+async def test_one_call_returns_the_places_of_all_that_have_ended(redis: Redis) -> None:
+    """Of two tenants and two classes. One has not ended, and one is there twice."""
+    queued = []
+    for name, tenant, class_name in (("1", "a", ""), ("2", "a", ""), ("3", "b", ""), ("4", "b", "batch")):
+        request = replace(REQUEST, request_id=name, tenant=tenant, class_name=class_name or "standard")
+        queued.append(QueuedRequest(name, (await admit(redis, request)).entry_id))
+        if name != "2":
+            await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
+    assert await run_script(redis, batcher_scripts.dequeue(KEYS, queued[0])) == [True]
+    replies = await run_script(redis, batcher_scripts.dequeue(KEYS, *queued, queued[2]))
+    assert replies == [True, False, True, True, True]
+    places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
+    counts = [
+        int(places[name]) for name in (b"all", b"requests:standard", b"bytes:standard", b"requests:batch")
+    ]
+    assert counts == [1, 1, 10, 0]
+    assert places[b"tenant:standard:a"] == b"1" and not {b"tenant:standard:b", b"tenant:batch:b"} & set(
+        places
+    )
+    assert float(places[b"interval_ms"]) >= 0 and await redis.xlen(KEYS.requests) == 1
 
 
 async def test_a_batch_leaves_the_places_of_the_urgent_untouched(redis: Redis) -> None:

@@ -164,14 +164,14 @@ def test_a_bound_that_a_user_set_is_never_exceeded() -> None:
 
 def test_prompts_that_come_together_take_few_steps() -> None:
     budget = PrefillBudget(pauses=0.0)
-    assert budget.tokens(grant(), 1, 900, 900) == 225, "a quarter of them"
+    assert budget.tokens(grant(), 1, 1600, 1600) == 200, "an eighth of them"
     assert budget.tokens(grant(), 1, 9000, 9000) == 1000, "and no more than a whole step"
 
 
 def test_prompts_have_a_whole_step_while_pauses_are_left() -> None:
     budget = PrefillBudget(pauses=1.0)
     assert budget.tokens(grant(), 8, 900, 900) == 1000
-    assert budget.tokens(grant(), 8, 900, 900) == 225, "each of eight rows has paused"
+    assert budget.tokens(grant(), 8, 900, 900) == 113, "each of eight rows has paused"
     assert budget.pauses == pytest.approx(1 - 8 + 8 / TOKENS_PER_PAUSE)
 
 

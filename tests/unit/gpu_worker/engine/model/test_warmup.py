@@ -63,7 +63,7 @@ def test_the_budget_of_an_engine_that_starts_on_a_busy_machine_is_that_of_a_quie
     monkeypatch.setattr(warmup, "run_delay_s", lambda pid: clocks["delay"])
     token_ms = warmup.token_ms(forward, 1024, VOCAB, 16, torch.device("cpu"))  # type: ignore[arg-type]
     assert token_ms == pytest.approx(1.0)
-    assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cpu")) == 736
+    assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cpu")) == 1184
     assert warmup.max_batch_prefill_tokens(token_ms / 100, torch.device("cpu")) == 2048
     assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cuda")) == 128
 

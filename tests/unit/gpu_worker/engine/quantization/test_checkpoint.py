@@ -14,7 +14,7 @@ from common.settings.settings import SettingError
 from gpu_worker.engine.quantization.checkpoint import find_packed, method_refusal_of, read_tensors
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import quantized_models, tiny_models
-from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
+from tests.support.engine.quantized_models import FORMATS, keep_blocks_only, multiplies_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play
 
 IN_BLOCKS = ("gptq", "awq", "w8a8-int8")
@@ -43,7 +43,10 @@ def test_ids_are_those_of_the_numbers_that_a_checkpoint_means(form: str, tmp_pat
 
 
 @pytest.mark.parametrize("form", IN_BLOCKS)
-def test_integers_are_multiplied_in_blocks_with_the_bits_of_plain_weights(form: str, tmp_path: Path) -> None:
+def test_integers_are_multiplied_in_blocks_with_the_bits_of_plain_weights(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_blocks_only(monkeypatch)
     quantized_models.save(tmp_path, *FORMATS[form])
     own, plain = (engine_of(folder, dtype="bfloat16") for folder in (tmp_path, tmp_path / "plain"))
     rows = dict(enumerate(PROMPTS))

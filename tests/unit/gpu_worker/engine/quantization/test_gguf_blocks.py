@@ -13,6 +13,7 @@ from gpu_worker.engine.cpu.packed_linear import NativeLinear
 from gpu_worker.engine.model import gguf_convert as convert
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.quantization.gguf_blocks import BLOCKS_FILE, converted_blocks
+from tests.support.engine.quantized_models import keep_blocks_only
 from tests.support.engine.tiny_engine import engine_of, play, prompts
 from tests.support.gguf.tiny_gguf import LAYERS, MATRICES, TYPES, write
 
@@ -38,7 +39,10 @@ def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
     assert {layer.bits for layer in blocks.values()} == {4, 8}
 
 
-def test_the_ids_are_those_of_widened_weights(converted: Path, tmp_path: Path) -> None:
+def test_the_ids_are_those_of_widened_weights(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_blocks_only(monkeypatch)
     if not (library := native.library()) or not library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]):
         pytest.skip("torch's products are used on this processor")
     widened = tmp_path / "widened"

@@ -9,7 +9,7 @@ import pytest
 from gpu_worker.engine.parallel.communicator import Communicator
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
 from tests.support.engine.multi_rank_engine import Led
-from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
+from tests.support.engine.quantized_models import FORMATS, keeps_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, play
 
 ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
@@ -52,6 +52,6 @@ def test_blocks_have_the_bits_of_plain_weights_on_two_ranks(
             found.append(play(engine, ROWS))  # type: ignore[arg-type]
             layer = engine.engine.loaded.model.model.layers[0]
             linears = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
-            in_blocks = [linear.blocks is not None for linear in linears if multiplies_blocks()]
+            in_blocks = [linear.blocks is not None for linear in linears if keeps_blocks()]
             assert {*in_blocks} <= {folder == tmp_path}
     assert found[0] == found[1]
