@@ -1,6 +1,8 @@
 """Memory in large pages: tensors do not overlap, and the system is advised to use large pages."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from gpu_worker.engine.cpu import packed_linear
 from gpu_worker.engine.cpu.packed_linear import LargePages
+from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore
 
 
 def test_tensors_do_not_overlap() -> None:
@@ -31,6 +34,24 @@ def test_tensors_outlive_their_allocator() -> None:
 def test_the_system_is_advised_to_use_large_pages() -> None:
     tensor = LargePages().allocate(10**6, torch.float32)
     assert "hg" in flags_of(tensor.data_ptr())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+def test_tensors_of_several_regions_are_shared() -> None:
+    """Those of two engines, of which the second finds those of the first."""
+    store = WeightStore(os.memfd_create("weights"))
+    counts = (1000, packed_linear.REGION_BYTES - 10**6, packed_linear.REGION_BYTES + 10, 10**6)
+    for _ in range(2):
+        pages = LargePages()
+        tensors = [pages.allocate(count, torch.uint8).fill_(number) for number, count in enumerate(counts)]
+        pages.share(store)
+        assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+        assert [len(tensor) for tensor in tensors] == list(counts)
+        if "sh" not in flags_of(tensors[0].data_ptr()):
+            pytest.skip("shared memory has no large pages here")
+    used = sum(-(-size // HUGE_BYTES) * HUGE_BYTES for _, size in store.segments())
+    assert os.fstat(store.handle).st_size == HUGE_BYTES + used < 1.2 * (HUGE_BYTES + sum(counts))
+    os.close(store.handle)
 
 
 def flags_of(address: int) -> list[str]:
