@@ -61,7 +61,7 @@ def profile_rows(benchmark: Benchmark, num_rows: int, trace: Path) -> None:
     with profile(activities=activities) as profiler:
         taken = steps_of(benchmark, num_rows)
     read_bytes = num_rows * floors.kv_bytes(benchmark.geometry, CONTEXT + STEPS // 2)
-    floor_ms = floors.floor_ms(benchmark.ceilings, benchmark.weights, num_rows, num_rows, read_bytes)
+    floor_ms = benchmark.floor_ms(num_rows, num_rows, read_bytes)
     print(f"{num_rows} rows at {CONTEXT}: step {step_ms:.3f} ms, floor {floor_ms:.3f} ms")
     print("\n".join(lines_of(profiler.key_averages(), on_cuda, len(taken) + 2)), flush=True)
     profiler.export_chrome_trace(str(trace))
@@ -75,8 +75,8 @@ def main() -> None:
     parser.add_argument("rows", type=numbers)
     flags, others = parser.parse_known_args()
     settings = Settings.read(others)
-    ceilings, weights = floors.measure(settings)
-    benchmark = Benchmark(Engine(settings), ceilings, weights)
+    ceilings = floors.measure(settings)
+    benchmark = Benchmark(Engine(settings), ceilings)
     shape = Path(settings.model_id).name
     for num_rows in flags.rows:
         if num_rows <= settings.max_batch_size and benchmark.fits(num_rows, CONTEXT):

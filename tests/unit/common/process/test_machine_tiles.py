@@ -1,5 +1,7 @@
 """Machine: whether this process may use the matrix unit's registers."""
 
+import ctypes
+
 import pytest
 
 from common.process import machine
@@ -8,7 +10,7 @@ from common.process import machine
 def test_a_processor_without_tiles_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call's number means something else on other processors."""
     monkeypatch.setattr(machine, "features", lambda: "avx512f avx512_bf16")
-    monkeypatch.setattr(machine.ctypes, "CDLL", None)
+    monkeypatch.setattr(ctypes, "CDLL", None)
     assert machine.permits_tiles.__wrapped__() is False
 
 
@@ -25,6 +27,6 @@ def test_linux_decides(answer: int, permits: bool, monkeypatch: pytest.MonkeyPat
             return answer
 
     monkeypatch.setattr(machine, "features", lambda: "amx_bf16 amx_tile")
-    monkeypatch.setattr(machine.ctypes, "CDLL", Library)
+    monkeypatch.setattr(ctypes, "CDLL", Library)
     assert machine.permits_tiles.__wrapped__() is permits
     assert calls == [(158, 0x1023, 18)]
