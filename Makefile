@@ -54,8 +54,9 @@ $(DEV): $(INSTALL)
 	@touch $@ $(RUN)
 
 # Clients that tests/clients runs unmodified, in versions that go together; those of Node where there is npm.
+# And what tests/repo/kubernetes renders and checks manifests with.
 $(CLIENTS): $(DEV) tests/clients/node/package.json
-	@$(BIN)/pip --disable-pip-version-check install -q -e '.[worker,dev,clients]'
+	@$(BIN)/pip --disable-pip-version-check install -q -e '.[worker,dev,clients,kubernetes]'
 	@mkdir -p .venv/node && cp tests/clients/node/package.json .venv/node/
 	@if command -v npm >/dev/null; then npm install --prefix .venv/node --no-audit --no-fund --loglevel error; fi
 	@touch $@

@@ -98,12 +98,15 @@ async def watch_loop() -> None:
     """Observe how late a timer is (`LOOP_HOLD`), and how much of that is work of this thread. Never
     returns.
     """
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     while True:
-        began_s, began_cpu_s, pause_s = time.perf_counter(), time.thread_time(), until_beat(WATCH_INTERVAL_S)
+        pause_s = until_beat(WATCH_INTERVAL_S)
         await asyncio.sleep(pause_s)
-        held_s = max(0.0, time.perf_counter() - began_s - pause_s)
+        ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()  # a call into the kernel: one a beat
+        held_s = max(0.0, ended_s - began_s - pause_s)
         LOOP_HOLD.observe(held_s, "wall")
-        LOOP_HOLD.observe(min(held_s, time.thread_time() - began_cpu_s), "cpu")
+        LOOP_HOLD.observe(min(held_s, ended_cpu_s - began_cpu_s), "cpu")
+        began_s, began_cpu_s = ended_s, ended_cpu_s
 
 
 # --- long work ----------------------------------------------------------------------------------------------

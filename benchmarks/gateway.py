@@ -207,6 +207,9 @@ async def count_instructions(
     tasks = start([gateway], answers, num_steps + COUNTED_MARGIN)
     while len(worker.live) < streams:
         await worker.take()
+        for task in tasks:
+            if task.done():
+                task.result()  # raises: it was refused
     await worker.flush()
     await have_frames([1] * streams)
     first = [len(answer.frames) for answer in answers]

@@ -3,6 +3,9 @@ worker of `benchmarks/gateway.py` does. For figures of vLLM's API server, with v
 
     TOKEN_IDS=$(python -m benchmarks.gateway --ids) PYTHONPATH=benchmarks vllm serve MODEL --enforce-eager \
         --distributed-executor-backend vllm_executor.ScriptedExecutor --max-num-batched-tokens 32768
+
+With VLLM_USE_RUST_FRONTEND=1 the front is vLLM's in Rust, the child process `vllm-rs frontend`. The wheel for
+CUDA has its binary, that of the CPU build has not; VLLM_RUST_FRONTEND_PATH names it.
 """
 
 import os

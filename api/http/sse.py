@@ -156,7 +156,7 @@ class RestOfFeed(Feed[T]):
 def sse_frames(answer: HttpAnswer, bodies: Feed[bytes]) -> Feed[bytes]:
     """The frames of an answer; a frame's id is its number, counted from 1."""
     if not answer.numbered:
-        return MappedFeed(bodies, lambda body: b"data: %b\n\n" % body)
+        return MappedFeed(bodies, b"data: %b\n\n".__mod__)
     ordinals = count(1)
     return MappedFeed(bodies, lambda body: b"id: %d\ndata: %b\n\n" % (next(ordinals), body))
 
@@ -205,7 +205,7 @@ class FeedResponse(Response):
         """
         self.raw_send: Send = scope["state"][RAW_SEND]
         self.cycle = scope["extensions"][CYCLE]
-        self.scope = scope
+        self.http_version = scope["http_version"]
         gone = wait_for_disconnect(scope, receive, self.send_comment)
         await run_until_one_ends(self.send_frames(send), gone, self.ping())
 
@@ -242,7 +242,7 @@ class FeedResponse(Response):
                 return
             new = self.frames.take()
             for frame in new:
-                self.cycle.transport.write(as_chunk(frame, self.scope["http_version"]))
+                self.cycle.transport.write(as_chunk(frame, self.http_version))
             if self.frames.ended or len(new) >= MAX_ITEMS:
                 self.interrupted.set_result(None)
         except Exception as error:

@@ -27,10 +27,17 @@ from common.messages.request import Generate
 
 NO_FIELDS: Mapping[str, Any] = {}
 NO_ENDING = {"finish_reason": None, "stop_reason": None}
+PLACE_OF_TEXT = "\0text\0"
+"""Stands for the text in a chunk that is rendered before its text is known."""
 
 
 class ChoicesRenderer(ABC):
-    """Renders the choices of one answer, as a whole or in chunks: each chunk once, in order."""
+    """Renders the choices of one answer, as a whole or in chunks: each chunk once, in order.
+
+    Attributes:
+        is_plain: whether a choice's chunks between the first and the last differ in nothing but their text.
+        frames: what the plain chunks of a choice have before and after their text, by its index.
+    """
 
     id_prefix: str
     whole_kind: str
@@ -41,6 +48,18 @@ class ChoicesRenderer(ABC):
         self.choices = new_choices(answer, streams)
         self.chunk_head = self.render_head(self.chunk_kind)
         self.logits = LogitsRenderer(answer.rendering.as_file)
+        self.frames: dict[int, tuple[bytes, bytes]] = {}
+        shown = answer.rendering
+        self.is_plain = not (shown.logprobs or shown.token_ids or shown.running_usage or shown.reading)
+
+    def frame_of(self, choice: Choice) -> tuple[bytes, bytes]:
+        """What a choice's plain chunks have before and after their text: rendered when it is first needed."""
+        if (frame := self.frames.get(choice.index)) is None:
+            [delta] = self.render_deltas(choice, TextPiece(PLACE_OF_TEXT, range(0)))
+            chunk = self.render_chunk([{"index": choice.index, **delta, **NO_ENDING}])
+            before, _, after = chunk.rpartition(to_json(PLACE_OF_TEXT))
+            self.frames[choice.index] = frame = before, after
+        return frame
 
     def render_whole(self) -> bytes:
         """The whole response, once all choices have finished."""
@@ -61,6 +80,9 @@ class ChoicesRenderer(ABC):
         """The next chunks of a choice that has a piece: the one before its first piece, or those of the
         piece, which may be none.
         """
+        if choice.begun and choice.stream.terminal is None and self.is_plain:
+            before, after = self.frame_of(choice)
+            return [b"%b%b%b" % (before, to_json(choice.text.step()), after)]
         if choice.is_absent:
             choice.ended = True
             return []

@@ -54,18 +54,14 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
 
     def take(self) -> list[tuple[int, bytes]]:
         new: list[tuple[int, bytes]] = []
-        while self.has_piece:
-            choice = self.turns.pop(0)
+        while self.turns and (choice := self.turns[0]).has_piece:
+            del self.turns[0]
             new += [(choice.index, chunk) for chunk in self.renderer.render_next_chunks(choice)]
             if not choice.ended:
                 self.turns.append(choice)
             if len(new) >= MAX_ITEMS:
                 return new
         return [*new, *self.take_end()]
-
-    @property
-    def has_piece(self) -> bool:
-        return bool(self.turns) and self.turns[0].has_piece
 
     def take_end(self) -> list[tuple[int, bytes]]:
         """The chunks after the last piece, if that was taken: usage, or an error."""

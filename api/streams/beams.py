@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.prompts.tokenizer import ModelTokenizer
-from api.streams.stream import LateText, Stream, StreamTimes
+from api.streams.stream import LateText, Stream
+from api.streams.times import StreamTimes
 from common.messages.beams import REASONS
 from common.messages.events import FINISHED, Terminal
 from common.messages.records import TopTokens

@@ -59,8 +59,7 @@ class Sources:
         self.last[key] = max(number, events.sequence), max(flush, events.flush)
         if len(self.last) > MAX_SOURCES:
             del self.last[next(iter(self.last))]
-        has_events = bool(events.tokens or events.terminals)
-        return flush if events.sequence > number + has_events else None
+        return flush if events.sequence > number + events.has_events else None
 
     def last_flush(self, source: str, channel: str) -> int:
         """The flush of the last message from `source` on `channel`; 0 if there was none."""

@@ -16,11 +16,12 @@ from api.event_loop import PacedQueue
 from api.streams.fill import Filler, Sources
 from api.streams.offers import time_out
 from api.streams.stream import Stream
+from api.streams.times import count_latencies
 from common.broker.client import ERRORS, FailureLog, describe_error
 from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
-from common.messages.events import Events, Terminal, Tokens
+from common.messages.events import Events, Terminal, TokenRow, Tokens, single_token
 from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ LATE_S = 5.0
 """A stream is ended this long after its deadline, if the fleet has not ended it."""
 QUIET_S = 1.0
 """A stream that is silent for this time may have moved to any source, or have been ended by the batcher."""
+UNITS_AT_ONCE = 4
+"""Tokens in columns that are delivered before the clock is read."""
 END_UNITS = 4
 """Cost of an end in units of work: the last frames, and the release of the request."""
 MAX_WAITING = 256
@@ -167,6 +170,7 @@ class Relay:
         self.throttle()
         try:
             events = decode(Events, data)
+            rows = events.columns.rows() if events.columns is not None else iter(())
         except WireError as error:
             log.error("undecodable message: %s", error)
             self.filler.request_fill(self.streams.values())
@@ -177,9 +181,26 @@ class Relay:
         for tokens in events.tokens:
             self.give(tokens, events.source)
             yield 1
+        yield from self.deliver_rows(rows, events.source)
         for terminal in events.terminals:
             self.give(terminal, events.source)
             yield END_UNITS
+
+    def deliver_rows(self, rows: Iterator[TokenRow], source: str) -> Iterator[int]:
+        """Give each token of columns to its stream, as `deliver` does."""
+        streams, num_units, now_s = self.streams, 0, time.monotonic()
+        for row in rows:
+            request_id, attempt, index, record, text = row
+            if (stream := streams.get(request_id)) is None:
+                continue
+            if not stream.add_next(source, attempt, index, record, text, now_s):
+                self.give(single_token(*row), source)
+            num_units += 1
+            if num_units == UNITS_AT_ONCE:
+                yield num_units
+                num_units = 0
+        count_latencies()
+        yield num_units
 
     def give(self, event: Tokens | Terminal, source: str) -> None:
         """Give an event to its stream, if that is live. If tokens before it are missing, request a fill."""

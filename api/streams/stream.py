@@ -1,7 +1,7 @@
 """Stream: one live request in its gateway, with the tokens that events or fills have brought so far.
 
 Its parts come first: texts of tokens that came without (`LateText`), the run that made its tokens
-(`Lineage`), log-probabilities of the prompt (`ScoredPrompt`), and times (`StreamTimes`).
+(`Lineage`), and log-probabilities of the prompt (`ScoredPrompt`).
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from api.http.sse import Change
 from api.prompts.tokenizer import ModelTokenizer
+from api.streams.times import StreamTimes
 from common.broker.committed import Committed
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages.events import FINISHED, Terminal, Tokens
-from common.messages.records import RECORD, TopTokens, unpack_ids, unpack_records, unpack_tokens
+from common.messages.events import FINISHED, Terminal, Tokens, unpack_tokens
+from common.messages.records import RECORD, TopTokens, unpack_ids, unpack_records
 from common.messages.request import Generate
-from common.metrics import catalogue
 
 MAX_AHEAD = 64
 """Events that a stream keeps until those before them have come; further ones are read from Redis."""
@@ -122,51 +122,14 @@ class ScoredPrompt:
         return [(self.ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
 
 
-class StreamTimes:
-    """Monotonic times of one stream, which begins when this is made, and the latencies that follow from them.
-
-    Attributes:
-        service_class: of its request.
-        heard_s, last_event_s: the last event; the last event or fill.
-        placed_s: its start on a worker; if that event was lost, the first token.
-        first_token_s, token_s, ended_s: first token, last token, end. These and `placed_s` are 0 until then.
-    """
-
-    def __init__(self, service_class: str) -> None:
-        self.service_class = service_class
-        self.started_s = time.monotonic()
-        self.heard_s = self.started_s
-        self.last_event_s = self.started_s
-        self.placed_s = 0.0
-        self.first_token_s = 0.0
-        self.token_s = 0.0
-        self.ended_s = 0.0
-
-    def note_event(self) -> None:
-        self.heard_s = self.last_event_s = time.monotonic()
-
-    def note_start(self, since_start_s: float) -> None:
-        """Note that a worker started the request `since_start_s` ago."""
-        self.placed_s = max(self.started_s, time.monotonic() - since_start_s)
-
-    def note_tokens(self, num_new: int) -> None:
-        """Observe the latency of new tokens; tokens that come together share the time since the last one."""
-        if self.first_token_s:
-            latency_s = (self.last_event_s - self.token_s) / num_new
-            catalogue.TOKEN_LATENCY.observe(latency_s, self.service_class, times=num_new)
-        else:
-            self.placed_s = self.placed_s or self.last_event_s
-            self.first_token_s = self.last_event_s
-            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, self.service_class)
-        self.token_s = self.last_event_s
-
-
 class Stream:
     """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`; any number
     of tasks wait on `ended`.
 
     Attributes:
         answer: the packed answer, if this is its first request: Redis keeps it with the request.
+        may_be_last: whether the last token so far may be the last one of all.
+        is_plain: whether the request asks for no likeliest tokens and no log-probabilities of its prompt.
         admitted: whether Redis is known to have the request.
         deadline_s: monotonic time by which the fleet must have ended it.
         ended_here: whether only this gateway ended it, so that its request must be cancelled.
@@ -189,6 +152,9 @@ class Stream:
         stopping = request.stopping
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
         self.ending_ids = eos_ids.union(stopping.stop_ids)
+        self.max_new_tokens = stopping.max_new_tokens
+        self.may_be_last = False
+        self.is_plain = not request.top_n_tokens and request.prompt_logprobs is None
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
         self.admitted = False
         self.left = False
@@ -240,14 +206,7 @@ class Stream:
         """Number of tokens that may be shown now. The last one is shown together with the end, so a token
         that may be the last one waits.
         """
-        waits = self.finished if self.terminal else self.may_be_last
-        return self.num_tokens - waits
-
-    @property
-    def may_be_last(self) -> bool:
-        stopped = self.matcher is not None and self.matcher.matched
-        has_all = self.num_tokens == self.request.stopping.max_new_tokens
-        return bool(self.ids) and (stopped or has_all or self.ids[-1] in self.ending_ids)
+        return len(self.ids) - (self.may_be_last if self.terminal is None else self.finished)
 
     @property
     def text(self) -> str:
@@ -272,6 +231,45 @@ class Stream:
             return True
         self.attempt = tokens.attempt
         return self.add_tokens(tokens, source)
+
+    def add_next(
+        self, source: str, attempt: int, index: int, record: tuple[int, float], text: str, now_s: float
+    ) -> bool:
+        """Add one token of an event if it is the next one of the run that made the last one, and nothing else
+        waits, as is nearly always so. Else return False: `add_event` says what becomes of it.
+        """
+        lineage = self.lineage
+        if (
+            index != len(self.ids)
+            or attempt != lineage.attempt
+            or attempt != self.attempt
+            or source != lineage.worker
+            or lineage.rewound
+            or self.ahead
+            or self.awaited_end
+            or self.terminal
+            or not self.is_plain
+        ):
+            return False
+        self.source = source
+        self.times.note_next(now_s)
+        token_id, logprob = record
+        self.ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.texts.append(text)
+        if self.matcher is not None and index >= self.request.stopping.min_new_tokens:
+            self.matcher.step(text)
+        self.note_last(token_id)
+        self.changed.set()
+        return True
+
+    def note_last(self, token_id: int) -> None:
+        """Note the last token so far."""
+        self.may_be_last = (
+            token_id in self.ending_ids
+            or len(self.ids) == self.max_new_tokens
+            or (self.matcher is not None and self.matcher.matched)
+        )
 
     def add_logged(self, tokens: Tokens, worker: str) -> None:
         """Add the new ones of `tokens`, which were read from a worker's log."""
@@ -386,4 +384,5 @@ class Stream:
         if self.matcher is not None:
             unmatched = max(0, self.request.stopping.min_new_tokens - self.num_tokens + len(ids))
             self.matcher.step("".join(texts[unmatched:]))
+        self.note_last(ids[-1])
         self.changed.set()

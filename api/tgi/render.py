@@ -51,11 +51,9 @@ class StreamBodies(Feed[bytes]):
         self.num_shown = 0
 
     def take(self) -> list[bytes]:
-        stream, num_ready = self.stream, self.stream.num_ready
-        new: list[bytes] = []
-        while self.num_shown < num_ready and len(new) < MAX_ITEMS:
-            new.append(render_frame(stream, self.num_shown))
-            self.num_shown += 1
+        stream, num_ready, first = self.stream, self.stream.num_ready, self.num_shown
+        new = [render_frame(stream, i) for i in range(first, min(num_ready, first + MAX_ITEMS))]
+        self.num_shown += len(new)
         if stream.terminal and self.num_shown >= num_ready:
             self.ended = True
             details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
@@ -106,16 +104,12 @@ def render_frame(
     index: int | None = None,
 ) -> bytes:
     """The body of the frame of token `i`; its `index` is by default the token's number."""
-    tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
-    return to_json(
-        {
-            "index": i + 1 if index is None else index,
-            "token": render_token(stream, i),
-            **tops,
-            "generated_text": text,
-            "details": details,
-        }
-    )
+    frame = {"index": i + 1 if index is None else index, "token": render_token(stream, i)}
+    if stream.tops:
+        frame["top_tokens"] = render_top_tokens(stream, i)
+    frame["generated_text"] = text
+    frame["details"] = details
+    return to_json(frame)
 
 
 def render_last_frame(stream: Stream, num_shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
@@ -193,21 +187,27 @@ def render_details(stream: Stream) -> dict[str, Any]:
 
 
 def render_token(stream: Stream, i: int) -> dict[str, Any]:
-    return render_token_id(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
+    token_id = stream.ids[i]
+    return {
+        "id": token_id,
+        "text": stream.texts[i],
+        "logprob": stream.logprobs[i],
+        "special": token_id in stream.tokenizer.special_ids,
+    }
 
 
 def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
     """The most likely tokens at position `i`; the text of each is decoded alone."""
-    decode = stream.tokenizer.backend.decode
+    decode, special_ids = stream.tokenizer.backend.decode, stream.tokenizer.special_ids
     return [
-        render_token_id(stream, top, decode([top], skip_special_tokens=False), logprob)
-        for top, logprob in stream.tops[i]
+        {
+            "id": token_id,
+            "text": decode([token_id], skip_special_tokens=False),
+            "logprob": logprob,
+            "special": token_id in special_ids,
+        }
+        for token_id, logprob in stream.tops[i]
     ]
-
-
-def render_token_id(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
-    special = token_id in stream.tokenizer.special_ids
-    return {"id": token_id, "text": text, "logprob": logprob, "special": special}
 
 
 def render_prefill(stream: Stream) -> list[dict[str, Any]]:

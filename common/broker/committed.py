@@ -17,8 +17,8 @@ from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.keys import SEALED
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode, from_map, unpack
-from common.messages.events import Events, Tokens
-from common.messages.records import RECORD, pack_tokens
+from common.messages.events import Events, TokenColumns, Tokens, pack_tokens, single_token
+from common.messages.records import RECORD
 
 T = TypeVar("T")
 LogItem = tuple[bytes, dict[bytes, bytes]]
@@ -165,7 +165,7 @@ def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
     for _, fields in entries:
         for message in logged_messages(fields):
             with contextlib.suppress(WireError):
-                yield from decode(Events, message).tokens
+                yield from decode(Events, message).all_tokens
 
 
 def logged_messages(fields: dict[bytes, bytes]) -> Iterator[bytes]:
@@ -273,7 +273,11 @@ async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> Asy
 def tokens_of(message: bytes, requests: Container[str]) -> list[Tokens]:
     """The tokens of those requests alone in a message of a log; none if it cannot be read."""
     try:
-        items = unpack(Events, message)["t"]
-        return [from_map(Tokens, item) for item in items if item["id"] in requests]
+        fields = unpack(Events, message)
+        tokens = [from_map(Tokens, item) for item in fields["t"] if item["id"] in requests]
+        if columns := fields.get("c"):
+            rows = from_map(TokenColumns, columns).rows()
+            tokens += [single_token(*row) for row in rows if row[0] in requests]
+        return tokens
     except (WireError, KeyError, TypeError):
         return []

@@ -195,8 +195,8 @@ def check_type(value: Any, kind: type) -> Any:
 
 
 def check_items(values: Any, kind: type) -> Any:
-    for value in check_type(values, list):
-        check_type(value, kind)
+    for wrong in {*map(type, check_type(values, list))} - {kind}:
+        raise TypeError(f"{wrong.__name__}, not {kind.__name__}")
     return values
 
 

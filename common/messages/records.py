@@ -10,7 +10,6 @@ from sys import byteorder
 from typing import Any
 
 from common.messages.codec import WireError
-from common.messages.events import Tokens
 
 if byteorder != "little":
     raise ImportError("token ids travel as little-endian int32; this machine is big-endian")
@@ -51,10 +50,6 @@ def unpack(code: str, data: bytes) -> list[Any]:
     values = array(code)
     values.frombytes(data)
     return values.tolist()
-
-
-def pack_tokens(tokens: Tokens) -> bytes:
-    return pack_records(tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs)
 
 
 def pack_records(ids: bytes, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> bytes:
@@ -99,17 +94,3 @@ def unpack_records(records: bytes, width: int = 1) -> tuple[list[int], list[floa
     own = unpacked[::width]
     tops = [unpacked[i + 1 : i + width] for i in range(0, len(unpacked), width)] if width > 1 else []
     return [token_id for token_id, _ in own], [logprob for _, logprob in own], tops
-
-
-def unpack_tokens(tokens: Tokens, num_tops: int) -> tuple[list[int], list[float], list[TopTokens]]:
-    """Return ids, log-probabilities and likeliest tokens of an event, or of a log's. Raises WireError."""
-    ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
-    if (
-        len(ids) != len(logprobs)
-        or len(tokens.texts) not in (0, len(ids))
-        or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * len(ids) * num_tops
-    ):
-        raise WireError(
-            f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens"
-        )
-    return ids, logprobs, unpack_records(pack_tokens(tokens), 1 + num_tops)[2] if tokens.top_ids else []

@@ -5,9 +5,11 @@ the pool's sums. So changes must be cheap to find, and many equal values (the ro
 """
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Literal
 
 INFINITY = float("inf")
@@ -79,12 +81,12 @@ class Histogram(Metric):
         parts[self.bounds[bisect_left(self.bounds, value)]] += times
         parts[TOTAL] += value * times
 
-    def observe_all(self, values: Iterable[float], *labels: str) -> None:
+    def observe_all(self, values: Sequence[float], *labels: str) -> None:
         """Count each of the values."""
         parts = self.series[labels]
-        for value in values:
-            parts[self.bounds[bisect_left(self.bounds, value)]] += 1
-            parts[TOTAL] += value
+        for place, times in Counts(map(bisect_left, repeat(self.bounds), values)).items():
+            parts[self.bounds[place]] += times
+        parts[TOTAL] += sum(values)
 
     def fit(self, limit: int) -> None:
         """Set the bounds to a hundred equal steps up to `limit`."""

@@ -84,8 +84,12 @@ def find_kubectl() -> str | None:
 
 
 def render(overlay: str) -> list[Manifest]:
-    """Return the manifests of an overlay, with settings under their plain name."""
-    command = [find_kubectl() or "kubectl", "kustomize", str(HERE / "overlays" / overlay)]
+    return render_folder(HERE / "overlays" / overlay)
+
+
+def render_folder(folder: Path) -> list[Manifest]:
+    """Return what a folder's kustomization renders, with the settings under their plain name."""
+    command = [find_kubectl() or "kubectl", "kustomize", str(folder)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [one for one in yaml.safe_load_all(re.sub(rf"{SETTINGS}-\w+", SETTINGS, text)) if one]
 
@@ -94,7 +98,7 @@ def named(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
     return {(one["kind"], one["metadata"]["name"]): one for one in manifests}
 
 
-def is_optional(kind: str, name: str) -> str:
+def condition_of(kind: str, name: str) -> str:
     """Return the value without which an object is left out; empty if it is always there."""
     if name == "tokenfleet-redis":
         return "redis.enabled"
@@ -210,7 +214,7 @@ def template_of(manifest: Manifest) -> str:
     for i in range(len(manifest["spec"]["triggers"]) if kind == "ScaledObject" else 0):
         place_trigger(template, ["spec", "triggers", i, "metadata"])
     text = template.text()
-    if condition := is_optional(kind, name):
+    if condition := condition_of(kind, name):
         text = f"{{{{- if .Values.{condition} }}}}\n{text}{{{{- end }}}}\n"
     return text
 

@@ -97,7 +97,7 @@ def count_proposals(step: StepResult) -> None:
     num_tokens = Counter(row for row, *_ in step.sampled)
     catalogue.PROPOSED_TOKENS.add(step.proposed_tokens)
     catalogue.ACCEPTED_TOKENS.add(step.num_samples - len(num_tokens))
-    catalogue.SKIPPED_TOKENS.observe_all(number - 1 for number in num_tokens.values())
+    catalogue.SKIPPED_TOKENS.observe_all([number - 1 for number in num_tokens.values()])
 
 
 def method_of(step: StepResult) -> str:

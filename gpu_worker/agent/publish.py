@@ -4,7 +4,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,11 @@ from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.messages.codec import encode
-from common.messages.events import ChannelSequences, Events, Terminal, Tokens, terminal_for
+from common.messages.events import ChannelSequences, Events, Terminal, terminal_for
 from common.messages.plan import Report
 from common.messages.records import RECORD
 from common.metrics import catalogue
-from gpu_worker.agent.row_text import RowText
+from gpu_worker.agent.row_text import RowText, take_columns
 from gpu_worker.agent.state import Outbox
 
 SPILL_EVERY = 64
@@ -142,14 +142,14 @@ class Publisher:
         self.sequence += 1
         trim = self.spill_due or (self.sequence - self.resynced_at) % SPILL_EVERY == 0
         self.spill_due = False
-        by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
+        by_channel: defaultdict[str, list[RowText]] = defaultdict(list)
         for row in outbox.rows:
-            by_channel[row.request.channel].append(row.new_tokens())
+            by_channel[row.request.channel].append(row)
         return Flush(
             sequence=self.sequence,
             report=report,
             acknowledged=acknowledged,
-            messages=[(channel, self.event(channel, tokens, [])) for channel, tokens in by_channel.items()],
+            messages=[(channel, self.event(channel, rows)) for channel, rows in by_channel.items()],
             prompts=[
                 FlushedPrompt(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts
             ],
@@ -174,10 +174,14 @@ class Publisher:
             spills=[spill.flushed for spill in flush.spills],
         )
 
-    def event(self, channel: str, tokens: list[Tokens], terminals: list[Terminal]) -> bytes:
-        """The next message of a channel; without a channel, of the log alone."""
+    def event(self, channel: str, rows: Sequence[RowText], terminals: Sequence[Terminal] = ()) -> bytes:
+        """The next message of a channel, with the new tokens of these rows; without a channel, of the log
+        alone.
+        """
         number = self.channels.next_number(channel, self.sequence) if channel else 0
-        return encode(Events(self.incarnation, number, tokens, terminals, self.sequence))
+        columns = take_columns(rows)
+        tokens = [row.new_tokens() for row in rows if row.texts]
+        return encode(Events(self.incarnation, number, tokens, [*terminals], self.sequence, columns))
 
     def terminal(self, row: RowText, why: str) -> FlushedTerminal:
         request, channel = row.request, row.request.channel

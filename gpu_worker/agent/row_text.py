@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.block_hashes import extend_hashes
-from common.messages.events import Tokens
+from common.messages.events import TokenColumns, Tokens
 from common.messages.plan import HeldRow, NewRow
 from common.messages.records import (
     RECORD,
@@ -153,6 +153,21 @@ class RowText:
         generated, *_ = unpack_columns(self.records, 0, self.request.width)
         known = extend_hashes(hashes, (self.request.prompt_ids + generated)[: 4 * kv_len])
         return known[len(hashes) :]
+
+
+def take_columns(rows: Sequence[RowText]) -> TokenColumns | None:
+    """Take the new tokens that can be sent in columns; None if there are none."""
+    single = [row for row in rows if len(row.texts) == 1 < row.num_tokens and not row.request.top_n_tokens]
+    if not single:
+        return None
+    size = RECORD.size
+    return TokenColumns(
+        request_ids=[row.request.request_id for row in single],
+        attempts=[row.attempt for row in single],
+        indices=[row.num_tokens - 1 for row in single],
+        records=b"".join([row.records[-size:] for row in single]),
+        texts=[row.texts.pop() for row in single],
+    )
 
 
 @dataclass(slots=True)

@@ -103,7 +103,8 @@ class StepHandler:
                 if number == previous:
                     self.state.ahead[number] = row
                 previous = number
-                if row.matches_stop_string(row.add(token_id, logprob, top_logprobs.get(place))):
+                text = row.add(token_id, logprob, top_logprobs.get(place))
+                if row.matcher is not None and row.matches_stop_string(text):
                     self.end_at_stop_string(row, step)
 
     def add_prompts(self, step: StepResult) -> None:

@@ -44,7 +44,7 @@ async def published_tokens(pubsub: Any) -> dict[str, list[Any]]:
     """Return [id, text, log-probability] of every published token, by request."""
     published: dict[str, list[Any]] = {}
     while (message := await pubsub.get_message(timeout=0.2)) is not None:
-        for tokens in decode(Events, message["data"]).tokens if message["type"] == "pmessage" else ():
+        for tokens in decode(Events, message["data"]).all_tokens if message["type"] == "pmessage" else ():
             triples = zip(unpack_ids(tokens.ids), tokens.texts, unpack_floats(tokens.logprobs), strict=True)
             published.setdefault(tokens.request_id, []).extend(map(list, triples))
     return published

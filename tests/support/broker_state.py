@@ -16,6 +16,7 @@ from common.messages.events import Events, Tokens
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
+from tests.support.token_columns import as_sent
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -87,12 +88,12 @@ async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 
 
 
 def make_tokens(request_id: str, index: int, ids: Items[int], attempt: int = 1) -> Tokens:
-    return Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))
+    return Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)), ["x"] * len(ids))
 
 
 async def write_log(redis: Redis, incarnation: str, *tokens: Tokens) -> None:
     """Append one flush to a worker's log."""
-    await redis.xadd(KEYS.log(incarnation), {"entry": encode(Events("w", 0, list(tokens)))})
+    await redis.xadd(KEYS.log(incarnation), {"entry": encode(Events("w", 0, **as_sent(tokens)))})
 
 
 async def error_of(redis: Redis, request_id: str) -> bytes | None:

@@ -8,6 +8,7 @@ from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.token_columns import as_sent
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
@@ -41,7 +42,6 @@ def end(num_tokens: int, request_id: str = "r") -> Terminal:
 
 
 def event_message(sequence: int, *events: Tokens | Terminal, source: str = "w0") -> bytes:
-    new_tokens = [event for event in events if isinstance(event, Tokens)]
-    return encode(
-        Events(source, sequence, new_tokens, [event for event in events if isinstance(event, Terminal)])
-    )
+    tokens = as_sent(event for event in events if isinstance(event, Tokens))
+    terminals = [event for event in events if isinstance(event, Terminal)]
+    return encode(Events(source, sequence, terminals=terminals, **tokens))

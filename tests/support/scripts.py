@@ -16,6 +16,7 @@ from common.messages.events import Events, Terminal, Tokens
 from common.messages.plan import Plan
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.token_columns import as_sent
 
 KEYS = Keys("test")
 REQUEST = Generate("r1", "d", b"", StoppingParams(1), channel="ch", gateway="g")
@@ -79,9 +80,10 @@ async def save(redis: Redis, request: SavedRequest, epoch: int = 5) -> str:
 
 
 def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:
-    return encode(
-        Events("w", 0, [Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
+    tokens = Tokens(
+        request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)), ["x"] * len(ids)
     )
+    return encode(Events("w", 0, **as_sent([tokens])))
 
 
 def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes = b"") -> FlushedTerminal:

@@ -126,15 +126,11 @@ async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) 
         assert await wait_until(lambda: incarnation_of(redis, "w0")) == next_incarnation(incarnation)
         assert all(process.is_running() for process in processes)
         after_resuming = await received_events(pubsub)
-    assert not [
-        events
-        for events in after_resuming
-        if events.source == incarnation and (events.tokens or events.terminals)
-    ]
+    assert not [events for events in after_resuming if events.source == incarnation and events.has_events]
     assert [
         events
         for events in while_suspended + after_resuming
-        if events.source != incarnation and events.tokens
+        if events.source != incarnation and events.all_tokens
     ], "other workers publish"
     ids = await load.whole()
     if undisturbed is not None:

@@ -116,6 +116,7 @@ NOT_ASKED = {
     "its binary tensors": "tests/integration/api/kserve",
     "`tracestate`": "spans go without it",
     "SIGTERM to one machine": "no request can ask for it",
+    "vLLM's metrics of single steps": "/metrics lacks their names",
     "Its compiler came": "it says how an image was built",
     "All are refused by name": "it says how",
     "quantised experts": "dequantised at load",

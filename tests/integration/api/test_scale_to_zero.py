@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from api.requests.pool import longest_request
 from common.settings.settings import Settings
+from deploy.kubernetes.make_chart import HERE
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
@@ -18,8 +20,9 @@ from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.waiting import wait_until
 
 BODY = {"inputs": "a", "parameters": {"max_new_tokens": 3, "details": True}}
-LIVE = 'tokenfleet_live_requests{pool="default"}'
-"""What a scaler reads (deploy/kubernetes/overlays/keda)."""
+SCALER, *_ = yaml.safe_load_all((HERE / "overlays/keda/scaler.yaml").read_text())
+LIVE: str = SCALER["spec"]["triggers"][0]["metadata"]["valueLocation"]
+"""What the scaler of deploy/kubernetes reads."""
 
 
 async def is_ready(client: httpx.AsyncClient) -> bool:

@@ -50,7 +50,7 @@ class Client:
     async def read(self) -> None:
         while (message := await self.pubsub.get_message(timeout=0)) is not None:
             if message["type"] == "message":
-                for tokens in decode(Events, message["data"]).tokens:
+                for tokens in decode(Events, message["data"]).all_tokens:
                     assert tokens.index == len(self.shown[tokens.request_id]), "no token is lost or repeated"
                     self.shown[tokens.request_id] += unpack_ids(tokens.ids)
 

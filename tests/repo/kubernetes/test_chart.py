@@ -20,6 +20,11 @@ def test_the_chart_is_what_the_overlays_make() -> None:
     }
 
 
+def test_helm_finds_no_fault_in_the_chart() -> None:
+    chart = pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed")
+    assert chart.lint(str(CHART))["errors"] == []
+
+
 @pytest.mark.parametrize(
     ("overlay", "values"),
     [

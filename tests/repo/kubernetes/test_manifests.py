@@ -1,5 +1,6 @@
 """What the overlays of deploy/kubernetes render: valid, restricted, and in step with compose and settings."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from common.metrics import catalogue
 from common.rank import machine_ranks
 from common.settings.fields import SettingFields
 from common.settings.settings import Settings
+from deploy.kubernetes import make_chart
 from deploy.kubernetes.make_chart import SETTINGS, Manifest, named
 from deploy.launcher.shutdown import LAST_WORDS_S
 from tests.support.manifests import OVERLAYS, containers, is_selected, needs_kubectl, of_kind, pods, rendered
@@ -56,6 +58,7 @@ def test_pods_are_restricted(manifests: list[Manifest]) -> None:
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not spec["automountServiceAccountToken"]
         assert not spec["enableServiceLinks"], "GATEWAY_PORT of a Service would be read as a setting"
+        assert spec.get("shareProcessNamespace", False) is (spec["containers"][0]["name"] != "redis")
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()
         assert all("hostPath" not in volume for volume in spec.get("volumes", ()))
         for container in spec["containers"]:
@@ -253,3 +256,18 @@ def test_a_leader_worker_set_starts_a_rank_for_each_gpu() -> None:
     ranks = machine_ranks(settings, settings.num_shard or 0)
     assert len(ranks) == int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert (ranks[0].rank, ranks[0].address) == (8, "w-0.w")
+
+
+def test_the_overlay_of_the_page_renders_with_its_images_settings_and_replicas(tmp_path: Path) -> None:
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    [example] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "resources:" in text]
+    local = os.path.relpath(make_chart.HERE / "overlays/gpu", tmp_path.resolve())
+    kustomization = re.sub(r"resources: \[.*\]", f"resources: [{local}]", example)
+    (tmp_path / "kustomization.yaml").write_text(kustomization)
+    asked, manifests = yaml.safe_load(kustomization), make_chart.render_folder(tmp_path)
+    images = {f"{one['newName']}:{one['newTag']}" for one in asked["images"]}
+    assert {one["image"] for name, one in containers(manifests).items() if name != "redis"} == images
+    [generated] = asked["configMapGenerator"]
+    assert dict(one.split("=") for one in generated["literals"]).items() <= settings_of(manifests).items()
+    [scaled] = asked["replicas"]
+    assert named(manifests)["Deployment", scaled["name"]]["spec"]["replicas"] == scaled["count"]

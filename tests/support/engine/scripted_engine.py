@@ -84,7 +84,7 @@ def published_counts(url: str, channel: str) -> Iterator[int]:
         for message in listener.listen():
             if message["type"] == "subscribe":
                 yield 0
-            elif tokens := decode(Events, message["data"]).tokens:
+            elif tokens := decode(Events, message["data"]).all_tokens:
                 yield tokens[0].index + len(tokens[0].ids) // 4
 
 

@@ -21,18 +21,11 @@ from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTer
 from common.detokenize import Detokenizer
 from common.messages.beams import BeamSequence, pack_sequences
 from common.messages.codec import decode, encode
-from common.messages.events import ChannelSequences, Events, Terminal, Tokens
+from common.messages.events import ChannelSequences, Events, Terminal, Tokens, pack_tokens
 from common.messages.plan import WorkerCapacity
-from common.messages.records import (
-    RECORD,
-    pack_floats,
-    pack_ids,
-    pack_records,
-    pack_tokens,
-    unpack_floats,
-    unpack_ids,
-)
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, unpack_floats, unpack_ids
 from common.messages.request import Cancel, Generate
+from tests.support.token_columns import as_sent
 
 SPILL_STEPS = 5
 IDLE_MS = 20
@@ -239,7 +232,7 @@ class FakeWorker:
             published = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
             if published:
                 number = self.channels.next_number(channel, self.sequence)
-                events = Events(self.incarnation, number, published, flush=self.sequence)
+                events = Events(self.incarnation, number, **as_sent(published), flush=self.sequence)
                 messages.append((channel, encode(events)))
         with_prompt_logprobs = [
             live

@@ -1,6 +1,7 @@
 // Work that threads share: phases of units, one phase after the other.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -25,10 +26,20 @@ inline void spin() {
 #endif
 }
 
-constexpr int SPINS = 100;  // so often a thread looks before it offers its core to others each time
+// How a thread waits for others: it looks SPINS times, then offers its core to other processes, YIELDS times
+// (some 0.3 ms where none takes it). Then it sleeps for moments: the system continues a thread that has lost
+// its core on one that is idle, but not on one that is offered.
+constexpr int SPINS = 100, YIELDS = 1000;
+constexpr std::chrono::microseconds MOMENT{100};
 
-// What the threads of a region share. A phase is over when its units are done, not when all threads have come:
-// a thread that has lost its core to another process holds up nobody, unless it lost it within a unit.
+inline void wait(int times) {
+    if (times < SPINS) spin();
+    else if (times < SPINS + YIELDS) std::this_thread::yield();
+    else std::this_thread::sleep_for(MOMENT);
+}
+
+// What the threads of a region share. A phase is over when its units are done, not when all threads have
+// come: a thread that has lost its core to another process holds up nobody, unless it lost it within a unit.
 struct Progress {
     struct alignas(64) Claimed {
         std::atomic<uint64_t> next{0};  // the phase in the upper half, the units claimed in it in the lower
@@ -77,9 +88,6 @@ public:
             for (int unit; (unit = claim(owner, begin, end)) < end; completed++) each(unit);
         }
         if (completed) progress.done.fetch_add(completed, std::memory_order_release);
-        for (int spins = 0; progress.done.load(std::memory_order_acquire) < expected; spins++) {
-            if (spins < SPINS) spin();
-            else std::this_thread::yield();
-        }
+        for (int times = 0; progress.done.load(std::memory_order_acquire) < expected; times++) wait(times);
     }
 };

@@ -11,9 +11,10 @@ from api.streams.fill import Sources
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.records import RECORD, pack_tokens
+from common.messages.events import Events, Terminal, Tokens, pack_tokens
+from common.messages.records import RECORD
 from tests.support.events import IDS, KEYS, new_stream, tokens
+from tests.support.token_columns import as_sent
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
@@ -55,11 +56,12 @@ class Source:
         streams = self.streams[: len(self.streams) - without]
         await self.redis.xadd(
             KEYS.log(self.name),
-            {"entry": encode(Events("w", 0, self.new_tokens(streams)))},
+            {"entry": encode(Events("w", 0, **as_sent(self.new_tokens(streams))))},
             id=f"{self.num_flushes}-0",
         )
         if not lost:
-            events = Events(self.name, self.number, self.new_tokens(streams), flush=self.num_flushes)
+            sent = as_sent(self.new_tokens(streams))
+            events = Events(self.name, self.number, flush=self.num_flushes, **sent)
             await self.redis.publish(self.relay.channel, encode(events))
 
     async def spill(self) -> None:

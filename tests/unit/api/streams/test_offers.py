@@ -16,18 +16,16 @@ from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.broker.request_scripts import OfferReply
 from common.messages.codec import decode, encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.records import pack_columns, pack_tokens, unpack_records
+from common.messages.events import Events, Terminal, Tokens, pack_tokens
+from common.messages.records import pack_columns, unpack_records
 from common.messages.request import Cancel, Generate, Resume
-from tests.support.events import IDS, KEYS, end, new_stream, tokens
+from tests.support.events import IDS, KEYS, end, event_message, new_stream, tokens
 from tests.support.waiting import wait_until
 
 
 async def publish(relay: Relay, number: int, *events: Tokens | Terminal, source: str = "w1") -> None:
     """A message that has come."""
-    new = [event for event in events if isinstance(event, Tokens)]
-    ends = [event for event in events if isinstance(event, Terminal)]
-    list(relay.deliver(encode(Events(source, number, new, ends))))
+    list(relay.deliver(event_message(number, *events, source=source)))
 
 
 async def shown(

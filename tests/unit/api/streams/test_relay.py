@@ -13,10 +13,11 @@ from common.broker.client import connect
 from common.broker.committed import Committed
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, pack_tokens
+from common.messages.events import Events, Terminal, TokenColumns, Tokens, pack_tokens
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_records
 from common.messages.request import Generate, StoppingParams
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
+from tests.support.token_columns import as_sent
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
 
@@ -57,6 +58,26 @@ SEQUENCES: list[
         True,
     ),
     ("half an id", [event_message(1, Tokens("r", 1, 0, b"abc", b"", []))], True),
+    (
+        "columns that differ in length",
+        [encode(Events("w0", 1, columns=TokenColumns(["r"], [1], [1], b"", ["a"])))],
+        True,
+    ),
+    (
+        "a token of columns that comes too early",
+        [event_message(1, tokens(0, 1)), event_message(2, tokens(2, 3))],
+        True,
+    ),
+    (
+        "a token of a newer run, in columns, in place of one that was shown",
+        [event_message(1, tokens(0, 2)), event_message(2, tokens(2, 3)), event_message(3, tokens(2, 3, 2))],
+        True,
+    ),
+    (
+        "a token of an older run, in columns",
+        [event_message(1, tokens(0, 2, 2)), event_message(2, tokens(2, 3))],
+        False,
+    ),
     ("a request that is not ours", [event_message(1, tokens(5, 6, request_id="x"))], False),
 ]
 
@@ -85,7 +106,8 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
         )
     for i in range(spilled, logged):
         await redis.xadd(
-            KEYS.log("w0"), {"entry": encode(Events("w", 0, [tokens(i, i + 1, request_id=request_id)]))}
+            KEYS.log("w0"),
+            {"entry": encode(Events("w", 0, **as_sent([tokens(i, i + 1, request_id=request_id)])))},
         )
 
 

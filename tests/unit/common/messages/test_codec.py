@@ -7,10 +7,10 @@ import pytest
 
 from common.messages.answer import AnswerTrace, HttpAnswer, InferOutputs, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
-from common.messages.events import Events, Terminal, Timeline, TimelineEvent, Tokens
+from common.messages.events import Events, Terminal, Timeline, TimelineEvent, TokenColumns, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.plan import HeldRow, NewRow, Plan, Report, WorkerCapacity, WorkerDied
-from common.messages.records import RECORD, pack_floats, pack_ids, unpack_ids
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, unpack_ids
 from common.messages.request import Cancel, Generate, Resume, SamplingParams, StoppingParams
 
 SAMPLING = SamplingParams(
@@ -62,6 +62,7 @@ TOKENS_MAP = {"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf"
     "nc": 16,
 }
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7, num_cached=16)
+RECORDS = pack_records(pack_ids([5, 6]), pack_floats([-0.5, -1.0]), b"", b"")
 EXAMPLES = [
     (
         GENERATE,
@@ -210,7 +211,12 @@ EXAMPLES = [
             "q": 6,
             "t": [TOKENS_MAP],
         }
-        | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}], "f": 9},
+        | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}], "f": 9, "c": None},
+    ),
+    (
+        Events("w0-1", 6, flush=9, columns=TokenColumns(["r1", "r2"], [2, 1], [3, 8], RECORDS, ["hi", ""])),
+        {"v": 1, "s": "w0-1", "q": 6, "t": [], "x": [], "f": 9}
+        | {"c": {"id": ["r1", "r2"], "a": [2, 1], "i": [3, 8], "r": RECORDS, "x": ["hi", ""]}},
     ),
     (
         Timeline([TimelineEvent(5, "ended", "w0-1", 2, 37, "length", 16)]),

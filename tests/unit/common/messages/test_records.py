@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.events import Tokens
+from common.messages.events import Tokens, pack_tokens
 from common.messages.records import (
     RECORD,
     pack_floats,
     pack_ids,
     pack_records,
-    pack_tokens,
     unpack_columns,
     unpack_records,
 )

@@ -14,8 +14,8 @@ from common.broker.pool_client import PoolClient
 from common.broker.request_scripts import AdmitReply
 from common.broker.worker_scripts import FlushedPrompt, FlushedTerminal
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.records import RECORD, pack_floats, pack_ids, pack_tokens, unpack_records
+from common.messages.events import Events, Terminal, Tokens, pack_tokens
+from common.messages.records import RECORD, pack_floats, pack_ids, unpack_records
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
     KEYS,

@@ -30,7 +30,7 @@ async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent,
         await agent.flusher.flush()
         events = [decode(Events, message) for message in await published()]
     assert [event.sequence for event in events] == [1, 2]
-    (tokens,) = events[0].tokens
+    (tokens,) = events[0].all_tokens
     assert (tokens.index, unpack_ids(tokens.ids), tokens.texts) == (0, [first, second], [" the", " sea"])
     [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
     assert decode(Events, fields[f"entry:{CHANNEL}".encode()]) == events[0]

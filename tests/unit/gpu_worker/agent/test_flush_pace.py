@@ -49,7 +49,7 @@ async def logged(redis: Redis, ids: list[list[int]]) -> None:
             for _, fields in await redis.xrange(KEYS.log("w0-1"))
             for message in logged_messages(fields)
         ]
-        return [[one for tokens in entry.tokens for one in unpack_ids(tokens.ids)] for entry in entries]
+        return [[one for tokens in entry.all_tokens for one in unpack_ids(tokens.ids)] for entry in entries]
 
     async def has_ids() -> bool:
         return await flushes() == ids

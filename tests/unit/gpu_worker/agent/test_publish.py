@@ -30,9 +30,36 @@ async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent:
     assert await agent.publisher.write(flush) == []
     [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
     logged = [decode(Events, message) for message in logged_messages(fields)]
-    assert {(unpack_ids(one.tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
+    assert {(unpack_ids(one.all_tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
     assert [message for _, message in flush.messages] == [*logged_messages(fields)]
     assert [*agent.publisher.channels.last_number] == [CHANNEL]
+
+
+async def test_single_tokens_after_the_first_are_published_in_columns(agent: Agent) -> None:
+    await start(agent, row=1)
+    await start(agent, row=2)
+    step(agent, {1: (0, 5)})
+    events = [decode_only_message(agent)]
+    step(agent, {1: (1, 6), 2: (0, 7)})
+    events.append(decode_only_message(agent))
+    step(agent, {1: (2, 8), 2: (1, 9)})
+    step(agent, {2: (2, 10)})
+    events.append(decode_only_message(agent))
+    sent = [([one.request_id for one in event.tokens], event.columns) for event in events]
+    assert [others for others, _ in sent] == [["r1"], ["r2"], ["r2"]]
+    assert [columns and (columns.request_ids, columns.indices) for _, columns in sent] == [
+        None,
+        (["r1"], [1]),
+        (["r1"], [2]),
+    ]
+    ids = {(one.request_id, one.index): unpack_ids(one.ids) for event in events for one in event.all_tokens}
+    assert ids == {("r1", 0): [5], ("r1", 1): [6], ("r2", 0): [7], ("r1", 2): [8], ("r2", 1): [9, 10]}
+
+
+def decode_only_message(agent: Agent) -> Events:
+    outbox, agent.state.outbox = agent.state.outbox, Outbox()
+    [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
+    return decode(Events, message)
 
 
 async def test_live_rows_are_spilled_at_intervals(

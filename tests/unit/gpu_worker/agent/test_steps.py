@@ -81,7 +81,7 @@ async def test_top_logprobs_follow_the_order_of_the_tokens(agent: Agent, redis: 
             step(agent, {2: (index, 4), 1: (index, 5 + index)}, top_logprobs=[(1, *top)])
         await agent.flusher.flush()
         [events] = [decode(Events, message) for message in await published()]
-    second, first = events.tokens
+    second, first = events.all_tokens
     assert (unpack_ids(first.ids), unpack_ids(first.top_ids)) == ([5, 6], [7, 3, 8, 3])
     assert (
         unpack_floats(first.logprobs) == [-0.5, -0.5]

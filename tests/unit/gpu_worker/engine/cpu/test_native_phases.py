@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from common.native_kernels import SOURCES
 from gpu_worker.engine.cpu import native
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -43,10 +44,10 @@ int main(int, char** arguments) {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("phases")
     (folder / "phases.cpp").write_text(PROGRAM)
-    source = str(native.SOURCES / "kernels.cpp")
+    source = str(SOURCES / "kernels.cpp")
     words = [word for word in native.compile_command() if word not in ("-shared", "-fPIC", "-O3")]
     words = [str(folder / "phases.cpp") if word == source else word for word in words]
-    command = [*words, f"-I{native.SOURCES}", "-o", str(folder / "phases")]
+    command = [*words, f"-I{SOURCES}", "-o", str(folder / "phases")]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     return folder / "phases"
 
