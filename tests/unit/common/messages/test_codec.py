@@ -143,8 +143,9 @@ EXAMPLES = [
             16,
             8,
             24,
+            True,
         ),
-        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64, "mp": 16, "mr": 8, "ra": 24}
+        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64, "mp": 16, "mr": 8, "ra": 24, "me": True}
         | {
             "s": [
                 {"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}
