@@ -46,4 +46,5 @@ def containers(manifests: list[Manifest]) -> dict[str, Any]:
 def is_selected(selector: Mapping[str, Any], pod: Manifest) -> bool:
     """Whether a selector, of which only matchLabels is used here, means a pod."""
     assert selector.keys() <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= pod["metadata"]["labels"].items()
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= pod["metadata"]["labels"].items()

@@ -65,7 +65,7 @@ class Autoscaler:
             by_average(live, float(REQUESTS["metadata"]["targetValue"]), replicas),
             by_value(usage, float(KV_USAGE["metadata"]["targetValue"]), replicas, ready),
         )
-        wanted = max(1, min(SPEC["maxReplicaCount"], wanted))
+        wanted = max(1, min(int(SPEC["maxReplicaCount"]), wanted))
         self.recommendations.append((now_s, wanted))
         while self.recommendations[0][0] <= now_s - BEHAVIOR["scaleDown"]["stabilizationWindowSeconds"]:
             self.recommendations.popleft()
@@ -76,7 +76,7 @@ class Autoscaler:
     def limited(self, now_s: int, replicas: int, wanted: int) -> int:
         """Return the number that policies allow: the policy that allows the largest change decides."""
         up = wanted > replicas
-        allowed = [
+        allowed: list[int] = [
             self.bound(now_s, replicas, policy, 1 if up else -1)
             for policy in BEHAVIOR["scaleUp" if up else "scaleDown"]["policies"]
         ]
@@ -85,9 +85,10 @@ class Autoscaler:
     def bound(self, now_s: int, replicas: int, policy: dict[str, Any], sign: int) -> int:
         since = [before for at_s, before in self.changes if at_s > now_s - policy["periodSeconds"]]
         start = since[0] if since else replicas
+        change: int = policy["value"]
         if policy["type"] == "Pods":
-            return int(start + sign * policy["value"])
-        return (math.ceil if sign > 0 else math.floor)(start * (1 + sign * policy["value"] / 100))
+            return start + sign * change
+        return (math.ceil if sign > 0 else math.floor)(start * (1 + sign * change / 100))
 
 
 def by_average(total: float, target: float, replicas: int) -> int:
