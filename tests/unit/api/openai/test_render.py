@@ -24,7 +24,8 @@ def chunks(
     answer = HttpAnswer("r", "/x", True, 5, PLACE_OF_TEXT, "f", n, [b""], requests, [""], rendering)
     renderer = kind(answer, streams)
     renderer.is_plain = renderer.is_plain and plain
-    feed, shown = ChunkFeed(renderer), []
+    feed = ChunkFeed(renderer)
+    shown: list[tuple[int, bytes]] = []
     for text in TEXTS:
         for stream in streams:
             stream.append([28], [-1.0], [text], [])
