@@ -54,6 +54,7 @@ template <int FROM> inline void store_tile(Matrix<float> to) {
     asm volatile(
         "tilestored\t%%tmm%c2, (%0,%1,1)" ::"r"(to.data), "r"(to.row_bytes()), "i"(FROM) : "memory");
 }
+template <int TO> inline void zero_tile() { asm volatile("tilezero\t%%tmm%c0" ::"i"(TO)); }
 template <int SUMS, int ROWS, int COLUMNS> inline void multiply_tiles() {
     asm volatile("tdpbf16ps\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(COLUMNS));
 }

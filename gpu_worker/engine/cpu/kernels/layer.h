@@ -79,11 +79,11 @@ template <class T> void prepare_token(
 
 // states [tokens][hidden] in and out, cosines and sines [tokens][rotary]
 template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines,
-    T* states, LayerBuffers<T>& buffers, Phases& phases) {
+    T* states, LayerBuffers<T>& buffers, PartSums& parts, Phases& phases) {
     T* projected = buffers.projected.begin();
     Input<T>* attended = buffers.attended.begin();
     Input<T>* gated = buffers.gated.begin();
-    bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
+    bool independent = step.num_tiles == step.num_tokens && !step.num_parts;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
@@ -104,13 +104,12 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
             for (int head = 0; head < heads; head++)
                 prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
         });
-    int units = step.num_tiles * heads;
-    phases.run(units, [&](int unit) {
-        int64_t row = step.tiles[4 * (unit / heads)];
+    phases.run(step.num_tiles * heads, [&](int unit) {
+        int64_t row = step.tiles[unit / heads].token;
         if (independent)
             prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
-        attend<T>(step, *layer.cache, unit, std::min(unit + 1, units - 1),
-            {projected, stride, layer.cache->key_dim}, attended);
+        attend<T>(
+            step, *layer.cache, parts, unit, {projected, stride, layer.cache->key_dim}, attended);
     });
     phases.run(num_panels<T>(layer.o),
         [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
@@ -125,13 +124,18 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
 template <class T> void run_layers(
     const Step& step, const Layer* layers, int count, const T* cosines, const T* sines, T* states) {
     static LayerBuffers<T> buffers;
-    for (int i = 0; i < count; i++) buffers.fit(step.num_tokens, step.threads, layers[i]);
+    int heads = 0;
+    for (int i = 0; i < count; i++) {
+        buffers.fit(step.num_tokens, step.threads, layers[i]);
+        heads = std::max(heads, layers[i].cache->kv_heads);
+    }
+    PartSums parts(step, heads);
     Progress progress(step.threads);
 #pragma omp parallel num_threads(step.threads)
     {
         Tiles tiles;
         Phases phases(progress);
         for (int i = 0; i < count; i++)
-            run_layer<T>(step, layers[i], cosines, sines, states, buffers, phases);
+            run_layer<T>(step, layers[i], cosines, sines, states, buffers, parts, phases);
     }
 }

@@ -27,38 +27,46 @@ void write(const Step& step, const Cache& cache, int token, int head, const T* k
     });
 }
 
+constexpr int SEGMENT = 1024;  // keys that are summed by themselves
+static_assert(SEGMENT % CHUNK == 0);
+
 // The keys that the queries of a tile see, from the beginning of a chunk on.
 struct KeyRange {
     const int32_t* table;
     int base, end;
 };
 
-inline KeyRange visible_keys(const Step& step, const Cache& cache, int tile) {
-    const int32_t* at = step.tiles + 4 * tile;
-    int first = cache.window ? std::max(0, at[2] - cache.window + 1) : 0;
-    return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
+inline KeyRange visible_keys(const Step& step, const Cache& cache, const Tile& tile) {
+    int first = cache.window ? std::max(0, tile.position - cache.window + 1) : 0;
+    int base = first / CHUNK * CHUNK, end = tile.position + tile.count;
+    if (tile.parts > 1)
+        base = std::max(base, tile.part * SEGMENT), end = std::min(end, (tile.part + 1) * SEGMENT);
+    return {step.tables + tile.table, base, end};
 }
 
-// A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do not fit the
-// vectors are copied, and so are 8-bit floats, which are widened.
-template <class T> struct Chunk {
+// A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do not fit the units
+// of dimensions that are multiplied at once are copied, and so are 8-bit floats, which are widened.
+template <class T, int KEY_UNIT, int VALUE_UNIT> struct Chunk {
     static constexpr int P = Pairs<T>::P;
     int num_keys;
     int key_stride;  // from one pair of a K to its next one
     int value_stride;  // from one V to the next key's
     const T *keys[VECTORS], *values[VECTORS];
-    std::vector<T> key_copy, value_copy;
+    Numbers<T> key_copy, value_copy;
 
+    static int padded_dim(const Cache& cache) { return rounded_up(cache.key_dim, KEY_UNIT); }
+    static int padded_width(const Cache& cache) { return rounded_up(cache.value_dim, VALUE_UNIT); }
     const T* value(int key) const { return values[key / LANES] + key % LANES * value_stride; }
 
     void gather(const Step& step, const Cache& cache, KeyRange seen, int head) {
-        int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
-        bool fits = size % LANES == 0 && width == cache.value_dim;
+        int size = step.block_size, dim = padded_dim(cache), width = padded_width(cache);
+        bool fits = size % LANES == 0 && dim == cache.key_dim && width == cache.value_dim;
         num_keys = std::min(CHUNK, seen.end - seen.base);
         if (!fits || cache.pages.stored)
             return with_stored<T>(cache, [&](auto number) {
                 typedef decltype(number) S;
-                (fits ? &Chunk::copy<S, LANES> : &Chunk::copy<S, 1>)(*this, step, cache, seen, head, width);
+                (size % LANES == 0 && width == cache.value_dim ? &Chunk::copy<S, LANES> : &Chunk::copy<S, 1>)(
+                    *this, step, cache, seen, head);
             });
         key_stride = size * P, value_stride = width;
         for (int v = 0; v < VECTORS; v++) {
@@ -70,11 +78,12 @@ template <class T> struct Chunk {
     }
 
     // Copies numbers of type S, of `RUN` keys at a time, which lie next to each other in a block.
-    template <class S, int RUN> static void copy(
-        Chunk& to, const Step& step, const Cache& cache, KeyRange seen, int head, int width) {
-        int size = step.block_size, dim = cache.key_dim;
-        to.key_copy.resize(dim * CHUNK), to.value_copy.resize(CHUNK * width);
+    template <class S, int RUN>
+    static void copy(Chunk& to, const Step& step, const Cache& cache, KeyRange seen, int head) {
+        int size = step.block_size, dim = cache.key_dim, width = padded_width(cache);
+        to.key_copy.resize(padded_dim(cache) * CHUNK), to.value_copy.resize(CHUNK * width);
         to.key_stride = CHUNK * P, to.value_stride = width;
+        std::fill(to.key_copy.begin() + dim * CHUNK, to.key_copy.end(), T{});
         for (int key = 0; key < to.num_keys; key += RUN) {
             int at = seen.base + key;
             int64_t page = ((int64_t)seen.table[at / size] * cache.kv_heads + head) * size;
