@@ -4,6 +4,8 @@ Control groups are the folders in which Linux shows the limits of this process a
 """
 
 import contextlib
+import ctypes
+import functools
 import os
 import platform
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ import pynvml
 
 INFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""A system call of x86-64, and its arguments (linux/Documentation/arch/x86/xstate.rst)."""
 MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -40,10 +44,21 @@ def prefers_widened_bfloat16() -> bool:
     """Whether bfloat16 is multiplied faster when widened to float32 than by its own instruction, in pairs.
 
     Measured: Intel's instruction (Sapphire Rapids) takes four times as long as the one for float32, which
-    multiplies half as many numbers; AMD's takes no longer. Intel's matrix unit (AMX) is left to oneDNN, whose
-    sums of a row depend on the batch.
+    multiplies half as many numbers; AMD's takes no longer. This is said of vectors; the matrix unit (AMX) is
+    faster than both.
     """
     return read_field("vendor_id") == "GenuineIntel"
+
+
+@functools.cache
+def permits_tiles() -> bool:
+    """Ask Linux to let this process use the registers of Intel's matrix unit (AMX), and return whether it may.
+
+    The permission is for all threads of the process.
+    """
+    if "amx_bf16" not in features().split():
+        return False
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
 
 
 def features() -> str:

@@ -198,6 +198,7 @@ def compile_command() -> list[str]:
         "-fPIC",
         "-shared",
         *(["-DSPLIT_PAIRS"] if machine.prefers_widened_bfloat16() else []),
+        *([] if machine.permits_tiles() else ["-DNO_AMX"]),
     ]
     return [found, *flags, *openmp_flags(), str(SOURCES / "kernels.cpp"), *openmp_runtime()]
 

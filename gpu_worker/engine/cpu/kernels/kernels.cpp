@@ -40,14 +40,15 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Rows as the type that the product multiplies. Where it is another type, they are converted into memory that
-// grows and is kept.
-template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t count) {
-    if constexpr (std::is_same_v<T, Factor<T>>) return rows;
+// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied into
+// memory that grows and is kept.
+template <class T> const Input<T>* inputs_of(int threads, const T* rows, int num_rows, int inputs) {
+    if constexpr (std::is_same_v<T, Input<T>> && !BY_TILES<T>) return rows;
     else {  // one caller at a time
-        static std::vector<Factor<T>> converted;
-        if ((int64_t)converted.size() < count) converted.resize(count);
-        Factor<T>* to = converted.data();
+        static std::vector<Input<T>> converted;
+        int64_t count = (int64_t)num_rows * inputs, room = rows_in_memory(num_rows) * inputs;
+        if ((int64_t)converted.size() < room) converted.resize(room);
+        Input<T>* to = converted.data();
 #pragma omp parallel for num_threads(threads)
         for (int64_t i = 0; i < count; i++) convert(rows + i, to + i);
         return to;
@@ -56,11 +57,14 @@ template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t 
 
 template <class T, class U>
 void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
-    const Factor<T>* converted = factors(threads, rows, (int64_t)num_rows * linear.inputs);
+    const Input<T>* converted = inputs_of(threads, rows, num_rows, linear.inputs);
 #pragma omp parallel num_threads(threads)
-    for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
-        panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
-    });
+    {
+        Tiles tiles;
+        for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
+            panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
+        });
+    }
 }
 
 // `whole`: the outputs are the unrounded sums, in float32.

@@ -35,23 +35,24 @@ constexpr int FEW_ROWS =
 // Memory of intermediate results; it grows and is kept.
 template <class T> struct LayerBuffers {
     std::vector<T> projected;
-    std::vector<Factor<T>> normed, attended, gated;
+    std::vector<Input<T>> normed, attended, gated;
     void fit(int64_t rows, int threads, const Layer& layer) {
         auto grow = [](auto& to, int64_t size) {
             if ((int64_t)to.size() < size) to.resize(size);
         };
-        grow(normed, std::max<int64_t>(rows, FEW_ROWS * threads) * layer.q.inputs);
         grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
+        rows = rows_in_memory(rows);
+        grow(normed, std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
         grow(attended, rows * layer.o.inputs);
         grow(gated, rows * layer.gate.outputs);
     }
 };
 
 // Normalizes all rows → the copy that the calling thread reads.
-template <class T> const Factor<T>* normalize_rows(
-    const Norm& norm, const T* from, int rows, int size, int thread, int threads, Factor<T>* to) {
+template <class T> const Input<T>* normalize_rows(
+    const Norm& norm, const T* from, int rows, int size, int thread, int threads, Input<T>* to) {
     bool few = rows <= FEW_ROWS;
-    if (few) to += (int64_t)thread * FEW_ROWS * size;
+    if (few) to += thread * rows_in_memory(FEW_ROWS) * size;
     for (int row = few ? 0 : thread; row < rows; row += few ? 1 : threads)
         normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size);
     if (!few) {
@@ -84,9 +85,9 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
     static LayerBuffers<T> buffers;
     buffers.fit(step.num_tokens, step.threads, layer);
     T* projected = buffers.projected.data();
-    Factor<T>* normed_buffer = buffers.normed.data();
-    Factor<T>* attended = buffers.attended.data();
-    Factor<T>* gated = buffers.gated.data();
+    Input<T>* normed_buffer = buffers.normed.data();
+    Input<T>* attended = buffers.attended.data();
+    Input<T>* gated = buffers.gated.data();
     std::atomic<int> started{0};
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
@@ -94,8 +95,9 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
+        Tiles tiles;
         int thread = this_thread(), threads = all_threads();
-        const Factor<T>* normed = normalize_rows<T>(
+        const Input<T>* normed = normalize_rows<T>(
             layer.before_attention, states, rows, hidden, thread, threads, normed_buffer);
         for_own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
             const Linear* linear = &layer.q;

@@ -13,6 +13,11 @@ constexpr int FEW = 4;  // so few rows are multiplied with blocks faster than wi
 constexpr int GROUP = 32;  // rows for which a chunk of blocks is expanded once
 static_assert(GROUP % ROWS == 0);
 
+// Rows as they are multiplied: tiles take them as they are, and need whole tiles of rows in memory.
+template <class T> constexpr bool BY_TILES = HAS_TILES && std::is_same_v<T, bfloat16>;
+template <class T> using Input = std::conditional_t<BY_TILES<T>, T, Factor<T>>;
+inline int64_t rows_in_memory(int64_t rows) { return HAS_TILES ? (rows + TILE - 1) / TILE * TILE : rows; }
+
 inline int num_panels(const Linear& linear) { return (linear.outputs + PANEL - 1) / PANEL; }
 
 template <class T> void pack(const T* weight, int outputs, int inputs, T* packed) {
@@ -65,11 +70,27 @@ void multiply_few(int count, const Factor<T>* rows, int stride, int inputs, cons
         multiply_few<T, WEIGHTS_AHEAD, N - 1>(count, rows, stride, inputs, panel, sums);
 }
 
+// As `multiply`, for up to 2 * TILE rows.
+template <int WEIGHTS_AHEAD>
+void multiply_by_tiles(
+    int count, const bfloat16* rows, int stride, int inputs, const bfloat16* panel, float* sums) {
+    auto prefetch = [=](int k) {
+        const char* ahead = (const char*)(panel + k * PANEL) + WEIGHTS_AHEAD;
+        if (WEIGHTS_AHEAD)
+            for (int line = 0; line < TILE_INPUTS * PANEL * 2; line += 64) __builtin_prefetch(ahead + line);
+    };
+    Matrix<const bfloat16> columns{panel, 2 * PANEL};
+    if (count > TILE) add_product<2, WIDTH>({rows, stride}, inputs, columns, {sums, PANEL}, prefetch);
+    else add_product<1, WIDTH>({rows, stride}, inputs, columns, {sums, PANEL}, prefetch);
+}
+
 template <class T, int WEIGHTS_AHEAD>
-void multiply_rows(int count, const Factor<T>* rows, int stride, int inputs, const T* panel, float* sums) {
-    for (int row = 0; row < count; row += ROWS)
-        multiply_few<T, WEIGHTS_AHEAD>(std::min(ROWS, count - row), rows + (int64_t)row * stride, stride,
-            inputs, panel, sums + row * PANEL);
+void multiply_rows(int count, const Input<T>* rows, int stride, int inputs, const T* panel, float* sums) {
+    if constexpr (BY_TILES<T>) return multiply_by_tiles<WEIGHTS_AHEAD>(count, rows, stride, inputs, panel, sums);
+    else
+        for (int row = 0; row < count; row += ROWS)
+            multiply_few<T, WEIGHTS_AHEAD>(std::min(ROWS, count - row), rows + (int64_t)row * stride, stride,
+                inputs, panel, sums + row * PANEL);
 }
 
 template <int N = FEW>
@@ -80,26 +101,27 @@ void multiply_few_expanding(
 }
 
 // More rows share a chunk of weights, expanded into memory that stays in the first cache.
-inline void multiply_blocks(
-    const Factor<bfloat16>* rows, int count, const Linear& linear, int panel, float* sums) {
-    if (count <= FEW) return multiply_few_expanding(count, rows, linear, panel, sums);
-    alignas(64) bfloat16 weights[EXPANDED * PANEL];
+template <class T>
+void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
+    if constexpr (!BY_TILES<T>)
+        if (count <= FEW) return multiply_few_expanding(count, rows, linear, panel, sums);
+    alignas(64) T weights[EXPANDED * PANEL];
     for (int k = 0; k < linear.inputs; k += EXPANDED) {
         int some = std::min(EXPANDED, linear.inputs - k);
         expand(linear, panel, k, some, weights);
-        multiply_rows<bfloat16, 0>(count, rows + k, linear.inputs, some, weights, sums);
+        multiply_rows<T, 0>(count, rows + k, linear.inputs, some, weights, sums);
     }
 }
 
 // The sums of up to GROUP rows and a panel, with the bias.
 template <class T>
-void panel_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, float* sums) {
+void panel_sums(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
     int inputs = linear.inputs;
     std::fill(sums, sums + count * PANEL, 0.f);
     if (linear.packed && !(linear.blocks.bits && count <= FEW)) {
         const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * inputs;
         multiply_rows<T, AHEAD>(count, rows, inputs, inputs, packed, sums);
-    } else if constexpr (std::is_same_v<T, bfloat16>) multiply_blocks(rows, count, linear, panel, sums);
+    } else if constexpr (std::is_same_v<T, bfloat16>) multiply_blocks<T>(rows, count, linear, panel, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
             for (int w = 0; w < WIDTH; w++)
@@ -121,7 +143,7 @@ template <class F> void for_own_panels(int panels, int thread, int threads, F ea
 }
 
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
-template <class T, class U> void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear,
+template <class T, class U> void panel_product(const Input<T>* rows, int num_rows, const Linear& linear,
     int panel, U* out, int64_t stride, const T* residual) {
     alignas(64) float sums[GROUP * PANEL];
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
@@ -141,7 +163,7 @@ inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 
 // silu(gate) * up of a panel → out [num_rows][outputs]
 template <class T> void panel_gated(
-    const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
+    const Input<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Input<T>* out) {
     alignas(64) float gates[GROUP * PANEL], ups[GROUP * PANEL];
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += GROUP) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include "amx.h"
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
@@ -14,16 +15,13 @@ constexpr int LANES = 8, ROWS = 4;
 #else
 constexpr int LANES = 4, ROWS = 8;
 #endif
-constexpr int WIDTH = 3;
+constexpr int WIDTH = HAS_TILES ? 2 : 3;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-struct bfloat16 {
-    uint16_t bits;
-};
 struct float16 {
     _Float16 value;
 };
