@@ -12,9 +12,14 @@ from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 
 
 def supports(geometry: Geometry) -> bool:
-    """K dimensions are multiplied in pairs; scores have no biases, and K and V are no latents."""
+    """K dimensions are multiplied in pairs; scores have no biases and keep their order when they are scaled; K
+    and V are no latents.
+    """
     return all(
-        layer.key_dim % 2 == 0 and not layer.spec.alibi_slopes and not layer.spec.latent
+        layer.key_dim % 2 == 0
+        and layer.spec.scaling > 0
+        and not layer.spec.alibi_slopes
+        and not layer.spec.latent
         for layer in geometry.layers
     )
 

@@ -11,7 +11,7 @@ import torch
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.cpu import native
 
-TILE_TOKENS = 16
+TILE_TOKENS = 32
 """Tokens of a prompt whose queries go over a chunk of keys together."""
 
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <vector>
-#include "pages.h"
-#include "structs.h"
-#include "vector.h"
+#include "attention_tiles.h"
+#include "attention_vectors.h"
+#include "softmax.h"
 
 // The number of this thread in an OpenMP region, and of all its threads. Not every system that has the
 // runtime has its header, too.
@@ -21,97 +21,10 @@ inline int this_thread() { return 0; }
 inline int all_threads() { return 1; }
 #endif
 
-constexpr int BLOCK = ROWS == 8 ? 6 : 3;
-constexpr float NEVER = -1e30f, HIDDEN = -__builtin_inff();
-
-// Sums of one chunk; with PREFETCH, the same place of the next chunk is prefetched meanwhile: memory
-// is slow, and serves few requests at a time.
-template <class T, int N, bool PREFETCH>
-void score(const Chunk<T>& chunk, const Chunk<T>& next, int dim, const Factor<T>* queries, float* scores) {
-    constexpr int P = Pairs<T>::P;
-    Floats sums[N][VECTORS] = {};
-    for (int d = 0; d < dim / P; d++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
-            if (PREFETCH) __builtin_prefetch(next.keys[v] + d * next.key_stride);
-#pragma GCC unroll 2
-            for (int part = 0; part < Pairs<T>::PARTS; part++) {
-                auto keys = Pairs<T>::part(chunk.keys[v] + d * chunk.key_stride, part);
-#pragma GCC unroll 8
-                for (int n = 0; n < N; n++)
-                    sums[n][v] = Pairs<T>::multiply(sums[n][v], keys, queries + n * dim + d * P + part);
-            }
-        }
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < VECTORS; v++) store(scores + n * CHUNK + v * LANES, sums[n][v]);
-}
-
-template <class T, int N, bool PREFETCH> void accumulate(const Chunk<T>& chunk, const Chunk<T>& next,
-    int width, const float* weights, const float* factors, float* outputs) {
-    for (int d = 0; d < width; d += VECTORS * LANES) {
-        Floats sums[N][VECTORS];
-        for (int n = 0; n < N; n++)
-            for (int v = 0; v < VECTORS; v++)
-                sums[n][v] = load(outputs + n * width + d + v * LANES) * factors[n];
-        for (int j = 0; j < chunk.num_keys; j++) {
-            const T *value = chunk.value(j) + d, *ahead = next.value(j) + d;
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
-                if (PREFETCH && v * LANES * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + v * LANES);
-                Floats numbers = load(value + v * LANES);
-#pragma GCC unroll 8
-                for (int n = 0; n < N; n++) sums[n][v] += numbers * weights[n * CHUNK + j];
-            }
-        }
-        for (int n = 0; n < N; n++)
-            for (int v = 0; v < VECTORS; v++) store(outputs + n * width + d + v * LANES, sums[n][v]);
-    }
-}
-
-template <class T, int N = BLOCK> void score_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next,
-    bool prefetch, int dim, const Factor<T>* queries, float* scores) {
-    for (; rows >= N; rows -= N, queries += N * dim, scores += N * CHUNK, prefetch = false)
-        (prefetch ? score<T, N, true> : score<T, N, false>)(chunk, next, dim, queries, scores);
-    if constexpr (N > 1)
-        if (rows) score_rows<T, N - 1>(rows, chunk, next, prefetch, dim, queries, scores);
-}
-
-template <class T, int N = BLOCK> void accumulate_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next,
-    bool prefetch, int width, const float* weights, const float* factors, float* outputs) {
-    for (; rows >= N; rows -= N, weights += N * CHUNK, factors += N, outputs += N * width, prefetch = false)
-        (prefetch ? accumulate<T, N, true> : accumulate<T, N, false>)(chunk, next, width, weights, factors,
-            outputs);
-    if constexpr (N > 1)
-        if (rows) accumulate_rows<T, N - 1>(rows, chunk, next, prefetch, width, weights, factors, outputs);
-}
-
-// Turns the scores of a chunk into weights, and updates `top` and `total`; earlier sums are scaled by
-// `factor`.
-inline void softmax_chunk(float* scores, const Cache& cache, int base, int position, bool masked, float& top,
-    Floats& total, float& factor) {
-    Floats x[VECTORS], best = splat(HIDDEN);
-    Ints lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int v = 0; v < VECTORS; v++) {
-        x[v] = load(scores + v * LANES) * (cache.scaling * cache.pages.key_scale);
-        if (cache.softcap) x[v] = hyperbolic_tangent(x[v] * (1 / cache.softcap)) * cache.softcap;
-        if (masked) {
-            Ints key = lane + (base + v * LANES);
-            x[v] = key > position ? splat(HIDDEN) : x[v];
-            if (cache.window) x[v] = key <= position - cache.window ? splat(HIDDEN) : x[v];
-        }
-        best = larger(best, x[v]);
-    }
-    float before = top;
-    top = std::max(top, largest(best));
-    factor = before == top ? 1.f : exponential(splat(before - top))[0];
-    total *= factor;
-    for (int v = 0; v < VECTORS; v++) {
-        x[v] = exponential(x[v] - top);
-        total += x[v];
-        store(scores + v * LANES, x[v]);
-    }
-}
+// How T's scores and outputs are computed: the same for every query, so that its bits do not depend on others.
+template <class T>
+using AttentionProducts =
+    std::conditional_t<HAS_TILES && std::is_same_v<T, bfloat16>, TileProducts, VectorProducts<T>>;
 
 // A tile and one of its K heads are a unit of work, numbered tile by tile. Each thread starts the next
 // one when it is done, and knows it in advance.
@@ -120,54 +33,106 @@ template <class F> void for_units(std::atomic<int>& started, int units, F each) 
         each(unit, (next = all_threads() + started++) < units ? next : unit);
 }
 
+// The queries of a tile of tokens and a K head, [group][tokens], and their sums so far.
+template <class T> struct QueryTile {
+    typedef AttentionProducts<T> Products;
+    typedef typename Products::Keys Keys;
+    typedef typename Products::Weight Weight;
+    static constexpr int ROWS = Products::ROWS;
+    int begin, count, position, head, rows, dim, width;
+    float scaling;
+    std::vector<typename Products::Query> queries;  // [rows][dim]
+    std::vector<float> outputs;  // [rows][width]
+    std::vector<Softmax> softmax;  // [rows]
+
+    int token(int row) const { return row % count; }
+    int query_head(const Cache& cache, int row) const { return head * cache.group + row / count; }
+
+    void read(const int32_t* tile, const Cache& cache, int kv_head, Heads query) {
+        begin = tile[0], count = tile[1], position = tile[2], head = kv_head, rows = cache.group * count;
+        dim = Keys::padded_dim(cache), width = Keys::padded_width(cache);
+        scaling = (cache.softcap ? 1 : cache.scaling * cache.pages.key_scale) * LOG2_E;
+        int room = rounded_up(rows, ROWS);
+        queries.assign(room * dim, {}), outputs.assign(room * width, 0.f), softmax.assign(rows, {});
+        for (int row = 0; row < rows; row++) {
+            int h = query_head(cache, row);
+            const T* from = (const T*)query.data + (begin + token(row)) * query.token + h * query.head;
+            convert_all(from, cache.key_dim, &queries[row * dim]);
+            if (cache.sinks) softmax[row].top = cache.sinks[h] * LOG2_E, softmax[row].total[0] = 1;
+        }
+    }
+
+    // Adds a chunk of keys, the first of them at `base`, to the rows that see some of them.
+    void add(const Cache& cache, const Keys& chunk, const Keys& ahead, int base) {
+        bool prefetch = true;
+        for (int row = 0; row < rows; row += ROWS) {
+            int some = std::min(ROWS, rows - row), first = token(row), last = first + some - 1;
+            if (last >= count) first = 0, last = count - 1;
+            first += position, last += position;
+            int seen = std::min(CHUNK, last + 1 - base);
+            if (seen <= 0 || (cache.window && base + CHUNK <= first + 1 - cache.window)) continue;
+            bool hides = base + CHUNK > first + 1 || (cache.window && base <= last - cache.window);
+            alignas(64) float scores[ROWS * CHUNK];
+            Weight* weights = (Weight*)scores;
+            Products::score(some, seen, chunk, ahead, prefetch, dim, &queries[row * dim], scores);
+            for (int n = 0; n < some; n++) weigh(cache, base, row + n, hides, scores + n * CHUNK);
+            Products::accumulate(
+                some, seen, chunk, ahead, prefetch, width, weights, &outputs[row * width]);
+            prefetch = false;
+        }
+    }
+
+    // Turns a row's scores into weights.
+    void weigh(const Cache& cache, int base, int row, bool hides, float* scores) {
+        if (cache.softcap) cap(scores, cache.scaling * cache.pages.key_scale, cache.softcap);
+        if (hides) hide(scores, base, position + token(row), cache.window);
+        float factor = softmax[row].weigh(scores, scaling, (Weight*)scores);
+        float* output = &outputs[row * width];
+        if (factor != 1)
+            for (int d = 0; d < width; d += LANES) store(output + d, load(output + d) * factor);
+    }
+
+    // → out [tokens][heads][value_dim]
+    template <class U> void write(const Cache& cache, U* out) const {
+        int heads = cache.kv_heads * cache.group, size = cache.value_dim;
+        for (int row = 0; row < rows; row++) {
+            U* to = out + ((int64_t)(begin + token(row)) * heads + query_head(cache, row)) * size;
+            const float* from = &outputs[row * width];
+            float inverse = cache.pages.value_scale / sum(softmax[row].total);
+            int d = 0;
+            for (; d + LANES <= size; d += LANES) store(to + d, load(from + d) * inverse);
+            for (; d < size; d++) store_one(to + d, from[d] * inverse);
+        }
+    }
+};
+
 // One unit → out [tokens][heads][value_dim]
 template <class T, class U>
-void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out) {
-    static thread_local Chunk<T> chunks[2];
-    static thread_local std::vector<Factor<T>> queries;
-    static thread_local std::vector<float> scores, outputs, tops, factors;
-    static thread_local std::vector<Floats> totals;
+void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out, Tiles& tiles) {
+    typedef AttentionProducts<T> Products;
+    struct Memory {  // kept by each thread
+        QueryTile<T> tile;
+        typename Products::Keys chunks[2];
+    };
+    static thread_local Memory own;
+    Memory& memory = own;  // looked up once
+    auto& [tile, chunks] = memory;
     int head = unit % cache.kv_heads, next_head = next % cache.kv_heads;
-    const int32_t* at = step.tiles + 4 * (unit / cache.kv_heads);
-    int begin = at[0], count = at[1], position = at[2], rows = cache.group * count, dim = cache.key_dim;
-    int width = rounded_up(cache.value_dim, VECTORS * LANES), heads = cache.kv_heads * cache.group;
-
-    queries.resize(rows * dim), scores.resize(rows * CHUNK), factors.resize(rows);
-    outputs.assign(rows * width, 0.f), tops.assign(rows, NEVER), totals.assign(rows, Floats{});
-    for (int row = 0; row < rows; row++) {
-        int h = head * cache.group + row / count;
-        const T* from = (const T*)query.data + (begin + row % count) * query.token + h * query.head;
-        for (int d = 0; d < dim; d++) convert(from + d, &queries[row * dim + d]);
-        if (cache.sinks) tops[row] = cache.sinks[h], totals[row][0] = 1;
-    }
+    tile.read(step.tiles + 4 * (unit / cache.kv_heads), cache, head, query);
     KeyRange keys = visible_keys(step, cache, unit / cache.kv_heads);
     KeyRange next_keys = visible_keys(step, cache, next / cache.kv_heads);
+    if (std::is_same_v<Products, TileProducts>) tiles.fit(std::min(tile.rows, TILE));
     chunks[0].gather(step, cache, keys, head);
     for (int i = 0; keys.base < keys.end; i = !i, keys.base += CHUNK) {
-        const Chunk<T>& chunk = chunks[i];
-        const Chunk<T>& ahead = chunks[!i];
         bool last = keys.base + CHUNK >= keys.end;
         if (!last || !cache.pages.stored) {
             KeyRange next = last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end};
             chunks[!i].gather(step, cache, next, last ? next_head : head);
         }
-        bool masked = keys.base + CHUNK > position + 1 ||
-                      (cache.window && keys.base <= keys.end - 1 - cache.window);
-        score_rows<T>(rows, chunk, ahead, true, dim, queries.data(), scores.data());
-        for (int row = 0; row < rows; row++)
-            softmax_chunk(&scores[row * CHUNK], cache, keys.base, position + row % count, masked, tops[row],
-                totals[row], factors[row]);
-        accumulate_rows<T>(rows, chunk, ahead, true, width, scores.data(), factors.data(), outputs.data());
+        Products::prepare(chunks[i], chunks[!i], cache);
+        tile.add(cache, chunks[i], chunks[!i], keys.base);
     }
-    for (int row = 0; row < rows; row++) {
-        U* to = out +
-                ((int64_t)(begin + row % count) * heads + head * cache.group + row / count) * cache.value_dim;
-        float inverse = cache.pages.value_scale / sum(totals[row]);
-        int d = 0;
-        for (; d + LANES <= cache.value_dim; d += LANES)
-            store(to + d, load(&outputs[row * width + d]) * inverse);
-        for (; d < cache.value_dim; d++) store_one(to + d, outputs[row * width + d] * inverse);
-    }
+    tile.write(cache, out);
 }
 
 template <class T>
@@ -180,7 +145,8 @@ void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads k
             for (int head = 0; head < cache.kv_heads; head++)
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                     (const T*)value.data + token * value.token + head * value.head);
+        Tiles tiles;
         for_units(started, step.num_tiles * cache.kv_heads,
-            [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
+            [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out, tiles); });
     }
 }

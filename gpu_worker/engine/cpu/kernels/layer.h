@@ -118,8 +118,10 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
             int64_t row = step.tiles[4 * (unit / heads)];
             if (independent)
                 prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
-            attend<T>(step, *layer.cache, unit, next, {projected, stride, layer.cache->key_dim}, attended);
+            attend<T>(step, *layer.cache, unit, next, {projected, stride, layer.cache->key_dim}, attended,
+                tiles);
         });
+        tiles.fit(TILE);
 #pragma omp barrier
         for_own_panels(num_panels(layer.o), thread, threads,
             [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });

@@ -39,9 +39,9 @@ inline KeyRange visible_keys(const Step& step, const Cache& cache, int tile) {
     return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
 }
 
-// A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do not fit the
-// vectors are copied, and so are 8-bit floats, which are widened.
-template <class T> struct Chunk {
+// A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do not fit the units
+// of dimensions that are multiplied at once are copied, and so are 8-bit floats, which are widened.
+template <class T, int KEY_UNIT, int VALUE_UNIT> struct Chunk {
     static constexpr int P = Pairs<T>::P;
     int num_keys;
     int key_stride;  // from one pair of a K to its next one
@@ -49,16 +49,19 @@ template <class T> struct Chunk {
     const T *keys[VECTORS], *values[VECTORS];
     std::vector<T> key_copy, value_copy;
 
+    static int padded_dim(const Cache& cache) { return rounded_up(cache.key_dim, KEY_UNIT); }
+    static int padded_width(const Cache& cache) { return rounded_up(cache.value_dim, VALUE_UNIT); }
     const T* value(int key) const { return values[key / LANES] + key % LANES * value_stride; }
 
     void gather(const Step& step, const Cache& cache, KeyRange seen, int head) {
-        int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
-        bool fits = size % LANES == 0 && width == cache.value_dim;
+        int size = step.block_size, dim = padded_dim(cache), width = padded_width(cache);
+        bool fits = size % LANES == 0 && dim == cache.key_dim && width == cache.value_dim;
         num_keys = std::min(CHUNK, seen.end - seen.base);
         if (!fits || cache.pages.stored)
             return with_stored<T>(cache, [&](auto number) {
                 typedef decltype(number) S;
-                (fits ? &Chunk::copy<S, LANES> : &Chunk::copy<S, 1>)(*this, step, cache, seen, head, width);
+                (size % LANES == 0 && width == cache.value_dim ? &Chunk::copy<S, LANES> : &Chunk::copy<S, 1>)(
+                    *this, step, cache, seen, head);
             });
         key_stride = size * P, value_stride = width;
         for (int v = 0; v < VECTORS; v++) {
@@ -70,11 +73,12 @@ template <class T> struct Chunk {
     }
 
     // Copies numbers of type S, of `RUN` keys at a time, which lie next to each other in a block.
-    template <class S, int RUN> static void copy(
-        Chunk& to, const Step& step, const Cache& cache, KeyRange seen, int head, int width) {
-        int size = step.block_size, dim = cache.key_dim;
-        to.key_copy.resize(dim * CHUNK), to.value_copy.resize(CHUNK * width);
+    template <class S, int RUN>
+    static void copy(Chunk& to, const Step& step, const Cache& cache, KeyRange seen, int head) {
+        int size = step.block_size, dim = cache.key_dim, width = padded_width(cache);
+        to.key_copy.resize(padded_dim(cache) * CHUNK), to.value_copy.resize(CHUNK * width);
         to.key_stride = CHUNK * P, to.value_stride = width;
+        std::fill(to.key_copy.begin() + dim * CHUNK, to.key_copy.end(), T{});
         for (int key = 0; key < to.num_keys; key += RUN) {
             int at = seen.base + key;
             int64_t page = ((int64_t)seen.table[at / size] * cache.kv_heads + head) * size;

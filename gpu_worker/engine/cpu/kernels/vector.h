@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include "amx.h"
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -34,10 +35,15 @@ template <class V> inline V read(const void* from) {
 
 inline Floats splat(float x) { return Floats{} + x; }
 
-inline Floats load(const float* from) { return read<Floats>(from); }
-inline Floats load(const bfloat16* from) {
-    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+inline Words words(const bfloat16* from) {
+#if defined(__AVX512F__)  // compilers take five instructions for it
+    return (Words)_mm512_cvtepu16_epi32(read<__m256i>(from));
+#else
+    return __builtin_convertvector(read<Halves>(from), Words);
+#endif
 }
+inline Floats load(const float* from) { return read<Floats>(from); }
+inline Floats load(const bfloat16* from) { return (Floats)(words(from) << 16); }
 inline Floats load(const float16* from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
@@ -73,21 +79,27 @@ template <class T> inline void store_one(T* to, float x) {
     *to = many[0];
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-template <int N, class F>
-inline float folded(const float* x, F fold) {  // folds one half onto the other until one number is left
-    if constexpr (N == 1) return x[0];
-    else {
-        float half[N / 2];
-        for (int i = 0; i < N / 2; i++) half[i] = fold(x[i], x[i + N / 2]);
-        return folded<N / 2>(half, fold);
-    }
+// b where either is no number.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
 }
-inline float largest(Floats x) {
-    return folded<LANES>((const float*)&x, [](float a, float b) { return a > b ? a : b; });
+// Folds one half onto the other until one number is left.
+template <int HALF = LANES / 2, class F> inline float folded(Floats x, F fold) {
+    Ints other;
+    for (int i = 0; i < LANES; i++) other[i] = i ^ HALF;
+    x = fold(x, __builtin_shuffle(x, other));
+    if constexpr (HALF == 1) return x[0];
+    else return folded<HALF / 2>(x, fold);
 }
+inline float largest(Floats x) { return folded(x, larger); }
 inline float sum(Floats x) {
-    return folded<LANES>((const float*)&x, [](float a, float b) { return a + b; });
+    return folded(x, [](Floats a, Floats b) { return a + b; });
 }
 
 // The lanes where a comparison is true, as bits.
@@ -100,6 +112,14 @@ inline uint32_t bits(Ints mask) {
     uint32_t found = 0;
     for (int lane = 0; lane < LANES; lane++) found |= (mask[lane] & 1u) << lane;
     return found;
+#endif
+}
+
+inline bool any_above(Floats x, float limit) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
+#else
+    return bits(x > limit);
 #endif
 }
 
@@ -157,3 +177,8 @@ template <> struct Pairs<bfloat16> : Widened {
 template <class T> using Factor = typename Pairs<T>::Factor;
 inline void convert(const bfloat16* from, bfloat16* to) { *to = *from; }
 template <class T> inline void convert(const T* from, float* to) { *to = load_one(from); }
+template <class T, class U> inline void convert_all(const T* from, int count, U* to) {
+    if constexpr (std::is_same_v<T, U>) memcpy(to, from, count * sizeof(T));
+    else
+        for (int i = 0; i < count; i++) convert(from + i, to + i);
+}
