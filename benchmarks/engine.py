@@ -45,10 +45,9 @@ def packed(values: Sequence[int]) -> bytes:
 class Benchmark:
     """Loads of an engine; prints a line for each."""
 
-    def __init__(self, engine: Engine, ceilings: floors.Ceilings, weights: floors.Weights) -> None:
+    def __init__(self, engine: Engine, ceilings: floors.Ceilings) -> None:
         self.engine = engine
         self.ceilings = ceilings
-        self.weights = weights
         self.geometry = engine.loaded.geometry
         self.random = np.random.default_rng(0)
         self.num_started = 0
@@ -108,7 +107,7 @@ class Benchmark:
     def prefill(self, tokens: int, prefill_tokens: int) -> None:
         self.start(1, tokens, 1, prefill_tokens)
         duration_ms = sum(step.duration_ms for step in iter(self.engine.step, None))
-        share = floors.floor_ms(self.ceilings, self.weights, tokens, 1, 0) / duration_ms
+        share = self.floor_ms(min(tokens, prefill_tokens), 1, 0) * -(-tokens // prefill_tokens) / duration_ms
         load = f"prompt of {tokens} in steps of {min(tokens, prefill_tokens)}"
         print(f"{load}: {tokens / duration_ms * 1e3:6.0f} tokens/s, {share:.2f} of the floor", flush=True)
 
@@ -122,13 +121,18 @@ class Benchmark:
         steps = [step.duration_ms for step in iter(self.engine.step, None) if step.samples]
         step_ms, mean_context = statistics.median(steps[1:]), context + GRID_STEPS // 2
         read_bytes = num_rows * floors.kv_bytes(self.geometry, mean_context)
-        floor_ms = floors.floor_ms(self.ceilings, self.weights, num_rows, num_rows, read_bytes)
+        floor_ms = self.floor_ms(num_rows, num_rows, read_bytes)
         print(
             f"{num_rows:3d} rows at {context:5d}: step {step_ms:6.2f} ms, "
             f"{floor_ms / step_ms:.2f} of the floor ({floor_ms:.2f} ms); "
             f"{num_rows / step_ms * 1e3:6.0f} tokens/s; {self.waits.describe(len(steps))}",
             flush=True,
         )
+
+    def floor_ms(self, tokens: int, samples: int, read_bytes: int) -> float:
+        """Returns the shortest possible duration of a step, as in floors.py."""
+        weights = floors.weights_of(self.engine.loaded.model, tokens)
+        return floors.floor_ms(self.ceilings, weights, tokens, samples, read_bytes)
 
     @torch.inference_mode()
     def fill_cache(self, kv_len: int) -> None:
@@ -154,7 +158,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
     flags, others = parser.parse_known_args()
     settings = Settings.read(others)
-    ceilings, weights = floors.measure(settings)
+    ceilings = floors.measure(settings)
     began = time.perf_counter()
     engine = Engine(settings)
     ready = engine.ready
@@ -164,11 +168,12 @@ def main() -> None:
         f"{ready.num_blocks} blocks of {ready.block_size} tokens"
     )
     print(
-        f"copies {ceilings.bytes_per_s / 1e9:.0f} GB/s, products {ceilings.flops_per_s / 1e12:.2f} TFLOP/s, ",
+        f"reads {ceilings.bytes_per_s / 1e9:.0f} GB/s, products {ceilings.flops_per_s / 1e12:.2f} TFLOP/s, ",
         end="",
     )
+    weights = floors.weights_of(engine.loaded.model, 1)
     print(f"weights of a step {weights.num_bytes / 1e9:.2f} GB", flush=True)
-    benchmark = Benchmark(engine, ceilings, weights)
+    benchmark = Benchmark(engine, ceilings)
     benchmark.decode(8)  # warms up
     for num_rows in ROWS:
         benchmark.decode(num_rows)

@@ -3,57 +3,69 @@ over the bandwidth, or its floating-point operations over the rate of matrix pro
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
 
-from common import model_files
 from common.rank import RankInfo
 from common.settings.settings import Settings
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.model.config import read_config
+from gpu_worker.engine.cpu.packed_linear import NativeLinear, OneDnnLinear
 from gpu_worker.engine.model.load import choose_device, choose_dtype
 
-COPIED_BYTES = {"cpu": 2**28, "cuda": 2**32}
-"""Bytes of a copy, far more than caches hold."""
+READ_BYTES = {"cpu": 2**28, "cuda": 2**32}
+"""Bytes of a read by the type of the device. On CPU as many as a small model's weights, which the caches of large
+processors may hold in part; on CUDA far more than caches hold.
+"""
 SIDE = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the matrices that are multiplied, by the type of the device."""
 TIMES = 10
+BLOCK_ROWS = 4
+"""So few rows are multiplied with weights in blocks where plain weights are kept beside them (products.h)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured on this device: bytes read and written in a second by a copy, and floating-point operations in
-    a second of a product.
-    """
+    """Measured on this device: bytes read in a second, and floating-point operations in a second of a product."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Weights that a step multiplies with: all but input embeddings that are not the output's too.
-
-    Of a mixture of experts all are counted, so its share of the floor is too good for few rows.
+class Matrix:
+    """Weights that a step multiplies with.
 
     Attributes:
-        num_weights: weights of all matrices.
-        head: weights of the last matrix, which multiplies only tokens whose logits are needed.
+        num_weights: how many there are.
+        num_bytes: bytes that are read of them, once a step.
     """
 
     num_weights: int
-    head: int
-    itemsize: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Matrices of a model. Of a mixture of experts all are counted, so its share of the floor is too good for few
+    rows.
+
+    Attributes:
+        layers: those that multiply every token, together.
+        head: the last one, which multiplies only tokens whose logits are needed.
+    """
+
+    layers: Matrix
+    head: Matrix
 
     @property
     def num_bytes(self) -> int:
-        return self.num_weights * self.itemsize
+        return self.layers.num_bytes + self.head.num_bytes
 
 
-def measure(settings: Settings) -> tuple[Ceilings, Weights]:
+def measure(settings: Settings) -> Ceilings:
     """Measures the device; to be called before an engine takes its memory."""
     device = choose_device(settings.device, RankInfo())
     torch.set_num_threads(settings.threads or torch.get_num_threads())
@@ -61,16 +73,15 @@ def measure(settings: Settings) -> tuple[Ceilings, Weights]:
     dtypes = (
         {dtype, torch.float32} if device.type == "cpu" else {dtype}
     )  # some processors multiply float32 faster
-    ceilings = Ceilings(copy_rate(device), max(product_rate(device, each) for each in dtypes))
+    ceilings = Ceilings(read_rate(device), max(product_rate(device, each) for each in dtypes))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return ceilings, weights_of(settings, dtype)
+    return ceilings
 
 
-def copy_rate(device: torch.device) -> float:
-    source = torch.randint(0, 100, (COPIED_BYTES[device.type],), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * len(source) / best_s(lambda: target.copy_(source), device)
+def read_rate(device: torch.device) -> float:
+    numbers = torch.ones(READ_BYTES[device.type] // 4, device=device)
+    return numbers.nbytes / best_s(lambda: numbers.sum(), device)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -96,16 +107,34 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def weights_of(settings: Settings, dtype: torch.dtype) -> Weights:
-    config = read_config(
-        model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype), settings
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    num_weights = sum(weight.numel() for weight in model.parameters())
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    excluded = 0 if inputs.weight is outputs.weight else inputs.weight.numel()
-    return Weights(num_weights - excluded, outputs.weight.numel(), dtype.itemsize)
+def weights_of(model: nn.Module, rows: int) -> Weights:
+    """Returns what a step of `rows` tokens reads and multiplies: embeddings and norms are left out."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    layers = [matrix_of(module, rows) for module in model.modules() if module is not head]
+    total = Matrix(sum(each.num_weights for each in layers), sum(each.num_bytes for each in layers))
+    return Weights(total, matrix_of(head, rows))
+
+
+def matrix_of(module: nn.Module, rows: int) -> Matrix:
+    """Returns a module's own weights, without those of the modules in it."""
+    if isinstance(module, nn.Embedding):
+        return Matrix(0, 0)
+    tensors = list(stored_weights(module, rows))
+    num_weights = sum(tensor.numel() for tensor in tensors)
+    if hasattr(module, "in_features"):  # several weights may lie in one number
+        num_weights = module.in_features * module.out_features  # type: ignore[operator, assignment]
+    return Matrix(num_weights, sum(tensor.numel() * tensor.itemsize for tensor in tensors))
+
+
+def stored_weights(module: nn.Module, rows: int) -> Iterable[torch.Tensor]:
+    """Returns the tensors of any shape and dtype that the module reads for so many rows."""
+    if isinstance(module, OneDnnLinear):
+        return [module.packed]
+    if isinstance(module, NativeLinear):
+        if module.blocks and (module.packed is None or rows <= BLOCK_ROWS):
+            return module.blocks.tensors
+        return [] if module.packed is None else [module.packed]
+    return (tensor for tensor in module.parameters(recurse=False) if tensor.dim() > 1)
 
 
 def kv_bytes(geometry: Geometry, context: int) -> int:
@@ -122,5 +151,5 @@ def floor_ms(ceilings: Ceilings, weights: Weights, tokens: int, samples: int, re
     read from the cache. The operations of attention are left out.
     """
     moved_s = (weights.num_bytes + read_bytes) / ceilings.bytes_per_s
-    flops = 2 * ((weights.num_weights - weights.head) * tokens + weights.head * samples)
+    flops = 2 * (weights.layers.num_weights * tokens + weights.head.num_weights * samples)
     return max(moved_s, flops / ceilings.flops_per_s) * 1e3

@@ -171,13 +171,14 @@ class NativeLinear(PackedLinear):
         self.whole = whole
         self.library = library
         self.dtype = native.TYPE_CODES[self.weight_dtype]
-        self.panels = -(-self.out_features // library.tf_panel())
-        self.blocks = blocks and pack_blocks(blocks, library.tf_panel(), pages)
+        self.panel = library.tf_panel(self.dtype)
+        self.panels = -(-self.out_features // self.panel)
+        self.blocks = blocks and pack_blocks(blocks, self.panel, pages)
         self.packed = self.pack(linear.weight.detach(), pages) if plain else None
 
     def pack(self, weight: torch.Tensor, pages: LargePages) -> torch.Tensor:
         weight = weight.contiguous()
-        packed = pages.allocate(self.panels * self.library.tf_panel() * self.in_features, weight.dtype)
+        packed = pages.allocate(self.panels * self.panel * self.in_features, weight.dtype)
         self.library.tf_pack(
             self.dtype, weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr()
         )
@@ -190,7 +191,7 @@ class NativeLinear(PackedLinear):
         """
         if self.bias is None:
             return self.struct_with(None)
-        self.biases = torch.zeros(self.panels * self.library.tf_panel())  # the struct points there
+        self.biases = torch.zeros(self.panels * self.panel)  # the struct points there
         self.biases[: self.out_features] = self.bias.detach()
         return self.struct_with(self.biases.data_ptr())
 
@@ -219,12 +220,12 @@ class NativeLinear(PackedLinear):
 
 def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
     """Replace the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
-    beside them where memory has room for both. Logits are as exact as their sums: rounded to bfloat16, the
-    two likeliest tokens are often equal.
+    beside them where those are faster and memory has room for both. Logits are as exact as their sums:
+    rounded to bfloat16, the two likeliest tokens are often equal.
     """
-    head, pages = model.get_output_embeddings(), LargePages()
+    head, pages, library = model.get_output_embeddings(), LargePages(), native.library()
     num_bytes = sum(child.weight.nbytes for child in model.modules() if type(child) is nn.Linear)
-    plain = machine.available_bytes() >= num_bytes
+    plain = bool(library and library.tf_prefers_plain()) and machine.available_bytes() >= num_bytes
     for path, module in list(model.named_modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:

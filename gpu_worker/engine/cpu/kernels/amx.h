@@ -1,5 +1,5 @@
-// Products by Intel's matrix unit (AMX), of tiles: TILE rows of 64 bytes. A row of sums depends on its own row of
-// factors only. Inputs are summed in runs of TILE_INPUTS, in which the even ones are apart from the odd ones.
+// Products by Intel's matrix unit (AMX), of tiles: TILE rows of 64 bytes. A row of sums depends on its own row
+// of factors only. Inputs are summed in runs of TILE_INPUTS, in which the even ones are apart from the odd ones.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -83,7 +83,8 @@ template <int R, int C> inline void add_run(Matrix<const bfloat16> rows, Matrix<
 // The last inputs, too few for a run: copies that are filled up with zeros.
 template <int R, int C>
 void add_rest(Matrix<const bfloat16> rows, int inputs, Matrix<const bfloat16> columns) {
-    alignas(64) bfloat16 some_rows[R * TILE][TILE_INPUTS] = {}, some_columns[TILE_INPUTS / 2][2 * C * TILE] = {};
+    alignas(64) bfloat16 some_rows[R * TILE][TILE_INPUTS] = {};
+    alignas(64) bfloat16 some_columns[TILE_INPUTS / 2][2 * C * TILE] = {};
     for (int row = 0; row < R * TILE; row++)
         memcpy(some_rows[row], rows.from(row, 0).data, inputs * sizeof(bfloat16));
     for (int pair = 0; pair < inputs / 2; pair++)
@@ -91,8 +92,8 @@ void add_rest(Matrix<const bfloat16> rows, int inputs, Matrix<const bfloat16> co
     add_run<R, C>({some_rows[0], TILE_INPUTS}, {some_columns[0], 2 * C * TILE});
 }
 
-// sums [R * TILE][C * TILE] += rows [R * TILE][inputs] times columns [inputs / 2][C * TILE][2], of an even number
-// of inputs. All R * TILE rows are read and written. `before(k)` is called before each run of inputs.
+// sums [R * TILE][C * TILE] += rows [R * TILE][inputs] times columns [inputs / 2][C * TILE][2], of an even
+// number of inputs. All R * TILE rows are read and written. `before(k)` is called before each run of inputs.
 template <int R, int C, class F> void add_product(
     Matrix<const bfloat16> rows, int inputs, Matrix<const bfloat16> columns, Matrix<float> sums, F before) {
     static_assert(R <= 2 && C <= 2);

@@ -5,7 +5,8 @@
 #include "structs.h"
 #include "vector.h"
 
-constexpr int EXPANDED = 128;  // inputs; a multiple of every block size
+constexpr int SPAN = WIDTH<bfloat16>;  // vectors of a panel's outputs
+constexpr int EXPANDED = HAS_TILES ? 512 : 128;  // inputs; a multiple of every block size
 constexpr int BLOCKS_AHEAD = 2048;  // bytes of quants prefetched in advance
 
 // Quants lie in words of 32 bits, [panels][inputs / (2 * PAIRS)][panel][2]: the first of two words has the
@@ -45,12 +46,12 @@ template <class S> inline void load_twice(const S* from, Floats* to) {
     to[1] = __builtin_shuffle(numbers, places + LANES / 2);
 }
 
-// Calls `each(k, weights)` for every pair of inputs of a panel of WIDTH * LANES outputs, from an input on
-// that begins a block; weights are WIDTH vectors of pairs. A product of a quant and a scale is exact in
+// Calls `each(k, weights)` for every pair of inputs of a panel of SPAN * LANES outputs, from an input on
+// that begins a block; weights are SPAN vectors of pairs. A product of a quant and a scale is exact in
 // float32, so it does not matter whether it is fused with the sum.
 template <int BITS, bool OFFSETS, class S, class F>
 inline void expand_pairs(const Linear& linear, int panel, int from, int count, F each) {
-    constexpr int OUTPUTS = WIDTH * LANES, HALVES = 2 * WIDTH;
+    constexpr int OUTPUTS = SPAN * LANES, HALVES = 2 * SPAN;
     const int size = linear.blocks.size;
     const uint32_t* quants = (const uint32_t*)linear.blocks.quants
         + ((int64_t)panel * linear.inputs + from) / PAIRS<BITS> * OUTPUTS;
@@ -59,7 +60,7 @@ inline void expand_pairs(const Linear& linear, int panel, int from, int count, F
     const S* offsets = (const S*)linear.blocks.offsets + block;
     for (int first = 0; first < count; first += size, scales += OUTPUTS, offsets += OUTPUTS) {
         Floats scale[HALVES], offset[HALVES];
-        for (int w = 0; w < WIDTH; w++) {
+        for (int w = 0; w < SPAN; w++) {
             load_twice(scales + w * LANES, scale + 2 * w);
             if (OFFSETS) load_twice(offsets + w * LANES, offset + 2 * w);
         }
@@ -71,8 +72,8 @@ inline void expand_pairs(const Linear& linear, int panel, int from, int count, F
             }
 #pragma GCC unroll 8
             for (int place = 0; place < PAIRS<BITS>; place++) {
-                Words weights[WIDTH];
-                for (int w = 0; w < WIDTH; w++) {
+                Words weights[SPAN];
+                for (int w = 0; w < SPAN; w++) {
                     Floats both[2];
                     for (int half = 0; half < 2; half++) {
                         both[half] = read_quants<BITS>(words[2 * w + half], place) * scale[2 * w + half];
@@ -105,7 +106,7 @@ inline void expand(const Linear& linear, int panel, int from, int count, bfloat1
     with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
         expand_pairs<bits.value, offsets.value, decltype(scale)>(
             linear, panel, from, count, [&](int k, const Words* weights) {
-                memcpy(to + (int64_t)k * WIDTH * LANES, weights, WIDTH * sizeof(Words));
+                memcpy(to + (int64_t)k * SPAN * LANES, weights, SPAN * sizeof(Words));
             });
     });
 }
@@ -115,19 +116,19 @@ inline void expand(const Linear& linear, int panel, int from, int count, bfloat1
 template <int N> void multiply_expanding(
     const Factor<bfloat16>* rows, int stride, const Linear& linear, int panel, float* sums) {
     typedef Pairs<bfloat16> Pair;
-    Floats total[N][WIDTH];
+    Floats total[N][SPAN];
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < WIDTH; w++) total[n][w] = load(sums + (n * WIDTH + w) * LANES);
+        for (int w = 0; w < SPAN; w++) total[n][w] = load(sums + (n * SPAN + w) * LANES);
     with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
         expand_pairs<bits.value, offsets.value, decltype(scale)>(
             linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
                 for (int part = 0; part < Pair::PARTS; part++)
                     for (int n = 0; n < N; n++)
-                        for (int w = 0; w < WIDTH; w++)
+                        for (int w = 0; w < SPAN; w++)
                             total[n][w] = Pair::multiply(total[n][w], Pair::part_of(weights[w], part),
                                 rows + (int64_t)n * stride + k + part);
             });
     });
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < WIDTH; w++) store(sums + (n * WIDTH + w) * LANES, total[n][w]);
+        for (int w = 0; w < SPAN; w++) store(sums + (n * SPAN + w) * LANES, total[n][w]);
 }

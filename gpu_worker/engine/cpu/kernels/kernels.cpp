@@ -32,7 +32,15 @@ extern "C" int tf_multiplies(int type) {
 #endif
 }
 
-extern "C" int tf_panel() { return PANEL; }
+// Whether many rows are multiplied faster with plain weights than with blocks. Beside tiles, reading plain
+// weights takes as long as expanding blocks.
+extern "C" int tf_prefers_plain() { return !HAS_TILES; }
+
+extern "C" int tf_panel(int type) {
+    int panel = 0;
+    with_product_type(type, [&](auto number) { panel = PANEL<decltype(number)>; });
+    return panel;
+}
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
     with_product_type(type, [=](auto number) {
@@ -40,8 +48,8 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied into
-// memory that grows and is kept.
+// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied
+// into memory that grows and is kept.
 template <class T> const Input<T>* inputs_of(int threads, const T* rows, int num_rows, int inputs) {
     if constexpr (std::is_same_v<T, Input<T>> && !BY_TILES<T>) return rows;
     else {  // one caller at a time
@@ -61,7 +69,7 @@ void product(int threads, const T* rows, int num_rows, const Linear& linear, U* 
 #pragma omp parallel num_threads(threads)
     {
         Tiles tiles;
-        for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
+        for_own_panels(num_panels<T>(linear), this_thread(), all_threads(), [&](int panel) {
             panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
         });
     }

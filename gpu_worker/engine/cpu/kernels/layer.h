@@ -92,7 +92,8 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
-    int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
+    int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
+    int v_panels = num_panels<T>(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
         Tiles tiles;
@@ -123,14 +124,14 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
         });
         tiles.fit(TILE);
 #pragma omp barrier
-        for_own_panels(num_panels(layer.o), thread, threads,
+        for_own_panels(num_panels<T>(layer.o), thread, threads,
             [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
 #pragma omp barrier
         normed = normalize_rows<T>(layer.before_mlp, states, rows, hidden, thread, threads, normed_buffer);
-        for_own_panels(num_panels(layer.gate), thread, threads,
+        for_own_panels(num_panels<T>(layer.gate), thread, threads,
             [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
-        for_own_panels(num_panels(layer.down), thread, threads,
+        for_own_panels(num_panels<T>(layer.down), thread, threads,
             [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
     }
 }

@@ -7,60 +7,59 @@
 #include "structs.h"
 #include "vector.h"
 
-constexpr int PANEL = WIDTH * LANES;
+template <class T> constexpr int PANEL = WIDTH<T> * LANES;
 constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
 constexpr int FEW = 4;  // so few rows are multiplied with blocks faster than with plain weights
-constexpr int GROUP = 32;  // rows for which a chunk of blocks is expanded once
-static_assert(GROUP % ROWS == 0);
+constexpr int GROUP = HAS_TILES ? 128 : 32;  // rows for which a chunk of blocks is expanded once
+static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
 // Rows as they are multiplied: tiles take them as they are, and need whole tiles of rows in memory.
-template <class T> constexpr bool BY_TILES = HAS_TILES && std::is_same_v<T, bfloat16>;
 template <class T> using Input = std::conditional_t<BY_TILES<T>, T, Factor<T>>;
 inline int64_t rows_in_memory(int64_t rows) { return HAS_TILES ? (rows + TILE - 1) / TILE * TILE : rows; }
 
-inline int num_panels(const Linear& linear) { return (linear.outputs + PANEL - 1) / PANEL; }
+template <class T> int num_panels(const Linear& linear) { return (linear.outputs + PANEL<T> - 1) / PANEL<T>; }
 
 template <class T> void pack(const T* weight, int outputs, int inputs, T* packed) {
     constexpr int P = Pairs<T>::P;
-    int panels = (outputs + PANEL - 1) / PANEL;
+    int panels = (outputs + PANEL<T> - 1) / PANEL<T>;
 #pragma omp parallel for
     for (int panel = 0; panel < panels; panel++) {
-        T* to = packed + (int64_t)panel * PANEL * inputs;
-        for (int j = 0; j < PANEL; j++) {
-            int output = panel * PANEL + j;
+        T* to = packed + (int64_t)panel * PANEL<T> * inputs;
+        for (int j = 0; j < PANEL<T>; j++) {
+            int output = panel * PANEL<T> + j;
             for (int k = 0; k < inputs; k++)
-                to[(int64_t)(k / P * PANEL + j) * P + k % P] =
+                to[(int64_t)(k / P * PANEL<T> + j) * P + k % P] =
                     output < outputs ? weight[(int64_t)output * inputs + k] : T{};
         }
     }
 }
 
-// Adds the products of N rows, `stride` numbers apart, and `inputs` inputs of a panel to sums [N][PANEL].
+// Adds the products of N rows, `stride` numbers apart, and `inputs` inputs of a panel to sums [N][PANEL<T>].
 // WEIGHTS_AHEAD: bytes of weights prefetched in advance.
 template <class T, int WEIGHTS_AHEAD, int N>
 void multiply(const Factor<T>* rows, int stride, int inputs, const T* panel, float* sums) {
     constexpr int P = Pairs<T>::P;
-    Floats total[N][WIDTH];
+    Floats total[N][WIDTH<T>];
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < WIDTH; w++) total[n][w] = load(sums + n * PANEL + w * LANES);
-    for (int k = 0; k < inputs; k += P, panel += PANEL * P) {
+        for (int w = 0; w < WIDTH<T>; w++) total[n][w] = load(sums + n * PANEL<T> + w * LANES);
+    for (int k = 0; k < inputs; k += P, panel += PANEL<T> * P) {
         if (WEIGHTS_AHEAD)
-            for (int w = 0; w < WIDTH; w++)
+            for (int w = 0; w < WIDTH<T>; w++)
                 __builtin_prefetch((const char*)(panel + w * LANES * P) + WEIGHTS_AHEAD);
 #pragma GCC unroll 2
         for (int part = 0; part < Pairs<T>::PARTS; part++) {
-            decltype(Pairs<T>::part(panel, part)) weights[WIDTH];
-            for (int w = 0; w < WIDTH; w++) weights[w] = Pairs<T>::part(panel + w * LANES * P, part);
+            decltype(Pairs<T>::part(panel, part)) weights[WIDTH<T>];
+            for (int w = 0; w < WIDTH<T>; w++) weights[w] = Pairs<T>::part(panel + w * LANES * P, part);
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++)
 #pragma GCC unroll 3
-                for (int w = 0; w < WIDTH; w++)
+                for (int w = 0; w < WIDTH<T>; w++)
                     total[n][w] = Pairs<T>::multiply(
                         total[n][w], weights[w], rows + (int64_t)n * stride + k + part);
         }
     }
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < WIDTH; w++) store(sums + n * PANEL + w * LANES, total[n][w]);
+        for (int w = 0; w < WIDTH<T>; w++) store(sums + n * PANEL<T> + w * LANES, total[n][w]);
 }
 
 template <class T, int WEIGHTS_AHEAD, int N = ROWS>
@@ -74,23 +73,27 @@ void multiply_few(int count, const Factor<T>* rows, int stride, int inputs, cons
 template <int WEIGHTS_AHEAD>
 void multiply_by_tiles(
     int count, const bfloat16* rows, int stride, int inputs, const bfloat16* panel, float* sums) {
+    constexpr int C = WIDTH<bfloat16>, OUTPUTS = PANEL<bfloat16>;
     auto prefetch = [=](int k) {
-        const char* ahead = (const char*)(panel + k * PANEL) + WEIGHTS_AHEAD;
+        const bfloat16* ahead = panel + k * OUTPUTS + WEIGHTS_AHEAD / sizeof(bfloat16);
         if (WEIGHTS_AHEAD)
-            for (int line = 0; line < TILE_INPUTS * PANEL * 2; line += 64) __builtin_prefetch(ahead + line);
+            for (int i = 0; i < TILE_INPUTS * OUTPUTS; i += TILE_INPUTS) __builtin_prefetch(ahead + i);
     };
-    Matrix<const bfloat16> columns{panel, 2 * PANEL};
-    if (count > TILE) add_product<2, WIDTH>({rows, stride}, inputs, columns, {sums, PANEL}, prefetch);
-    else add_product<1, WIDTH>({rows, stride}, inputs, columns, {sums, PANEL}, prefetch);
+    auto add = count > TILE ? add_product<2, C, decltype(prefetch)> : add_product<1, C, decltype(prefetch)>;
+    add({rows, stride}, inputs, {panel, 2 * OUTPUTS}, {sums, OUTPUTS}, prefetch);
 }
 
 template <class T, int WEIGHTS_AHEAD>
 void multiply_rows(int count, const Input<T>* rows, int stride, int inputs, const T* panel, float* sums) {
-    if constexpr (BY_TILES<T>) return multiply_by_tiles<WEIGHTS_AHEAD>(count, rows, stride, inputs, panel, sums);
-    else
-        for (int row = 0; row < count; row += ROWS)
-            multiply_few<T, WEIGHTS_AHEAD>(std::min(ROWS, count - row), rows + (int64_t)row * stride, stride,
-                inputs, panel, sums + row * PANEL);
+    constexpr int SOME = BY_TILES<T> ? 2 * TILE : ROWS;
+    for (int row = 0; row < count; row += SOME) {
+        int some = std::min(SOME, count - row);
+        const Input<T>* from = rows + (int64_t)row * stride;
+        float* to = sums + row * PANEL<T>;
+        if constexpr (!BY_TILES<T>) multiply_few<T, WEIGHTS_AHEAD>(some, from, stride, inputs, panel, to);
+        else if (row == 0) multiply_by_tiles<WEIGHTS_AHEAD>(some, from, stride, inputs, panel, to);
+        else multiply_by_tiles<0>(some, from, stride, inputs, panel, to);
+    }
 }
 
 template <int N = FEW>
@@ -105,7 +108,7 @@ template <class T>
 void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
     if constexpr (!BY_TILES<T>)
         if (count <= FEW) return multiply_few_expanding(count, rows, linear, panel, sums);
-    alignas(64) T weights[EXPANDED * PANEL];
+    alignas(64) T weights[EXPANDED * PANEL<T>];
     for (int k = 0; k < linear.inputs; k += EXPANDED) {
         int some = std::min(EXPANDED, linear.inputs - k);
         expand(linear, panel, k, some, weights);
@@ -117,16 +120,16 @@ void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int 
 template <class T>
 void panel_sums(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
     int inputs = linear.inputs;
-    std::fill(sums, sums + count * PANEL, 0.f);
+    std::fill(sums, sums + count * PANEL<T>, 0.f);
     if (linear.packed && !(linear.blocks.bits && count <= FEW)) {
-        const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * inputs;
+        const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL<T> * inputs;
         multiply_rows<T, AHEAD>(count, rows, inputs, inputs, packed, sums);
     } else if constexpr (std::is_same_v<T, bfloat16>) multiply_blocks<T>(rows, count, linear, panel, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
-            for (int w = 0; w < WIDTH; w++)
-                store(sums + n * PANEL + w * LANES,
-                    load(sums + n * PANEL + w * LANES) + load(linear.bias + panel * PANEL + w * LANES));
+            for (int w = 0; w < WIDTH<T>; w++)
+                store(sums + n * PANEL<T> + w * LANES,
+                    load(sums + n * PANEL<T> + w * LANES) + load(linear.bias + panel * PANEL<T> + w * LANES));
 }
 
 template <class T> void store_row(T* to, const float* sums, int count) {
@@ -145,16 +148,16 @@ template <class F> void for_own_panels(int panels, int thread, int threads, F ea
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
 template <class T, class U> void panel_product(const Input<T>* rows, int num_rows, const Linear& linear,
     int panel, U* out, int64_t stride, const T* residual) {
-    alignas(64) float sums[GROUP * PANEL];
-    int width = std::min(PANEL, linear.outputs - panel * PANEL);
+    alignas(64) float sums[GROUP * PANEL<T>];
+    int width = std::min(PANEL<T>, linear.outputs - panel * PANEL<T>);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
         panel_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
         for (int n = 0; n < count; n++) {
-            int64_t at = (row + n) * stride + panel * PANEL;
+            int64_t at = (row + n) * stride + panel * PANEL<T>;
             if (residual)
-                for (int j = 0; j < width; j++) sums[n * PANEL + j] += load_one(residual + at + j);
-            store_row(out + at, sums + n * PANEL, width);
+                for (int j = 0; j < width; j++) sums[n * PANEL<T> + j] += load_one(residual + at + j);
+            store_row(out + at, sums + n * PANEL<T>, width);
         }
     }
 }
@@ -164,16 +167,17 @@ inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 // silu(gate) * up of a panel → out [num_rows][outputs]
 template <class T> void panel_gated(
     const Input<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Input<T>* out) {
-    alignas(64) float gates[GROUP * PANEL], ups[GROUP * PANEL];
-    int width = std::min(PANEL, gate.outputs - panel * PANEL);
+    alignas(64) float gates[GROUP * PANEL<T>], ups[GROUP * PANEL<T>];
+    int width = std::min(PANEL<T>, gate.outputs - panel * PANEL<T>);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
         panel_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
         panel_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, ups);
         for (int n = 0; n < count; n++) {
-            for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES)
+            for (int j = n * PANEL<T>; j < (n + 1) * PANEL<T>; j += LANES)
                 store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));
-            store_row(out + (int64_t)(row + n) * gate.outputs + panel * PANEL, gates + n * PANEL, width);
+            int64_t at = (int64_t)(row + n) * gate.outputs + panel * PANEL<T>;
+            store_row(out + at, gates + n * PANEL<T>, width);
         }
     }
 }

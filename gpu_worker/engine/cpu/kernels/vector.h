@@ -10,13 +10,12 @@
 #endif
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 8;  // ROWS by WIDTH accumulators stay in registers
+constexpr int LANES = 16, ROWS = 8;  // ROWS by WIDTH<float> accumulators stay in registers
 #elif defined(__AVX__)
 constexpr int LANES = 8, ROWS = 4;
 #else
 constexpr int LANES = 4, ROWS = 8;
 #endif
-constexpr int WIDTH = HAS_TILES ? 2 : 3;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -26,6 +25,9 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 struct float16 {
     _Float16 value;
 };
+
+template <class T> constexpr bool BY_TILES = HAS_TILES && std::is_same_v<T, bfloat16>;
+template <class T> constexpr int WIDTH = BY_TILES<T> ? 2 : 3;  // vectors of outputs that are summed at once
 
 template <class V> inline V read(const void* from) {
     V vector;

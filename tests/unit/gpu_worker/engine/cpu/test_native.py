@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.process import machine
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import LargePages, OneDnnLinear
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("library")
     [
         ("x86-64-v2", "split"),
         ("x86-64-v3", "split"),
-        ("native", "plain"),
+        ("native", "tiles"),
+        ("native", "pairs"),
         ("native", "split"),
         ("native", "one thread"),
     ],
@@ -37,10 +39,15 @@ pytestmark = pytest.mark.usefixtures("library")
 def test_builds_for_other_processors_compute_the_same(
     march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, or widened; no OpenMP."""
+    """Narrower vectors; bfloat16 multiplied by tiles or in pairs, where this processor can, or widened; no
+    OpenMP.
+    """
+    if kind == "tiles" and not machine.permits_tiles():
+        pytest.skip("this processor has no tiles")
     command = [
-        word.replace("=native", f"={march}") for word in native.compile_command() if word != "-DSPLIT_PAIRS"
+        word.replace("=native", f"={march}") for word in native.compile_command() if not word.startswith("-D")
     ]
+    command += [] if kind == "tiles" else ["-DNO_AMX"]
     command += ["-DSPLIT_PAIRS"] if kind == "split" else []
     command = [word for word in command if kind != "one thread" or word not in native.openmp_flags()]
     command += (
@@ -57,7 +64,7 @@ def test_builds_for_other_processors_compute_the_same(
             choice.test_kernels_sample_the_same_ids_as_torch(size, dtype, 3, built)
             choice.test_kernels_score_prompts_as_torch_does(size, dtype, built)
         if built.tf_multiplies(native.TYPE_CODES[dtype]):
-            for inputs, outputs, bias in ((50, 7, True), (96, 144, False), (64, 100, True)):
+            for inputs, outputs, bias in products.SHAPES:
                 products.test_products_do_not_depend_on_the_batch(dtype, True, inputs, outputs, bias, built)
                 products.test_products_do_not_depend_on_the_batch(dtype, False, inputs, outputs, bias, built)
     for bits in (4, 8):
@@ -102,3 +109,9 @@ class Recorded:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.count += 1
         return self.run(*arguments, **options)
+
+
+def test_without_permission_nothing_is_multiplied_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's rules may forbid their registers, whose use would end the process."""
+    monkeypatch.setattr(machine, "permits_tiles", lambda: False)
+    assert "-DNO_AMX" in native.compile_command()
