@@ -12,13 +12,14 @@ from torch import nn
 from common.rank import RankInfo
 from common.settings.settings import Settings
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.cpu.packed_linear import NativeLinear, OneDnnLinear
+from gpu_worker.engine.cpu.packed_linear import NativeLinear, OneDnnLinear, region
 from gpu_worker.engine.model.load import choose_device, choose_dtype
 
 READ_BYTES = {"cpu": 2**28, "cuda": 2**32}
-"""Bytes of a read by the type of the device. On CPU as many as a small model's weights, which the caches of large
-processors may hold in part; on CUDA far more than caches hold.
+"""Bytes that are read, by the type of the device. On CPU they are as many as a small model's weights, which
+the caches of large processors may hold in part.
 """
+ROW_NUMBERS = 4096
 SIDE = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the matrices that are multiplied, by the type of the device."""
 TIMES = 10
@@ -28,7 +29,9 @@ BLOCK_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured on this device: bytes read in a second, and floating-point operations in a second of a product."""
+    """Measured on this device: bytes read in a second, and floating-point operations in a second of a
+    product.
+    """
 
     bytes_per_s: float
     flops_per_s: float
@@ -49,8 +52,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Matrices of a model. Of a mixture of experts all are counted, so its share of the floor is too good for few
-    rows.
+    """Matrices of a model. Of a mixture of experts all are counted, so its share of the floor is too good for
+    few rows.
 
     Attributes:
         layers: those that multiply every token, together.
@@ -80,8 +83,15 @@ def measure(settings: Settings) -> Ceilings:
 
 
 def read_rate(device: torch.device) -> float:
-    numbers = torch.ones(READ_BYTES[device.type] // 4, device=device)
-    return numbers.nbytes / best_s(lambda: numbers.sum(), device)
+    """Measures sums of rows: on CPU in large pages, in which weights lie, too."""
+    num_bytes = READ_BYTES[device.type]
+    memory = (
+        region(num_bytes)
+        if device.type == "cpu"
+        else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    )
+    rows = memory.view(torch.float32).view(-1, ROW_NUMBERS).fill_(1)
+    return num_bytes / best_s(lambda: rows.sum(1), device)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -52,9 +52,8 @@ def prefers_widened_bfloat16() -> bool:
 
 @functools.cache
 def permits_tiles() -> bool:
-    """Ask Linux to let this process use the registers of Intel's matrix unit (AMX), and return whether it may.
-
-    The permission is for all threads of the process.
+    """Ask Linux for the registers of Intel's matrix unit (AMX); return whether this process may use them, in all
+    its threads.
     """
     if "amx_bf16" not in features().split():
         return False

@@ -1,5 +1,5 @@
-// Products by Intel's matrix unit (AMX), of tiles: TILE rows of 64 bytes. A row of sums depends on its own row
-// of factors only. Inputs are summed in runs of TILE_INPUTS, in which the even ones are apart from the odd ones.
+// Products by Intel's matrix unit (AMX), of tiles: TILE rows of 64 bytes. A row of sums depends on its own
+// row of factors only. Inputs are summed in runs of TILE_INPUTS, in which even ones are apart from odd ones.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -48,17 +48,14 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     });
 }
 
-// Rows as the product takes them. Where those are of another type, or whole tiles of rows, they are copied
-// into memory that grows and is kept.
+// Rows as the product takes them: copies, where those are of another type, or whole tiles of rows.
 template <class T> const Input<T>* inputs_of(int threads, const T* rows, int num_rows, int inputs) {
     if constexpr (std::is_same_v<T, Input<T>> && !BY_TILES<T>) return rows;
     else {  // one caller at a time
-        static std::vector<Input<T>> converted;
-        int64_t count = (int64_t)num_rows * inputs, room = rows_in_memory(num_rows) * inputs;
-        if ((int64_t)converted.size() < room) converted.resize(room);
-        Input<T>* to = converted.data();
+        static Buffer<Input<T>> converted;
+        Input<T>* to = converted.fit(rows_in_memory(num_rows) * inputs);
 #pragma omp parallel for num_threads(threads)
-        for (int64_t i = 0; i < count; i++) convert(rows + i, to + i);
+        for (int64_t i = 0; i < (int64_t)num_rows * inputs; i++) convert(rows + i, to + i);
         return to;
     }
 }

@@ -32,20 +32,10 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
 constexpr int FEW_ROWS =
     8;  // so few rows every thread normalises for itself: that is faster than waiting for others
 
-// Memory of intermediate results; it grows and is kept.
+// Intermediate results of a layer.
 template <class T> struct LayerBuffers {
-    std::vector<T> projected;
-    std::vector<Input<T>> normed, attended, gated;
-    void fit(int64_t rows, int threads, const Layer& layer) {
-        auto grow = [](auto& to, int64_t size) {
-            if ((int64_t)to.size() < size) to.resize(size);
-        };
-        grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
-        rows = rows_in_memory(rows);
-        grow(normed, std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
-        grow(attended, rows * layer.o.inputs);
-        grow(gated, rows * layer.gate.outputs);
-    }
+    Buffer<T> projected;
+    Buffer<Input<T>> normed, attended, gated;
 };
 
 // Normalizes all rows → the copy that the calling thread reads.
@@ -83,15 +73,15 @@ template <class T> void prepare_token(
 template <class T>
 void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
     static LayerBuffers<T> buffers;
-    buffers.fit(step.num_tokens, step.threads, layer);
-    T* projected = buffers.projected.data();
-    Input<T>* normed_buffer = buffers.normed.data();
-    Input<T>* attended = buffers.attended.data();
-    Input<T>* gated = buffers.gated.data();
     std::atomic<int> started{0};
     bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
+    int64_t room = rows_in_memory(rows), own_room = rows_in_memory(FEW_ROWS) * step.threads;
+    T* projected = buffers.projected.fit((int64_t)rows * stride);
+    Input<T>* normed_buffer = buffers.normed.fit(std::max(room, own_room) * hidden);
+    Input<T>* attended = buffers.attended.fit(room * layer.o.inputs);
+    Input<T>* gated = buffers.gated.fit(room * layer.gate.outputs);
     int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
     int v_panels = num_panels<T>(layer.v);
 #pragma omp parallel num_threads(step.threads)

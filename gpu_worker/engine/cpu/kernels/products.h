@@ -3,6 +3,7 @@
 // own row only.
 #pragma once
 #include <algorithm>
+#include <vector>
 #include "blocks.h"
 #include "structs.h"
 #include "vector.h"
@@ -16,6 +17,18 @@ static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 // Rows as they are multiplied: tiles take them as they are, and need whole tiles of rows in memory.
 template <class T> using Input = std::conditional_t<BY_TILES<T>, T, Factor<T>>;
 inline int64_t rows_in_memory(int64_t rows) { return HAS_TILES ? (rows + TILE - 1) / TILE * TILE : rows; }
+
+// Memory of rows. It grows and is kept, and begins where a line of the caches does: tiles that lie across
+// lines are read slower.
+template <class N> struct Buffer {
+    std::vector<N> numbers;
+    N* fit(int64_t count) {
+        constexpr int LINE = 64;
+        count += LINE / sizeof(N);
+        if ((int64_t)numbers.size() < count) numbers.resize(count);
+        return (N*)(((uintptr_t)numbers.data() + LINE - 1) / LINE * LINE);
+    }
+};
 
 template <class T> int num_panels(const Linear& linear) { return (linear.outputs + PANEL<T> - 1) / PANEL<T>; }
 

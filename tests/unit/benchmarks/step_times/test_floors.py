@@ -41,7 +41,7 @@ def test_embeddings_are_not_read_and_a_tied_head_is() -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_weights_in_blocks_count_as_they_are_stored(beside: bool, library: object) -> None:
+def test_weights_in_blocks_count_as_they_are_stored(beside: bool) -> None:
     blocks = Blocks(torch.zeros(96, 64, dtype=torch.uint8), torch.ones(96, 2).half(), None)
     linear = nn.Linear(64, 96, bias=False).bfloat16()
     layer = packed_linear.pack_linear(linear, False, LargePages(), blocks, beside)
@@ -49,5 +49,7 @@ def test_weights_in_blocks_count_as_they_are_stored(beside: bool, library: objec
         pytest.skip("torch's products are used on this processor")
     model = Model(layer, nn.Linear(64, 96, bias=False))
     few, many = (weights_of(model, rows).layers for rows in (1, 32))
-    assert few == Matrix(64 * 96, 64 * 96 // 2 + 2 * 2 * 96), "4 bits each, and two scales of 16 bits an output"
+    assert few == Matrix(64 * 96, 64 * 96 // 2 + 2 * 2 * 96), (
+        "4 bits each, and two scales of 16 bits an output"
+    )
     assert many == (Matrix(64 * 96, 64 * 96 * 2) if beside else few)

@@ -36,7 +36,8 @@ def test_products_do_not_depend_on_the_batch(
         )
         assert result.dtype == (torch.float32 if whole else dtype)
         assert all(
-            torch.equal(packed(states[:, row:]), result[:, row:]) for row in {0, 1, num_rows // 2, num_rows - 1}
+            torch.equal(packed(states[:, row:]), result[:, row:])
+            for row in {0, 1, num_rows // 2, num_rows - 1}
         )
 
 
