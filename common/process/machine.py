@@ -52,8 +52,8 @@ def prefers_widened_bfloat16() -> bool:
 
 @functools.cache
 def permits_tiles() -> bool:
-    """Ask Linux for the registers of Intel's matrix unit (AMX); return whether this process may use them, in all
-    its threads.
+    """Ask Linux for the registers of Intel's matrix unit (AMX), and return whether all threads of this process
+    may use them.
     """
     if "amx_bf16" not in features().split():
         return False
