@@ -12,8 +12,8 @@ from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 
 
 def supports(geometry: Geometry) -> bool:
-    """K dimensions are multiplied in pairs; scores have no biases and keep their order when they are scaled; K
-    and V are no latents.
+    """K dimensions are multiplied in pairs; scores have no biases and a scaling above 0; K and V are no
+    latents.
     """
     return all(
         layer.key_dim % 2 == 0

@@ -13,6 +13,10 @@ from gpu_worker.engine.cpu import native
 
 TILE_TOKENS = 32
 """Tokens of a prompt whose queries go over a chunk of keys together."""
+SEGMENT = 1024
+"""Keys that are summed by themselves, as in kernels/pages.h."""
+UNITS_A_THREAD = 4
+"""A tile with more than the work of a thread by this number is split."""
 
 
 class KernelArguments:
@@ -41,11 +45,14 @@ class KernelArguments:
                 tiles_of(span, start, width)
                 for span, start, width in zip(inputs.spans, starts, widths, strict=False)
             ]
-        ).astype(np.int32)
+        )
+        threads = torch.get_num_threads()
+        parts = split_tiles(tiles, threads).astype(np.int32)
         tables = np.concatenate([span.blocks.ravel() for span in inputs.spans]).astype(np.int32)
-        self.step_arrays = (inputs.slots, tiles, tables)
+        self.step_arrays = (inputs.slots, parts, tables)
         pointers = (array.ctypes.data for array in self.step_arrays)
-        counts = (torch.get_num_threads(), len(inputs.slots), len(tiles), self.block_size)
+        num_parts = int((parts[:, 5] > 1).sum())
+        counts = (threads, len(inputs.slots), len(parts), self.block_size, num_parts)
         self.step = byref(native.StepStruct(*counts, *pointers))
 
     def cache_of(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
@@ -91,9 +98,9 @@ def pages_of(module: Any) -> native.PagesStruct:
 
 
 def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
-    """→ int64 [tiles, 4] as in kernels/structs.h; a row's blocks begin at a multiple of `width` after `start`
-    in the tables. A row and its proposals are one tile, which reads its blocks as the last of them has them:
-    tokens that see each other's K are never in tiles of one token only.
+    """→ int64 [tiles, 4], the first fields of a Tile in kernels/structs.h; a row's blocks begin at a multiple
+    of `width` after `start` in the tables. A row and its proposals are one tile, which reads its blocks as
+    the last of them has them: tokens that see each other's K are never in tiles of one token only.
     """
     if span.count == 1:
         last = np.cumsum(span.shares) - 1
@@ -103,3 +110,16 @@ def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
     counts = np.minimum(TILE_TOKENS, span.count - offsets)
     positions = span.lengths[0] - span.count + offsets
     return np.stack((span.begin + offsets, counts, positions, np.full_like(offsets, start)), 1)
+
+
+def split_tiles(tiles: npt.NDArray[np.int64], threads: int) -> npt.NDArray[np.int64]:
+    """Order tiles [tiles, 4] by their work, most first, and split large ones, so that threads end together
+    → int64 [tiles and parts, 6] as in kernels/structs.h.
+    """
+    keys = tiles[:, 1] + tiles[:, 2]
+    work = tiles[:, 1] * keys
+    parts = np.where(work * threads * UNITS_A_THREAD > work.sum(), -(-keys // SEGMENT), 1)
+    order = np.argsort(-work, kind="stable")
+    counts = parts[order]
+    part = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.column_stack((np.repeat(tiles[order], counts, axis=0), part, np.repeat(counts, counts)))

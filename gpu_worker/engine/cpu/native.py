@@ -35,8 +35,9 @@ STORED_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
 class StepStruct(ctypes.Structure):
-    _fields_ = [(name, c_int32) for name in ("threads", "num_tokens", "num_tiles", "block_size")] + [
-        (name, c_void_p) for name in ("slots", "tiles", "tables")
+    _fields_ = [
+        *((name, c_int32) for name in ("threads", "num_tokens", "num_tiles", "block_size", "num_parts")),
+        *((name, c_void_p) for name in ("slots", "tiles", "tables")),
     ]
 
 

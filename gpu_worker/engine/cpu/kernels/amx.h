@@ -42,7 +42,8 @@ struct Tiles {
     void fit(int rows) {
         if (rows == num_rows) return;
         Shapes shapes;
-        for (int tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = 64, shapes.rows[tile] = tile < 6 ? rows : TILE;
+        for (int tile = 0; tile < 8; tile++)
+            shapes.row_bytes[tile] = 64, shapes.rows[tile] = tile < 6 ? rows : TILE;
         asm volatile("ldtilecfg\t%0" ::"m"(shapes));
         num_rows = rows;
     }

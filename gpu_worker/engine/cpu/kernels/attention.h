@@ -21,45 +21,76 @@ inline int this_thread() { return 0; }
 inline int all_threads() { return 1; }
 #endif
 
-// How T's scores and outputs are computed: the same for every query, so that its bits do not depend on others.
+// How T's scores and outputs are computed: in the same way for every query, alone or beside others.
 template <class T>
 using AttentionProducts =
     std::conditional_t<HAS_TILES && std::is_same_v<T, bfloat16>, TileProducts, VectorProducts<T>>;
 
-// A tile and one of its K heads are a unit of work, numbered tile by tile. Each thread starts the next
-// one when it is done, and knows it in advance.
-template <class F> void for_units(std::atomic<int>& started, int units, F each) {
-    for (int unit = this_thread(), next; unit < units; unit = next)
-        each(unit, (next = all_threads() + started++) < units ? next : unit);
-}
+// The units of work of a step, which threads share: a tile and one of its K heads, tile by tile.
+struct Units {
+    std::atomic<int> started{0};
+    int heads, count;
+    std::vector<Sums> sums;  // [units], where tiles have parts
+    std::vector<std::atomic<int>> done;  // [units]: at a tile's first part, how many of them are
 
-// The queries of a tile of tokens and a K head, [group][tokens], and their sums so far.
-template <class T> struct QueryTile {
+    Units(const Step& step, const Cache& cache)
+        : heads(cache.kv_heads), count(step.num_tiles * heads), sums(step.num_parts ? count : 0),
+          done(sums.size()) {}
+
+    // Each thread starts the next unit when it is done, and knows it in advance.
+    template <class F> void each(F attend) {
+        for (int unit = this_thread(), next; unit < count; unit = next)
+            attend(unit, (next = all_threads() + started++) < count ? next : unit);
+    }
+
+    // Keeps the sums of a part. After the last one → the sums of all parts, in their order.
+    Sums* add_part(int unit, const Tile& tile, const Sums& part) {
+        int first = unit - tile.part * heads;
+        sums[unit] = part;
+        if (++done[first] < tile.parts) return nullptr;
+        for (int i = 1; i < tile.parts; i++) sums[first].add(sums[first + i * heads]);
+        return &sums[first];
+    }
+};
+
+// The queries of a tile of tokens and a K head, [group][tokens].
+template <class T> struct Queries {
     typedef AttentionProducts<T> Products;
     typedef typename Products::Keys Keys;
     typedef typename Products::Weight Weight;
     static constexpr int ROWS = Products::ROWS;
-    int begin, count, position, head, rows, dim, width;
+    Tile tile;
+    int head, rows, dim;
     float scaling;
-    std::vector<typename Products::Query> queries;  // [rows][dim]
-    std::vector<float> outputs;  // [rows][width]
-    std::vector<Softmax> softmax;  // [rows]
+    Numbers<typename Products::Query> queries;  // [rows][dim]
+    Numbers<Softmax> softmax;  // [rows], of this segment
+    Sums sums, earlier;  // of this segment, and of those before it
+    Numbers<float> sinks;  // [rows]
 
-    int token(int row) const { return row % count; }
-    int query_head(const Cache& cache, int row) const { return head * cache.group + row / count; }
+    int token(int row) const { return row % tile.count; }
+    int query_head(const Cache& cache, int row) const { return head * cache.group + row / tile.count; }
 
-    void read(const int32_t* tile, const Cache& cache, int kv_head, Heads query) {
-        begin = tile[0], count = tile[1], position = tile[2], head = kv_head, rows = cache.group * count;
-        dim = Keys::padded_dim(cache), width = Keys::padded_width(cache);
+    void read(const Tile& own, const Cache& cache, int kv_head, Heads query) {
+        tile = own, head = kv_head, rows = cache.group * tile.count, dim = Keys::padded_dim(cache);
         scaling = (cache.softcap ? 1 : cache.scaling * cache.pages.key_scale) * LOG2_E;
-        int room = rounded_up(rows, ROWS);
-        queries.assign(room * dim, {}), outputs.assign(room * width, 0.f), softmax.assign(rows, {});
+        queries.assign(rounded_up(rows, ROWS) * dim, {});
         for (int row = 0; row < rows; row++) {
-            int h = query_head(cache, row);
-            const T* from = (const T*)query.data + (begin + token(row)) * query.token + h * query.head;
-            convert_all(from, cache.key_dim, &queries[row * dim]);
-            if (cache.sinks) softmax[row].top = cache.sinks[h] * LOG2_E, softmax[row].total[0] = 1;
+            const T* from = (const T*)query.data + (tile.token + token(row)) * query.token;
+            convert_all(from + query_head(cache, row) * query.head, cache.key_dim, &queries[row * dim]);
         }
+        earlier.rows = 0;
+        begin_segment(cache);
+    }
+
+    void begin_segment(const Cache& cache) {
+        sums.width = Keys::padded_width(cache);
+        sums.outputs.assign(rounded_up(rows, ROWS) * sums.width, 0.f), softmax.assign(rows, {});
+    }
+
+    void end_segment() {
+        sums.take(softmax);
+        if (earlier.rows) earlier.add(sums);
+        else std::swap(earlier, sums);
     }
 
     // Adds a chunk of keys, the first of them at `base`, to the rows that see some of them.
@@ -67,17 +98,16 @@ template <class T> struct QueryTile {
         bool prefetch = true;
         for (int row = 0; row < rows; row += ROWS) {
             int some = std::min(ROWS, rows - row), first = token(row), last = first + some - 1;
-            if (last >= count) first = 0, last = count - 1;
-            first += position, last += position;
+            if (last >= tile.count) first = 0, last = tile.count - 1;
+            first += tile.position, last += tile.position;
             int seen = std::min(CHUNK, last + 1 - base);
             if (seen <= 0 || (cache.window && base + CHUNK <= first + 1 - cache.window)) continue;
             bool hides = base + CHUNK > first + 1 || (cache.window && base <= last - cache.window);
             alignas(64) float scores[ROWS * CHUNK];
-            Weight* weights = (Weight*)scores;
             Products::score(some, seen, chunk, ahead, prefetch, dim, &queries[row * dim], scores);
             for (int n = 0; n < some; n++) weigh(cache, base, row + n, hides, scores + n * CHUNK);
-            Products::accumulate(
-                some, seen, chunk, ahead, prefetch, width, weights, &outputs[row * width]);
+            Products::accumulate(some, seen, chunk, ahead, prefetch, sums.width, (const Weight*)scores,
+                &sums.outputs[row * sums.width]);
             prefetch = false;
         }
     }
@@ -85,43 +115,48 @@ template <class T> struct QueryTile {
     // Turns a row's scores into weights.
     void weigh(const Cache& cache, int base, int row, bool hides, float* scores) {
         if (cache.softcap) cap(scores, cache.scaling * cache.pages.key_scale, cache.softcap);
-        if (hides) hide(scores, base, position + token(row), cache.window);
+        if (hides) hide(scores, base, tile.position + token(row), cache.window);
         float factor = softmax[row].weigh(scores, scaling, (Weight*)scores);
-        float* output = &outputs[row * width];
+        float* output = &sums.outputs[row * sums.width];
         if (factor != 1)
-            for (int d = 0; d < width; d += LANES) store(output + d, load(output + d) * factor);
+            for (int d = 0; d < sums.width; d += LANES) store(output + d, load(output + d) * factor);
     }
 
     // → out [tokens][heads][value_dim]
-    template <class U> void write(const Cache& cache, U* out) const {
+    template <class U> void write(const Cache& cache, Sums& all, U* out) {
         int heads = cache.kv_heads * cache.group, size = cache.value_dim;
+        sinks.assign(all.tops.size(), NEVER);
+        for (int row = 0; cache.sinks && row < rows; row++)
+            sinks[row] = cache.sinks[query_head(cache, row)] * LOG2_E;
+        all.divide(sinks, cache.pages.value_scale);
         for (int row = 0; row < rows; row++) {
-            U* to = out + ((int64_t)(begin + token(row)) * heads + query_head(cache, row)) * size;
-            const float* from = &outputs[row * width];
-            float inverse = cache.pages.value_scale / sum(softmax[row].total);
+            const float* from = &all.outputs[row * all.width];
+            float factor = all.factors[row];
+            U* to = out + ((int64_t)(tile.token + token(row)) * heads + query_head(cache, row)) * size;
             int d = 0;
-            for (; d + LANES <= size; d += LANES) store(to + d, load(from + d) * inverse);
-            for (; d < size; d++) store_one(to + d, from[d] * inverse);
+            for (; d + LANES <= size; d += LANES) store(to + d, load(from + d) * factor);
+            for (; d < size; d++) store_one(to + d, from[d] * factor);
         }
     }
 };
 
 // One unit → out [tokens][heads][value_dim]
-template <class T, class U>
-void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out, Tiles& tiles) {
+template <class T, class U> void attend(const Step& step, const Cache& cache, Units& units, int unit,
+    int next, Heads query, U* out, Tiles& tiles) {
     typedef AttentionProducts<T> Products;
     struct Memory {  // kept by each thread
-        QueryTile<T> tile;
+        Queries<T> queries;
         typename Products::Keys chunks[2];
     };
     static thread_local Memory own;
     Memory& memory = own;  // looked up once
-    auto& [tile, chunks] = memory;
+    auto& [queries, chunks] = memory;
     int head = unit % cache.kv_heads, next_head = next % cache.kv_heads;
-    tile.read(step.tiles + 4 * (unit / cache.kv_heads), cache, head, query);
-    KeyRange keys = visible_keys(step, cache, unit / cache.kv_heads);
-    KeyRange next_keys = visible_keys(step, cache, next / cache.kv_heads);
-    if (std::is_same_v<Products, TileProducts>) tiles.fit(std::min(tile.rows, TILE));
+    const Tile& tile = step.tiles[unit / cache.kv_heads];
+    KeyRange keys = visible_keys(step, cache, tile);
+    KeyRange next_keys = visible_keys(step, cache, step.tiles[next / cache.kv_heads]);
+    queries.read(tile, cache, head, query);
+    if (std::is_same_v<Products, TileProducts>) tiles.fit(std::min(queries.rows, TILE));
     chunks[0].gather(step, cache, keys, head);
     for (int i = 0; keys.base < keys.end; i = !i, keys.base += CHUNK) {
         bool last = keys.base + CHUNK >= keys.end;
@@ -130,14 +165,18 @@ void attend(const Step& step, const Cache& cache, int unit, int next, Heads quer
             chunks[!i].gather(step, cache, next, last ? next_head : head);
         }
         Products::prepare(chunks[i], chunks[!i], cache);
-        tile.add(cache, chunks[i], chunks[!i], keys.base);
+        queries.add(cache, chunks[i], chunks[!i], keys.base);
+        if (!last && (keys.base + CHUNK) % SEGMENT == 0) queries.end_segment(), queries.begin_segment(cache);
     }
-    tile.write(cache, out);
+    queries.end_segment();
+    Sums* all = &queries.earlier;
+    if (tile.parts > 1) all = units.add_part(unit, tile, *all);
+    if (all) queries.write(cache, *all, out);
 }
 
 template <class T>
 void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
-    std::atomic<int> started{0};
+    Units units(step, cache);
 #pragma omp parallel num_threads(step.threads)
     {
 #pragma omp for
@@ -146,7 +185,8 @@ void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads k
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                     (const T*)value.data + token * value.token + head * value.head);
         Tiles tiles;
-        for_units(started, step.num_tiles * cache.kv_heads,
-            [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out, tiles); });
+        units.each([&](int unit, int next) {
+            attend<T>(step, cache, units, unit, next, query, out, tiles);
+        });
     }
 }

@@ -4,10 +4,10 @@
 #include "pages.h"
 #include "vector.h"
 
-// A chunk whose values lie in pairs of keys, as the unit wants them: [CHUNK / 2][width][2]. Zeros follow the last
-// key: what is there may be no number.
+// A chunk whose values lie in pairs of keys, as the unit wants them: [CHUNK / 2][width][2]. Zeros follow the
+// last key: what is there may be no number.
 struct PairedChunk : Chunk<bfloat16, TILE_INPUTS, TILE> {
-    std::vector<bfloat16> pairs, zeros;
+    Numbers<bfloat16> pairs, zeros;
 
     void pair_values(const Cache& cache) {
         int width = padded_width(cache);
@@ -31,7 +31,7 @@ struct PairedChunk : Chunk<bfloat16, TILE_INPUTS, TILE> {
 };
 
 struct TileProducts {
-    static constexpr int ROWS = TILE;  // of queries that are multiplied at once; there is memory for all of them
+    static constexpr int ROWS = TILE;  // of queries that are multiplied at once, and that memory has
     static constexpr int WEIGHTS = 2 * CHUNK;  // from one query's weights to the next one's
     typedef PairedChunk Keys;
     typedef bfloat16 Query, Weight;

@@ -73,8 +73,8 @@ template <class T> void prepare_token(
 template <class T>
 void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
     static LayerBuffers<T> buffers;
-    std::atomic<int> started{0};
-    bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
+    Units units(step, *layer.cache);
+    bool independent = step.num_tiles == step.num_tokens && !step.num_parts;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int64_t room = rows_in_memory(rows), own_room = rows_in_memory(FEW_ROWS) * step.threads;
@@ -105,12 +105,12 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
                     prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
 #pragma omp barrier
         }
-        for_units(started, step.num_tiles * heads, [&](int unit, int next) {
-            int64_t row = step.tiles[4 * (unit / heads)];
+        units.each([&](int unit, int next) {
+            int64_t row = step.tiles[unit / heads].token;
             if (independent)
                 prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
-            attend<T>(step, *layer.cache, unit, next, {projected, stride, layer.cache->key_dim}, attended,
-                tiles);
+            attend<T>(step, *layer.cache, units, unit, next, {projected, stride, layer.cache->key_dim},
+                attended, tiles);
         });
         tiles.fit(TILE);
 #pragma omp barrier

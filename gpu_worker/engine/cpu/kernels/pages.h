@@ -27,16 +27,21 @@ void write(const Step& step, const Cache& cache, int token, int head, const T* k
     });
 }
 
+constexpr int SEGMENT = 1024;  // keys that are summed by themselves
+static_assert(SEGMENT % CHUNK == 0);
+
 // The keys that the queries of a tile see, from the beginning of a chunk on.
 struct KeyRange {
     const int32_t* table;
     int base, end;
 };
 
-inline KeyRange visible_keys(const Step& step, const Cache& cache, int tile) {
-    const int32_t* at = step.tiles + 4 * tile;
-    int first = cache.window ? std::max(0, at[2] - cache.window + 1) : 0;
-    return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
+inline KeyRange visible_keys(const Step& step, const Cache& cache, const Tile& tile) {
+    int first = cache.window ? std::max(0, tile.position - cache.window + 1) : 0;
+    int base = first / CHUNK * CHUNK, end = tile.position + tile.count;
+    if (tile.parts > 1)
+        base = std::max(base, tile.part * SEGMENT), end = std::min(end, (tile.part + 1) * SEGMENT);
+    return {step.tables + tile.table, base, end};
 }
 
 // A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do not fit the units
@@ -47,7 +52,7 @@ template <class T, int KEY_UNIT, int VALUE_UNIT> struct Chunk {
     int key_stride;  // from one pair of a K to its next one
     int value_stride;  // from one V to the next key's
     const T *keys[VECTORS], *values[VECTORS];
-    std::vector<T> key_copy, value_copy;
+    Numbers<T> key_copy, value_copy;
 
     static int padded_dim(const Cache& cache) { return rounded_up(cache.key_dim, KEY_UNIT); }
     static int padded_width(const Cache& cache) { return rounded_up(cache.value_dim, VALUE_UNIT); }

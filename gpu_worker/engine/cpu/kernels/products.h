@@ -3,7 +3,6 @@
 // own row only.
 #pragma once
 #include <algorithm>
-#include <vector>
 #include "blocks.h"
 #include "structs.h"
 #include "vector.h"
@@ -18,15 +17,12 @@ static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 template <class T> using Input = std::conditional_t<BY_TILES<T>, T, Factor<T>>;
 inline int64_t rows_in_memory(int64_t rows) { return HAS_TILES ? (rows + TILE - 1) / TILE * TILE : rows; }
 
-// Memory of rows. It grows and is kept, and begins where a line of the caches does: tiles that lie across
-// lines are read slower.
+// Memory of rows, which grows and is kept.
 template <class N> struct Buffer {
-    std::vector<N> numbers;
+    Numbers<N> numbers;
     N* fit(int64_t count) {
-        constexpr int LINE = 64;
-        count += LINE / sizeof(N);
         if ((int64_t)numbers.size() < count) numbers.resize(count);
-        return (N*)(((uintptr_t)numbers.data() + LINE - 1) / LINE * LINE);
+        return numbers.data();
     }
 };
 

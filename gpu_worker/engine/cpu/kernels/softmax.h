@@ -1,16 +1,17 @@
 // The online softmax of a row (arXiv:2205.14135): scores of a chunk become weights of its values.
 #pragma once
+#include <vector>
 #include "pages.h"
 #include "vector.h"
 
 constexpr float NEVER = -1e30f, HIDDEN = -__builtin_inff();
 constexpr float LOG2_E = 1.44269504088896341f;
-// How far a score may exceed `top` before `top` follows it. So earlier sums are seldom scaled, and no weight
+// How far a score may exceed `top` before `top` follows it: earlier sums are seldom scaled, no weight
 // overflows.
 constexpr float SLACK = 8;
 
-// 2 to the x for x below 127, 0 below -126. PRECISE: within 2 units in the last place, else within 2^-13 of it,
-// for weights that are rounded to bfloat16.
+// 2 to the x for x below 127, 0 below -126. PRECISE: within 2 units in the last place; else within 2^-13 of
+// it, for weights that are rounded to bfloat16.
 template <bool PRECISE> inline Floats power_of_two(Floats x) {
 #if defined(__AVX512DQ__)
     Floats rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -85,7 +86,7 @@ struct Softmax {
         float factor = 1;
         if (any_above(best * scaling, top + SLACK)) {
             float highest = largest(best) * scaling;
-            factor = power_of_two<true>(splat(top - highest))[0];
+            if (top != NEVER) factor = power_of_two<true>(splat(top - highest))[0];
             top = highest, sum *= factor;
         }
         for (int v = 0; v < VECTORS; v++) {
@@ -95,5 +96,44 @@ struct Softmax {
         store_weights(weights, x);
         total = sum;
         return factor;
+    }
+};
+
+// Sums of queries over some keys: of weights, which are powers of 2 by scores less `top`, and of values.
+struct Sums {
+    int rows = 0, width = 0;
+    Numbers<float> tops, totals, factors;  // [rows, whole vectors of them]
+    Numbers<float> outputs;  // [rows][width]
+
+    // What the softmax of rows has summed.
+    void take(const Numbers<Softmax>& softmax) {
+        rows = softmax.size();
+        for (auto* numbers : {&tops, &totals, &factors}) numbers->resize((rows + LANES - 1) / LANES * LANES);
+        for (int row = 0; row < rows; row++)
+            tops[row] = softmax[row].top, totals[row] = sum(softmax[row].total);
+    }
+
+    // Adds sums over later keys. Where there are no keys, what is there does not change.
+    void add(Sums& later) {
+        for (int row = 0; row < rows; row += LANES) {
+            Floats before = load(&tops[row]), other = load(&later.tops[row]), top = larger(before, other);
+            Floats factor = power_of_two<true>(before - top), others = power_of_two<true>(other - top);
+            store(&tops[row], top), store(&factors[row], factor), store(&later.factors[row], others);
+            store(&totals[row], load(&totals[row]) * factor + load(&later.totals[row]) * others);
+        }
+        for (int row = 0; row < rows; row++) {
+            float factor = factors[row], others = later.factors[row];
+            for (int d = row * width; d < (row + 1) * width; d += LANES)
+                store(&outputs[d], load(&outputs[d]) * factor + load(&later.outputs[d]) * others);
+        }
+    }
+
+    // Sets `factors` to what makes outputs of sums: `scale` over the totals. A sink is a score without value.
+    void divide(const Numbers<float>& sinks, float scale) {
+        for (int row = 0; row < rows; row += LANES) {
+            Floats before = load(&tops[row]), sink = load(&sinks[row]), top = larger(before, sink);
+            Floats factor = power_of_two<true>(before - top), others = power_of_two<true>(sink - top);
+            store(&factors[row], scale * factor / (load(&totals[row]) * factor + others));
+        }
     }
 };

@@ -2,11 +2,20 @@
 #pragma once
 #include <cstdint>
 
-// What all layers share in a step. A tile is a few tokens next to each other of one row.
+// A few tokens next to each other of one row.
+struct Tile {
+    int32_t token, count;  // the first, and how many
+    int32_t position;  // of the first
+    int32_t table;  // first index in `tables`
+    int32_t part, parts;  // with more than one part, `part` is the segment of keys that is attended to
+};
+
+// What all layers share in a step.
 struct Step {
     int32_t threads, num_tokens, num_tiles, block_size;
+    int32_t num_parts;  // tiles that are parts, which follow each other
     const int64_t* slots;  // [tokens] block * block_size + offset: where K and V go
-    const int32_t* tiles;  // [tiles][4] first token, tokens, position of the first, first index in `tables`
+    const Tile* tiles;
     const int32_t* tables;
 };
 

@@ -3,7 +3,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <type_traits>
+#include <vector>
 #include "amx.h"
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -28,6 +30,18 @@ struct float16 {
 
 template <class T> constexpr bool BY_TILES = HAS_TILES && std::is_same_v<T, bfloat16>;
 template <class T> constexpr int WIDTH = BY_TILES<T> ? 2 : 3;  // vectors of outputs that are summed at once
+
+// Memory that begins where a line of the caches does: tiles that lie across lines are read slower.
+template <class N> struct LineAllocator {
+    typedef N value_type;
+    LineAllocator() = default;
+    template <class M> LineAllocator(const LineAllocator<M>&) {}
+    N* allocate(size_t count) { return (N*)::operator new(count * sizeof(N), std::align_val_t(64)); }
+    void deallocate(N* numbers, size_t) { ::operator delete(numbers, std::align_val_t(64)); }
+    bool operator==(const LineAllocator&) const { return true; }
+    bool operator!=(const LineAllocator&) const { return false; }
+};
+template <class N> using Numbers = std::vector<N, LineAllocator<N>>;
 
 template <class V> inline V read(const void* from) {
     V vector;

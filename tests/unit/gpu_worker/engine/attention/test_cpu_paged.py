@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import arrange
+from gpu_worker.engine.batch.row import Row, arrange
 from gpu_worker.engine.cpu import native
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 
@@ -68,3 +69,40 @@ def test_outputs_equal_those_of_torch(
                 inputs = [tensor.to(number) for tensor in (query, key, value)]
                 outputs.append(backend.attend(module, *inputs, None if sinks is None else sinks[: 2 * group]))  # type: ignore[attr-defined]
             torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
+
+
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
+@pytest.mark.parametrize("window", [None, 1100], ids=["all", "window"])
+def test_bits_depend_neither_on_chunks_nor_on_how_work_is_split(
+    dtype: torch.dtype, window: int | None, library: Any
+) -> None:
+    """A prompt at once; in chunks of odd sizes beside another row; and the last tokens one by one, each in
+    several parts of its keys.
+    """
+    tokens, beside, sinks = 2500, 33, torch.randn(6)
+    spec = AttentionSpec(2, 3, window, 0.1)
+    geometry = Geometry([LayerSpec(spec, 64, 64)], 16, dtype, dtype)
+    states = [torch.randn(1, heads, tokens + beside, 64).to(dtype) for heads in (6, 2, 2)]
+    blocks = np.split(np.arange(1, BLOCKS * 2, dtype=np.int32), [-(-tokens // 16)])
+    row, other = (
+        Row(number, np.zeros(length, np.int32), 0, 9, blocks[number])
+        for number, length in enumerate((tokens, beside))
+    )
+
+    def attend(cuts: list[int], others: int) -> torch.Tensor:
+        """→ [1, tokens, 6, 64]. `others`: tokens of another row, computed beside each chunk."""
+        cache, backend = KVCache(geometry, BLOCKS * 2, CPU), CpuPagedBackend(geometry, library)
+        parts = {"keys": cache.keys[0], "values": cache.values[0], "spec": spec}
+        module = type("Module", (), parts | {"key_scale": 1.0, "value_scale": 1.0})()
+        outputs = []
+        for begin, end in itertools.pairwise([0, *cuts, tokens]):
+            slices = [chunk(row, begin, end - begin)] + [chunk(other, 0, others)] * (others > 0)
+            backend.prepare_forward(build_inputs(slices, 16, CPU))
+            places = [*range(begin, end), *range(tokens, tokens + others)]
+            outputs.append(backend.attend(module, *(state[:, :, places] for state in states), sinks))
+        return torch.cat([output[:, : output.shape[1] - others] for output in outputs], 1)
+
+    whole = attend([], 0)
+    assert whole.isfinite().all()
+    assert torch.equal(attend([700, 701, 2001], beside), whole)
+    assert torch.equal(attend([1500, tokens - 2, tokens - 1], 0), whole)
