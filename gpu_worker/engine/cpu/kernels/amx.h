@@ -26,32 +26,23 @@ template <class N> struct Matrix {
 };
 
 // While it lives, its thread may multiply tiles. Tiles that are kept longer make switches of threads slower.
-// Tiles 0 to 3 are of sums, 4 and 5 of rows that are multiplied, 6 and 7 of columns.
 struct Tiles {
+    Tiles(const Tiles&) = delete;
 #if defined(__AMX_BF16__) && !defined(NO_AMX)
     struct alignas(64) Shapes {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {};
         uint8_t rows[16] = {};
     };
-    int num_rows = 0;
-    Tiles() { fit(TILE); }
-    ~Tiles() { asm volatile("tilerelease"); }
-
-    // Sets how many rows are multiplied at once: few of them take less time. Sums in tiles are lost.
-    void fit(int rows) {
-        if (rows == num_rows) return;
+    Tiles() {
         Shapes shapes;
-        for (int tile = 0; tile < 8; tile++)
-            shapes.row_bytes[tile] = 64, shapes.rows[tile] = tile < 6 ? rows : TILE;
+        for (int tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = 64, shapes.rows[tile] = TILE;
         asm volatile("ldtilecfg\t%0" ::"m"(shapes));
-        num_rows = rows;
     }
+    ~Tiles() { asm volatile("tilerelease"); }
 #else
     Tiles() {}
-    void fit(int) {}
 #endif
-    Tiles(const Tiles&) = delete;
 };
 
 // The compilers' intrinsics take no number of a template, and some do not say that they read memory.

@@ -1,6 +1,6 @@
 // Paged attention: K and V are read from their pages, with an online softmax (arXiv:2205.14135).
-// Chunks of keys begin at multiples of CHUNK, and a query's sums do not depend on who is in its tile: so
-// neither do its bits.
+// Chunks of keys begin at multiples of CHUNK, segments at multiples of SEGMENT, and a query's sums do not
+// depend on who is in its tile: so neither do its bits.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -142,7 +142,7 @@ template <class T> struct Queries {
 
 // One unit → out [tokens][heads][value_dim]
 template <class T, class U> void attend(const Step& step, const Cache& cache, Units& units, int unit,
-    int next, Heads query, U* out, Tiles& tiles) {
+    int next, Heads query, U* out) {
     typedef AttentionProducts<T> Products;
     struct Memory {  // kept by each thread
         Queries<T> queries;
@@ -151,12 +151,12 @@ template <class T, class U> void attend(const Step& step, const Cache& cache, Un
     static thread_local Memory own;
     Memory& memory = own;  // looked up once
     auto& [queries, chunks] = memory;
+    typename Products::Arithmetic arithmetic;
     int head = unit % cache.kv_heads, next_head = next % cache.kv_heads;
     const Tile& tile = step.tiles[unit / cache.kv_heads];
     KeyRange keys = visible_keys(step, cache, tile);
     KeyRange next_keys = visible_keys(step, cache, step.tiles[next / cache.kv_heads]);
     queries.read(tile, cache, head, query);
-    if (std::is_same_v<Products, TileProducts>) tiles.fit(std::min(queries.rows, TILE));
     chunks[0].gather(step, cache, keys, head);
     for (int i = 0; keys.base < keys.end; i = !i, keys.base += CHUNK) {
         bool last = keys.base + CHUNK >= keys.end;
@@ -164,7 +164,7 @@ template <class T, class U> void attend(const Step& step, const Cache& cache, Un
             KeyRange next = last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end};
             chunks[!i].gather(step, cache, next, last ? next_head : head);
         }
-        Products::prepare(chunks[i], chunks[!i], cache);
+        Products::prepare(queries.rows, chunks[i], chunks[!i], cache);
         queries.add(cache, chunks[i], chunks[!i], keys.base);
         if (!last && (keys.base + CHUNK) % SEGMENT == 0) queries.end_segment(), queries.begin_segment(cache);
     }
@@ -185,8 +185,6 @@ void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads k
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                     (const T*)value.data + token * value.token + head * value.head);
         Tiles tiles;
-        units.each([&](int unit, int next) {
-            attend<T>(step, cache, units, unit, next, query, out, tiles);
-        });
+        units.each([&](int unit, int next) { attend<T>(step, cache, units, unit, next, query, out); });
     }
 }

@@ -9,7 +9,11 @@ template <class T> struct VectorProducts {
     typedef Factor<T> Query;
     typedef float Weight;
 
-    static void prepare(Keys&, const Keys&, const Cache&) {}
+    struct Arithmetic {
+        Arithmetic() {}
+    };
+
+    static void prepare(int, Keys&, const Keys&, const Cache&) {}
 
     // Scores [rows][CHUNK] of rows of queries. With `prefetch`, the same place of the next chunk is
     // prefetched meanwhile: memory is slow, and serves few requests at a time.

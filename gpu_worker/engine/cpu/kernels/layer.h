@@ -110,9 +110,8 @@ void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* 
             if (independent)
                 prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
             attend<T>(step, *layer.cache, units, unit, next, {projected, stride, layer.cache->key_dim},
-                attended, tiles);
+                attended);
         });
-        tiles.fit(TILE);
 #pragma omp barrier
         for_own_panels(num_panels<T>(layer.o), thread, threads,
             [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
