@@ -227,7 +227,11 @@ def multiplies_blocks() -> bool:
 def keep_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load no plain weights beside blocks, as where memory is short."""
     pack = packed_linear.pack_linear
-    monkeypatch.setattr(packed_linear, "pack_linear", lambda *arguments: pack(*arguments[:-1], plain=False))
+    monkeypatch.setattr(
+        packed_linear,
+        "pack_linear",
+        lambda linear, whole, pages, blocks, plain: pack(linear, whole, pages, blocks, plain=False),
+    )
 
 
 def keeps_blocks() -> bool:
