@@ -47,4 +47,5 @@ def is_selected(selector: Mapping[str, Any], pod: Manifest) -> bool:
     """Whether a selector, of which only matchLabels is used here, means a pod."""
     assert selector.keys() <= {"matchLabels"}
     wanted: dict[str, str] = selector.get("matchLabels", {})
-    return wanted.items() <= pod["metadata"]["labels"].items()
+    labels: dict[str, str] = pod["metadata"]["labels"]
+    return wanted.items() <= labels.items()

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without 
 def test_workers_on_cpu_inherit_the_same_memory(device: Any, shares: bool) -> None:
     fleet = new_fleet(Settings(device=device, num_workers=2, redis_url="redis://localhost"), None)
     with sharing_weights(fleet):
-        workers = [*fleet.workers, *(one for one in fleet.preloaded if one.kind == "worker")]
+        workers: list[Any] = [*fleet.workers, *(one for one in fleet.preloaded if one.kind == "worker")]
         handles = {one.environ.get(WEIGHTS_VARIABLE) for one in workers}
         assert len(workers) == 3 and len(handles) == 1 and (handles != {None}) == shares
-        assert not any(WEIGHTS_VARIABLE in one.environ for one in (*fleet.gateways, *fleet.batchers))
+        assert not any(WEIGHTS_VARIABLE in one.environ for one in [*fleet.gateways, *fleet.batchers])
     for handle in handles - {None}:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(int(handle or -1))

@@ -99,7 +99,8 @@ def test_bits_depend_neither_on_chunks_nor_on_how_work_is_split(
             slices = [chunk(row, begin, end - begin)] + [chunk(other, 0, others)] * (others > 0)
             backend.prepare_forward(build_inputs(slices, 16, CPU))
             places = [*range(begin, end), *range(tokens, tokens + others)]
-            outputs.append(backend.attend(module, *(state[:, :, places] for state in states), sinks))
+            query, key, value = (state[:, :, places] for state in states)
+            outputs.append(backend.attend(module, query, key, value, sinks))
         return torch.cat([output[:, : output.shape[1] - others] for output in outputs], 1)
 
     whole = attend([], 0)
