@@ -7,7 +7,7 @@ import yaml
 
 from deploy.kubernetes import make_chart
 from deploy.kubernetes.make_chart import CHART, Manifest, named
-from tests.support.manifests import needs_kubectl, pods, rendered
+from tests.support.kubernetes.manifests import needs_kubectl, pods, rendered
 
 pytestmark = needs_kubectl
 

@@ -15,7 +15,15 @@ from common.settings.settings import Settings
 from deploy.kubernetes import make_chart
 from deploy.kubernetes.make_chart import SETTINGS, Manifest, named
 from deploy.launcher.shutdown import LAST_WORDS_S
-from tests.support.manifests import OVERLAYS, containers, is_selected, needs_kubectl, of_kind, pods, rendered
+from tests.support.kubernetes.manifests import (
+    OVERLAYS,
+    containers,
+    is_selected,
+    needs_kubectl,
+    of_kind,
+    pods,
+    rendered,
+)
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
