@@ -73,6 +73,7 @@ class GenerateParameters(BeamFields):
     best_of: Whole | None = Field(
         default=None,
         ge=0,
+        json_schema_extra={"minimum": 0},
         description="The number of texts to generate; the one of highest mean log-probability is returned.",
     )
     details: bool | None = Field(

@@ -15,13 +15,14 @@ template <class T>
 using AttentionProducts =
     std::conditional_t<HAS_TILES && std::is_same_v<T, bfloat16>, TileProducts, VectorProducts<T>>;
 
-// The sums of tiles whose keys are split into parts. Units of work, which threads share, are a tile and one of
-// its K heads each, tile by tile.
+// The sums of tiles whose keys are split into parts. Units of work, which threads share, are a tile and one
+// of its K heads each, tile by tile.
 struct PartSums {
     std::vector<Sums> sums;  // [units]
     std::vector<std::atomic<int>> done;  // [units]: at a tile's first part, how many of them are
 
-    PartSums(const Step& step, int heads) : sums(step.num_parts ? step.num_tiles * heads : 0), done(sums.size()) {}
+    PartSums(const Step& step, int heads)
+        : sums(step.num_parts ? step.num_tiles * heads : 0), done(sums.size()) {}
 
     // Keeps the sums of a part. After the last one → the sums of all parts, in their order.
     Sums* add(int unit, int heads, const Tile& tile, const Sums& part) {
