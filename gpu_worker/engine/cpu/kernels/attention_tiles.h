@@ -31,19 +31,6 @@ struct PairedChunk : Chunk<bfloat16, TILE_INPUTS, TILE> {
     }
 };
 
-// While it lives, its thread's vectors take numbers that are too small for their exponent as zeros, as the
-// matrix unit does.
-struct FlushedDenormals {
-#if defined(__AVX__)
-    unsigned before = _mm_getcsr();
-    FlushedDenormals() { _mm_setcsr(before | 0x8040); }
-    ~FlushedDenormals() { _mm_setcsr(before); }
-#else
-    FlushedDenormals() {}
-#endif
-    FlushedDenormals(const FlushedDenormals&) = delete;
-};
-
 // The same sums for a few rows, by vectors, which are faster then: in each run of inputs the even ones are
 // apart from the odd ones.
 template <int N> struct FewRows {

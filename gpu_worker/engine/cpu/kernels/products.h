@@ -9,7 +9,8 @@
 
 template <class T> constexpr int PANEL = WIDTH<T> * LANES;
 constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
-constexpr int FEW = HAS_TILES ? 0 : 4;  // so few rows are multiplied faster with blocks than plain weights
+constexpr int FEW = HAS_TILES ? TILE : 4;  // so few rows are multiplied faster with blocks than plain weights
+constexpr int FEWEST = HAS_TILES ? 1 : 4;  // so few rows with blocks that are expanded in registers
 constexpr int GROUP = HAS_TILES ? 128 : 32;  // rows for which a chunk of blocks is expanded once
 static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
@@ -106,18 +107,22 @@ void multiply_rows(int count, const Input<T>* rows, int stride, int inputs, cons
     }
 }
 
-template <int N = FEW>
+template <int N = FEWEST>
 void multiply_few_expanding(
-    int count, const Factor<bfloat16>* rows, const Linear& linear, int panel, float* sums) {
-    if (count == N) return multiply_expanding<N>(rows, linear.inputs, linear, panel, sums);
+    int count, const Input<bfloat16>* rows, const Linear& linear, int panel, float* sums) {
+    if (count == N) {
+        if constexpr (BY_TILES<bfloat16>)
+            multiply_expanding_in_runs<N>(rows, linear.inputs, linear, panel, sums);
+        else multiply_expanding<N>(rows, linear.inputs, linear, panel, sums);
+        return;
+    }
     if constexpr (N > 1) multiply_few_expanding<N - 1>(count, rows, linear, panel, sums);
 }
 
 // More rows share a chunk of weights, expanded into memory that stays in the first cache.
 template <class T>
 void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
-    if constexpr (!BY_TILES<T>)
-        if (count <= FEW) return multiply_few_expanding(count, rows, linear, panel, sums);
+    if (count <= FEWEST) return multiply_few_expanding(count, rows, linear, panel, sums);
     alignas(64) T weights[EXPANDED * PANEL<T>];
     for (int k = 0; k < linear.inputs; k += EXPANDED) {
         int some = std::min(EXPANDED, linear.inputs - k);

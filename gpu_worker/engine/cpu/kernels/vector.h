@@ -49,6 +49,19 @@ template <class V> inline V read(const void* from) {
     return vector;
 }
 
+// While it lives, its thread's vectors take numbers that are too small for their exponent as zeros, as the
+// matrix unit does.
+struct FlushedDenormals {
+#if defined(__AVX__)
+    unsigned before = _mm_getcsr();
+    FlushedDenormals() { _mm_setcsr(before | 0x8040); }
+    ~FlushedDenormals() { _mm_setcsr(before); }
+#else
+    FlushedDenormals() {}
+#endif
+    FlushedDenormals(const FlushedDenormals&) = delete;
+};
+
 inline Floats splat(float x) { return Floats{} + x; }
 
 inline Words words(const bfloat16* from) {
