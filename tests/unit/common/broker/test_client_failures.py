@@ -7,6 +7,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from common.broker import client
 from common.broker.client import FailureLog
+from common.broker.outage import Outage
 
 NO, FULL = "the broker refused (no)", "the broker is out of memory (full)"
 ERRORS = {NO: ResponseError("no"), FULL: OutOfMemoryError("full")}
@@ -26,6 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.INFO)
     clock = Clock()
     monkeypatch.setattr(client, "time", clock)
+    monkeypatch.setattr(client, "OUTAGE", Outage())  # not that of tests before
     return clock
 
 
