@@ -86,7 +86,7 @@ def try_routes(
 
 
 def excluded_checks(case: schemathesis.Case[Any], response: schemathesis.Response) -> list[Any]:
-    excluded = []
+    excluded: list[Any] = []
     if response.status_code in (400, 422) and UNDESCRIBED.search(response.text):
         excluded.append(positive_data_acceptance)
     if case.path == "/chat_tokenize":  # takes a whole chat, as TGI does; checks only what makes the prompt
