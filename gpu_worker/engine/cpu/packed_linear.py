@@ -255,7 +255,7 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        if blocks and not multiplies_blocks(library, dtype, plain):
+        if blocks and not (dtype == torch.bfloat16 and expands_correctly(library)):
             blocks = None
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
     if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]
@@ -284,12 +284,6 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
             "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
         )
     return bool(off <= TRIAL_ERROR)
-
-
-def multiplies_blocks(library: ctypes.CDLL, dtype: torch.dtype, plain: bool) -> bool:
-    """Whether rows are to be multiplied with weights in blocks; `plain`: plain weights are beside them."""
-    used = dtype == torch.bfloat16 and (not plain or library.tf_block_rows() > 0)
-    return used and expands_correctly(library)
 
 
 @functools.cache

@@ -133,31 +133,24 @@ template <int N> void multiply_expanding(
         for (int w = 0; w < SPAN; w++) store(sums + (n * SPAN + w) * LANES, total[n][w]);
 }
 
-// The same with the sums of the matrix unit: in each run of inputs the even ones are apart from the odd ones.
-template <int N> void multiply_expanding_in_runs(
-    const bfloat16* rows, int stride, const Linear& linear, int panel, float* sums) {
+// The same for one row, with the sums of the matrix unit: in each run of inputs the even ones are apart from
+// the odd ones.
+inline void multiply_expanding_in_runs(const bfloat16* row, const Linear& linear, int panel, float* sums) {
     FlushedDenormals arithmetic;
-    Floats even[N][SPAN] = {}, odd[N][SPAN] = {};
+    Floats even[SPAN] = {}, odd[SPAN] = {};
     with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
         expand_pairs<bits.value, offsets.value, decltype(scale)>(
             linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
-#pragma GCC unroll 4
-                for (int n = 0; n < N; n++) {
-                    const bfloat16* pair = rows + (int64_t)n * stride + k;
-                    Floats first = splat(load_one(pair)), second = splat(load_one(pair + 1));
-#pragma GCC unroll 2
-                    for (int w = 0; w < SPAN; w++) {
-                        even[n][w] += (Floats)(weights[w] << 16) * first;
-                        odd[n][w] += (Floats)(weights[w] & 0xffff0000) * second;
-                    }
+                Floats first = splat(load_one(row + k)), second = splat(load_one(row + k + 1));
+                for (int w = 0; w < SPAN; w++) {
+                    even[w] += (Floats)(weights[w] << 16) * first;
+                    odd[w] += (Floats)(weights[w] & 0xffff0000) * second;
                 }
                 if ((k + 2) % TILE_INPUTS && k + 2 < linear.inputs) return;
-                for (int n = 0; n < N; n++)
-                    for (int w = 0; w < SPAN; w++) {
-                        float* total = sums + (n * SPAN + w) * LANES;
-                        store(total, load(total) + (even[n][w] + odd[n][w]));
-                        even[n][w] = odd[n][w] = Floats{};
-                    }
+                for (int w = 0; w < SPAN; w++) {
+                    store(sums + w * LANES, load(sums + w * LANES) + (even[w] + odd[w]));
+                    even[w] = odd[w] = Floats{};
+                }
             });
     });
 }

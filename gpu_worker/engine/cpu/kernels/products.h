@@ -109,20 +109,18 @@ void multiply_rows(int count, const Input<T>* rows, int stride, int inputs, cons
 
 template <int N = FEWEST>
 void multiply_few_expanding(
-    int count, const Input<bfloat16>* rows, const Linear& linear, int panel, float* sums) {
-    if (count == N) {
-        if constexpr (BY_TILES<bfloat16>)
-            multiply_expanding_in_runs<N>(rows, linear.inputs, linear, panel, sums);
-        else multiply_expanding<N>(rows, linear.inputs, linear, panel, sums);
-        return;
-    }
+    int count, const Factor<bfloat16>* rows, const Linear& linear, int panel, float* sums) {
+    if (count == N) return multiply_expanding<N>(rows, linear.inputs, linear, panel, sums);
     if constexpr (N > 1) multiply_few_expanding<N - 1>(count, rows, linear, panel, sums);
 }
 
 // More rows share a chunk of weights, expanded into memory that stays in the first cache.
 template <class T>
 void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
-    if (count <= FEWEST) return multiply_few_expanding(count, rows, linear, panel, sums);
+    if (count <= FEWEST) {
+        if constexpr (BY_TILES<T>) return multiply_expanding_in_runs(rows, linear, panel, sums);
+        else return multiply_few_expanding(count, rows, linear, panel, sums);
+    }
     alignas(64) T weights[EXPANDED * PANEL<T>];
     for (int k = 0; k < linear.inputs; k += EXPANDED) {
         int some = std::min(EXPANDED, linear.inputs - k);
