@@ -46,7 +46,7 @@ TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template.
 HUB_TIMEOUT_S = 3.0
 PROGRESS_S = 2.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+DISK_ERRORS = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 SPARE_BYTES = 64 * 2**20
 """Of a converted model besides its weights, the tokenizer above all."""
 
@@ -77,7 +77,7 @@ def cache_errors(setting: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (*NO_ROOM, *UNWRITABLE):
+        if error.errno not in DISK_ERRORS:
             raise
         raise unwritable(setting, Path(error.filename or folder), error) from error
 
@@ -236,7 +236,7 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
             "model_id", f"{model_id} is no directory here, and the model hub cannot be reached"
         ) from error
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (*NO_ROOM, *UNWRITABLE):
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             place = Path(error.filename or huggingface_hub.constants.HF_HUB_CACHE)
             raise unwritable("huggingface_hub_cache", place, error) from error
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -279,10 +279,10 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
     with cache_errors(CACHE_SETTING, target.parent):
         make_cache_folder(CONVERTED)
         with (target.parent / f"{target.name}.lock").open("w") as lock:
-            check_room(gguf, target.parent, converted_bytes(num_weights, dtype))
             progress(f"converting {gguf.name} (once, some 20 s)")
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
+                check_room(gguf, target.parent, converted_bytes(num_weights, dtype))
                 convert(gguf, target, dtype)
     return target
 
