@@ -290,9 +290,7 @@ def check_files(settings: Settings) -> Finding:
 def check_port(settings: Settings) -> Finding:
     try:
         prepare.check_port(settings)
-    except SettingError:
-        if not prepare.is_fleet(settings):
-            raise
+    except prepare.TakenByFleet:
         where = f"{settings.listen_host}:{settings.port} is served by a fleet that runs already"
         return Finding("warn", where, "set PORT to another one for a second fleet")
     return Finding("ok", f"{settings.listen_host}:{settings.port} is free")

@@ -111,6 +111,10 @@ def check_ranks(settings: Settings) -> None:
         )
 
 
+class TakenByFleet(SettingError):
+    """A port at which a gateway answers."""
+
+
 def check_port(settings: Settings) -> None:
     """Check by a plain bind that the port is free. Gateways share their port (SO_REUSEPORT), so they would
     not notice another fleet's gateways on it.
@@ -122,8 +126,9 @@ def check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            who = "a fleet that runs already" if is_fleet(settings) else "another process"
-            raise SettingError("port", f"{host}:{port} is taken by {who}") from error
+            if is_fleet(settings):
+                raise TakenByFleet("port", f"{host}:{port} is taken by a fleet that runs already") from error
+            raise SettingError("port", f"{host}:{port} is taken by another process") from error
         name = "port" if error.errno == errno.EACCES else "hostname"
         raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
 
