@@ -24,7 +24,7 @@ from redis.exceptions import (
     RedisError,
 )
 
-from common.broker.outage import OUTAGE
+from common.broker.outage import MAX_PAUSE_S, OUTAGE
 from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
 
@@ -38,7 +38,6 @@ SENTINEL_PORT = 26379
 SENTINEL_TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
 """Of one sentinel, so that the next one is asked while the caller still waits."""
 FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 60.0
 """Times between two log lines about the same failure."""
 
 
