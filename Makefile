@@ -6,7 +6,7 @@ DEV := .venv/.installed-to-develop
 CLIENTS := .venv/.installed-clients
 export PYTHON
 
-.PHONY: serve demo test test-all check format lock clean
+.PHONY: serve demo test test-all check format lock secrets clean
 
 # The fleet dies with make (PARENT_PID), however make dies.
 serve: $(RUN)
@@ -36,6 +36,10 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Passwords of the stack of docker-compose.yml.
+secrets:
+	@sh deploy/make_secrets.sh
+
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
@@ -54,9 +58,9 @@ $(DEV): $(INSTALL)
 	@touch $@ $(RUN)
 
 # Clients that tests/clients runs unmodified, in versions that go together; those of Node where there is npm.
-# And what tests/repo/kubernetes renders and checks manifests with.
+# What tests/repo/kubernetes renders and checks manifests with, and what tests/fleet/pooling compares with.
 $(CLIENTS): $(DEV) tests/clients/node/package.json
-	@$(BIN)/pip --disable-pip-version-check install -q -e '.[worker,dev,clients,kubernetes]'
+	@$(BIN)/pip --disable-pip-version-check install -q -e '.[worker,dev,clients,kubernetes,embeddings]'
 	@mkdir -p .venv/node && cp tests/clients/node/package.json .venv/node/
 	@if command -v npm >/dev/null; then npm install --prefix .venv/node --no-audit --no-fund --loglevel error; fi
 	@touch $@

@@ -3,30 +3,38 @@
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
+from api.admin.routes_adapters import router as adapters
 from api.admin.routes_fleet import router as fleet
 from api.admin.routes_health import live_router as live
 from api.admin.routes_health import page_router as page
 from api.admin.routes_health import router as health
+from api.admin.routes_keys import router as keys
 from api.admin.routes_metrics import router as metrics
 from api.admin.routes_timeline import router as timeline
+from api.admin.routes_usage import router as usage
+from api.anthropic.routes import router as anthropic
+from api.batches.routes import router as batches
 from api.event_loop import Turns
 from api.handover.answer_socket import give_answer_socket
-from api.handover.draining import Draining
+from api.handover.draining import Draining, check_serving
 from api.handover.keeper_channel import KeeperChannel
 from api.http.access_log import AccessLog
-from api.http.auth import LOCAL_ORIGINS, check_key, check_page
+from api.http.auth import LOCAL_ORIGINS, check_admin, check_key
 from api.http.connection_limits import LIMITS
 from api.http.error_handlers import error_handlers
+from api.http.idempotency import Repeated
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.request_trace import trace_request
@@ -40,13 +48,17 @@ from api.openai.routes import models_router as models
 from api.openai.routes import router as openai
 from api.openai.routes_vllm import router as detokenize
 from api.openai.routes_vllm import version_router as vllm_version
+from api.pooling.routes_openai import router as pooling
+from api.pooling.routes_tei import router as tei
 from api.requests.metrics import count_arrival, count_error
 from api.responses.routes import router as responses
 from api.responses.routes import stored_router as stored_responses
 from api.resume.inherit import write_inherited
+from api.resume.replay import check_repeated, replay
 from api.resume.routes_requests import router as requests
 from api.resume.routes_resume import resume_posts
 from api.resume.routes_resume import router as resume
+from api.resume.routes_streams import router as streams
 from api.tgi.routes_clouds import router as platforms
 from api.tgi.routes_generate import info_router as info
 from api.tgi.routes_generate import router as generate
@@ -63,7 +75,9 @@ ROUTERS = (
     openai,
     responses,
     stored_responses,
+    anthropic,
     resume,
+    streams,
     requests,
     health,
     live,
@@ -73,16 +87,32 @@ ROUTERS = (
     vllm_version,
     models,
     detokenize,
+    pooling,
+    tei,
+    batches,
     fleet,
     page,
     metrics,
     timeline,
+    usage,
+    keys,
+    adapters,
 )
 REFUSED_WHILE_DRAINING = (
-    *(generate, platforms, kserve, openai, responses, stored_responses, resume),
+    *(generate, platforms, kserve, openai, responses, stored_responses, resume, streams),
+    *(anthropic, pooling, tei, batches),
     *(health, kserve_ready),
 )
+PATHS = {
+    route.path: None
+    for router in ROUTERS
+    for route in router.routes
+    if isinstance(route, APIRoute) and route.include_in_schema
+}
+"""Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
+MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling, tei)
+FOR_ADMINS = (fleet, timeline, keys, adapters)
 
 
 def build(
@@ -108,14 +138,18 @@ def build(
         redirect_slashes=False,
         openapi_url="/api-doc/openapi.json",
         redoc_url=None,
-        generate_unique_id_function=lambda route: route.name,
-        exception_handlers=error_handlers(count_error),
+        exception_handlers={**error_handlers(count_error), Repeated: partial(replay, count_error)},
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)
+    app.state.settings, app.state.keys = gateway.settings, gateway.keys
+    app.state.paths = PATHS
     app.state.pools = gateway.pools
     app.state.access = gateway.access
-    add_routes(app, gateway.settings, draining or Draining())
+    app.state.files = gateway.files
+    app.state.history = gateway.history
+    app.state.draining = draining or Draining()
+    app.router.routes.extend(checked_routes(gateway.settings.has_keys))
     served = add_cors(partial(resume_posts, app), gateway.settings)
     traced = [trace_request] if tracing.is_on() else []
     arrival = partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
@@ -127,23 +161,32 @@ def wrap(app: ASGIApp, channel: KeeperChannel, access: AccessLog, *inner: Middle
     return around(app, *outer, *inner)
 
 
-def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
-    if settings.api_key:
-        guarded = [Depends(partial(check_key, settings.api_key)), Depends(HTTPBearer(auto_error=False))]
-    else:
-        guarded = [Depends(partial(check_page, settings.cors_allow_origin))]
+@cache
+def checked_routes(has_keys: bool) -> list[BaseRoute]:
+    """The routes of all gateways of this process, each with its checks, which find the gateway's state in the
+    request. They are made whole here: FastAPI would make them while the first request waits.
+    """
+    described = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
+    parent = APIRouter(generate_unique_id_function=lambda route: route.name)
     for router in ROUTERS:
-        dependencies = [] if router in WITHOUT_KEY else guarded
-        if router in REFUSED_WHILE_DRAINING:
-            dependencies = [*dependencies, Depends(draining.check)]
-        app.include_router(router, dependencies=dependencies)
+        dependencies = [Depends(check_serving)] if router in REFUSED_WHILE_DRAINING else []
+        if router not in WITHOUT_KEY:
+            dependencies += [Depends(check_key), *described]
+        if router in FOR_ADMINS:
+            dependencies.append(Depends(check_admin))
+        if router in MAKE_ANSWERS:
+            dependencies.append(Depends(check_repeated))
+        parent.include_router(router, dependencies=dependencies)
+    nothing = {"type": "http", "method": "GET", "path": "", "headers": []}
+    assert all(route.matches(nothing)[0] is Match.NONE for route in parent.routes)
+    return parent.routes
 
 
 def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Let browsers give responses to pages of the allowed origins: those of CORS_ALLOW_ORIGIN; without it all
-    origins if there is a key, else those of this machine.
+    origins if a setting gives keys, else those of this machine.
     """
-    origins = settings.cors_allow_origin or (("*",) if settings.api_key else ())
+    origins = settings.cors_allow_origin or (("*",) if settings.has_keys else ())
     return CORSMiddleware(
         app,
         allow_origins=origins,

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
@@ -17,6 +19,18 @@ PREFIXES = {
     "tool_error": "Tool error: ",
 }
 """TGI's prefixes of an error's text, by its type."""
+TEI_TYPES = {
+    "validation": "Validation",
+    "invalid_json": "Validation",
+    "payload_too_large": "Validation",
+    "unsupported_media_type": "Validation",
+    "empty": "Empty",
+    "overloaded": "Overloaded",
+    "unavailable": "Unhealthy",
+}
+"""Types of errors → those of text-embeddings-inference; `Backend` for all others."""
+TEI_PATHS = ("/embed", "/embed_all", "/rerank", "/predict", "/similarity")
+VLLM_PATHS = ("/detokenize", "/score", "/classify", "/pooling")
 OPENAI_STATUS = {422: 400, 424: 500}
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -24,6 +38,18 @@ OPENAI_TYPES = {
     408: "timeout",
     429: "rate_limit_exceeded",
 }
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+INSUFFICIENT_QUOTA = "insufficient_quota"
 OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 LOADING_S = 5
 """When to ask again for a model that is still loaded, in seconds."""
@@ -50,6 +76,7 @@ class ApiError(Exception):
         param: the field at fault, by the name that the client used.
         code: OpenAI's word for the cause, if its clients look for one.
         retry_after_s: when to ask again; None if that is not known.
+        headers: of the response, besides those that follow from the other attributes.
     """
 
     def __init__(
@@ -60,6 +87,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.status = status
         self.error_type = error_type
@@ -67,6 +95,7 @@ class ApiError(Exception):
         self.param = param and cut(param)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.headers = headers
         super().__init__(self.text)
 
 
@@ -81,6 +110,10 @@ def tgi(error: ApiError) -> tuple[int, dict[str, Any]]:
     return error.status, {"error": text, "error_type": error.error_type}
 
 
+def tei(error: ApiError) -> tuple[int, dict[str, Any]]:
+    return error.status, {"error": error.text, "error_type": TEI_TYPES.get(error.error_type, "Backend")}
+
+
 def kserve(error: ApiError) -> tuple[int, dict[str, Any]]:
     status, body = tgi(error)
     return status, {"error": body["error"]}
@@ -90,13 +123,28 @@ def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = OPENAI_STATUS.get(error.status, error.status)
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = error.code or OPENAI_CODES.get(status)
+    kind = INSUFFICIENT_QUOTA if code == INSUFFICIENT_QUOTA else kind
     return status, {"error": {"message": error.text, "type": kind, "param": error.param, "code": code}}
+
+
+def anthropic(error: ApiError) -> tuple[int, dict[str, Any]]:
+    status = OPENAI_STATUS.get(error.status, error.status)
+    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return status, {"type": "error", "error": {"type": kind, "message": error.text}}
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def family_of(path: str) -> Family:
     """The API family of the route with this path."""
-    if path in ("/v1", "/detokenize") or path.startswith("/v1/"):
+    if is_anthropic(path):
+        return anthropic
+    if path in ("/v1", *VLLM_PATHS) or path.startswith("/v1/"):
         return openai
+    if path in TEI_PATHS:
+        return tei
     return kserve if path == "/v2" or path.startswith("/v2/") else tgi
 
 
@@ -105,6 +153,19 @@ def family_of(path: str) -> Family:
 
 def invalid(detail: str, param: str | None = None) -> ApiError:
     return ApiError(422, "validation", detail, param)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error of a field, with the name that the field has in the API that was asked.
+
+    Args:
+        names: patterns of the names that the error may have → the other names.
+    """
+    param = error.param or ""
+    for pattern, name in names.items():
+        param = re.sub(f"^{pattern}$", name, param)
+    text = error.text.replace(f"`{error.param}`", f"`{param}`")
+    return ApiError(error.status, error.error_type, text, param or None, error.code)
 
 
 def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:
@@ -117,8 +178,17 @@ def model_not_found(text: str) -> ApiError:
     return ApiError(404, "model_not_found", text, param="model", code="model_not_found")
 
 
-def overloaded(why: str = "", retry_after_s: int = 1) -> ApiError:
-    return ApiError(429, "overloaded", f"Model is overloaded{why}", retry_after_s=retry_after_s)
+def overloaded(
+    why: str = "", retry_after_s: int = 1, headers: Mapping[str, str] = MappingProxyType({})
+) -> ApiError:
+    text = f"Model is overloaded{why}"
+    return ApiError(429, "overloaded", text, retry_after_s=retry_after_s, headers=headers)
+
+
+def insufficient_quota(retry_after_s: int) -> ApiError:
+    """A request for which its API key's budget has no room. OpenAI's clients know the code."""
+    text = "Your API key has reached its budget of this month: it begins anew with the next (UTC)"
+    return ApiError(429, INSUFFICIENT_QUOTA, text, code=INSUFFICIENT_QUOTA, retry_after_s=retry_after_s)
 
 
 def conflict(what: str) -> ApiError:
@@ -137,10 +207,10 @@ def internal_error(text: str = "Internal error") -> ApiError:
 def failed(terminal: Terminal) -> ApiError:
     """The error of a request that was admitted and did not finish. Its type is OpenAI's code, too.
 
-    It is the client's error (422) if no token fits the grammar any more.
+    It is the client's error if no token fits the grammar any more (422), or if its key counts no more (401).
     """
     kind = terminal.error_type or "generation"
-    status = {"timeout": 408, "grammar": 422}.get(kind, 424)
+    status = {"timeout": 408, "grammar": 422, "unauthorized": 401}.get(kind, 424)
     why = terminal.error or f"the request was {terminal.reason}"
     return ApiError(status, kind, f"Request failed during generation: {why}", code=kind)
 

@@ -1,16 +1,22 @@
 """Lifecycle: what a gateway process runs, and the order in which it starts and stops."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 
+from api.admin.history import FleetHistory
+from api.batches.runner import BatchRunner
+from api.batches.store import FileStore, open_store
 from api.event_loop import background_task, watch_loop
 from api.http.access_log import AccessLog
+from api.http.audit_log import AuditLog
 from api.http.connection_limits import ConnectionLimits
+from api.http.key_ring import KeyRing
 from api.http.unread import UnreadAnswers
 from api.jobs.consumer import JobConsumer
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
+from common.broker.client import ERRORS
 from common.process.event_loop import collect_garbage
 from common.settings.settings import Settings
 
@@ -27,13 +33,17 @@ class Gateway:
         tokenizer: ModelTokenizer,
         lose: Callable[[], bool] | None = None,
     ) -> None:
+        """Raises SettingError."""
         self.settings = settings
-        self.pool = Pool(settings, incarnation, tokenizer, lose)
+        self.keys = KeyRing(settings)
+        self.pool = Pool(settings, incarnation, tokenizer, self.keys, lose)
         self.pools = PoolRegistry(self.pool)
-        self.access = AccessLog(settings.access_log_rate)
+        self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
         self.job_consumer = JobConsumer(self.pool, self.access)
+        self.files = open_store(settings)
         self.unread = UnreadAnswers(settings)
         self.limits = ConnectionLimits(settings)
+        self.history = FleetHistory(self.pool)
 
     def show_draining(self) -> None:
         """Say in heartbeats that the gateway drains: a batcher that shuts down too then waits for its
@@ -50,16 +60,37 @@ class Gateway:
                 if stream.request.gateway and not (stream.terminal or stream.left):
                     stream.fail("the gateway shut down before the answer was finished", "shutdown")
 
+    def end_requests(self, key_ids: Collection[str]) -> None:
+        """End the requests of keys that count no more."""
+        for pool in self.pools.all():
+            pool.admission.end_requests(key_ids)
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Other pools are closed first, the gateway's own last."""
+        key_source = self.keys.source(self.pool.client)
+        with contextlib.suppress(*ERRORS):
+            await self.keys.refresh(key_source)
         async with (
             background_task(watch_loop()),
             background_task(self.unread.watch()),
             self.pool.running(),
+            background_task(self.keys.watch(key_source, self.end_requests)),
             background_task(self.job_consumer.run()),
+            background_task(self.history.run()),
+            serving_batches(self.files, self.job_consumer),
             contextlib.aclosing(self.pools),
             background_task(self.pools.run()),
             background_task(collect_garbage(lambda: len(self.pool.relay.streams))),
         ):
             yield self
+
+
+@contextlib.asynccontextmanager
+async def serving_batches(files: FileStore | None, consumer: JobConsumer) -> AsyncIterator[None]:
+    """Serve batches while the context is open, where there is a place for files."""
+    if files is None:
+        yield
+        return
+    async with background_task(BatchRunner(files, consumer).run()):
+        yield

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class FailureDetector:
 
 
 class WorkerAbsence:
-    """How long the pool has had no worker, not even one that is starting.
+    """How long the pool has had no worker, not even one that is starting, or serves another pool
+    in its turn.
 
     Attributes:
         since_s: monotonic time of the first look without one; None while there is one.
@@ -87,12 +89,16 @@ class WorkerAbsence:
 
     async def is_over_grace(self, has_worker: bool) -> bool:
         """Whether the pool has had no worker for longer than WORKER_GRACE_S."""
-        if has_worker or await self.is_one_starting():
+        if has_worker or await self.is_one_coming():
             self.since_s = None
             return False
         self.since_s = self.clock() if self.since_s is None else self.since_s
         return self.clock() - self.since_s > self.grace_s
 
-    async def is_one_starting(self) -> bool:
-        keys = [self.pool.keys.process("starting", name) for name in await self.pool.processes("starting")]
+    async def is_one_coming(self) -> bool:
+        keys = [
+            self.pool.keys.process(kind, name)
+            for kind in (STARTING, SLEEPER)
+            for name in await self.pool.processes(kind)
+        ]
         return bool(keys) and bool(await self.pool.redis.exists(*keys))

@@ -7,8 +7,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from batcher.adapters import AdapterKeeper
 from batcher.failure_detector import FailureDetector, WorkerAbsence
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -17,13 +18,16 @@ from batcher.worker_registry import WorkerRegistry
 from common.broker import batcher_scripts
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
+from common.messages.adapters import AdapterLoad, adapter_name
+from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.request import SERVICE_CLASSES
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 
 STATE_TTL_MS = 60_000
-POOL_TTL_S = 3600
+HURRY_S = 0.05
+"""Least time between two runs."""
 
 
 class OrphanTracker:
@@ -91,6 +95,7 @@ class Housekeeping:
     Attributes:
         tasks: the task that runs, or whose end no turn has seen; else none.
         due_s: monotonic time of the next run.
+        soonest_s: monotonic time before which nothing makes it run.
         clock_ms: returns what the pool's clock shows.
         grace_ms: how long a client's request waits while there is no worker.
     """
@@ -118,10 +123,12 @@ class Housekeeping:
         self.grace_ms = 1000 * settings.worker_grace_s
         self.tasks: set[asyncio.Task[list[str]]] = set()
         self.orphans = OrphanTracker(pool)
+        self.adapters = AdapterKeeper(pool)
         self.absence = WorkerAbsence(pool, settings.worker_grace_s)
         self.heartbeat = Heartbeat(pool, "batcher", incarnation, settings.worker_ttl_s)
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
         self.due_s = 0.0
+        self.soonest_s = 0.0
 
     @property
     def left_ms(self) -> int:
@@ -137,6 +144,12 @@ class Housekeeping:
         """Start what is due, unless a task runs. Messages of `control` before `control_id` are handled."""
         if not self.tasks and (self.timeline.is_due or self.left_ms <= 0):
             self.tasks.add(asyncio.create_task(self.run(undecodable, control_id)))
+
+    def hurry(self) -> None:
+        """Run soon: a request has come to a pool without workers, and a sleeping one learns of it by the
+        state.
+        """
+        self.due_s = min(self.due_s, self.soonest_s)
 
     def take_dead(self) -> list[str]:
         """Return the workers that a finished task has found dead. Raises the task's error."""
@@ -154,6 +167,7 @@ class Housekeeping:
         if self.left_ms > 0:
             return []
         self.due_s = time.monotonic() + until_beat(self.interval_s)
+        self.soonest_s = time.monotonic() + HURRY_S
         orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
         dead = await self.workers.check()  # after the orphans: it looks for a jump of the clock
         if self.detector.active:
@@ -162,6 +176,8 @@ class Housekeeping:
             is_over_grace = await self.absence.is_over_grace(bool(self.scheduler.replicas))
             if is_over_grace and not self.scheduler.replicas:  # none has joined meanwhile
                 self.end_waiting_clients()
+        for request_id in await self.adapters.look(self.scheduler):
+            self.scheduler.cancel(request_id, "adapter")
         for channel, payload in self.channels.repeated_messages(SILENT_S):
             await self.pool.redis.publish(channel, payload)
         await self.publish_state(undecodable, control_id)
@@ -177,20 +193,17 @@ class Housekeeping:
                 self.scheduler.cancel(sequence.request_id, "no_worker")
 
     async def publish_state(self, undecodable: int, control_id: str) -> None:
-        """Trim `control`; write the scheduler's counts, the pool's place in the list of pools, and the
-        heartbeat.
-        """
-        counts = count(self.scheduler) | {"undecodable": undecodable}
-        # while it is paused, other pools may not have renewed theirs since the broker's clock jumped
-        pool_ttl_s = POOL_TTL_S if self.detector.active else None
+        """Trim `control`; write the scheduler's counts and the heartbeat."""
+        now_ms = self.clock_ms()
+        counts = count(self.scheduler) | measure_wait(self.scheduler, now_ms) | {"undecodable": undecodable}
+        load = encode(AdapterLoad(count_adapters(self.scheduler.sequences.values())))
         await self.pool.run(
             batcher_scripts.publish_state(
                 self.pool.keys,
                 self.heartbeat.beat(waiting=counts["waiting"], rows=counts["rows"]),
                 oldest=control_id,
                 state_ttl_ms=STATE_TTL_MS,
-                pool_ttl_s=pool_ttl_s,
-                counts=counts,
+                counts=counts | {"adapters": load},
             )
         )
 
@@ -206,4 +219,24 @@ def count(scheduler: Scheduler) -> dict[str, int]:
         **{f"waiting_{name}": waiting[class_index] for class_index, name in enumerate(SERVICE_CLASSES)},
         "rows": sum(len(replica.rows) for replica in replicas),
         "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
+    }
+
+
+def count_adapters(sequences: Iterable[Sequence]) -> list[tuple[str, int, int]]:
+    """The names of adapters with live requests, and how many of these run and wait."""
+    named = [(adapter_name(one.request.adapter), one.row) for one in sequences if one.request.adapter]
+    running = Counter(name for name, row in named if row is not None)
+    waiting = Counter(name for name, row in named if row is None)
+    return [(name, running[name], waiting[name]) for name in sorted({*running, *waiting})]
+
+
+def measure_wait(scheduler: Scheduler, now_ms: int) -> dict[str, int]:
+    """What a sleeping worker decides by: the tokens that waiting requests may take, how long the oldest has
+    waited, and how long it is until the first of their deadlines, in ms.
+    """
+    waiting = [sequence for sequence in scheduler.sequences.values() if sequence.waiting]
+    return {
+        "waiting_tokens": sum(sequence.max_kv for sequence in waiting),
+        "oldest_ms": max((now_ms - sequence.queued_ms for sequence in waiting), default=0),
+        "due_ms": min((sequence.deadline_ms - now_ms for sequence in waiting), default=0),
     }

@@ -180,6 +180,8 @@ class Batcher:
         elif is_new:
             self.timeline.record_queued(sequence)
             self.scheduler.enqueue(sequence)
+            if not self.scheduler.replicas:
+                self.housekeeping.hurry()
         else:
             self.backlog.unread.append(sequence)
 

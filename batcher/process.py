@@ -8,9 +8,11 @@ from typing import NoReturn
 
 import uvloop
 
+from batcher.announcer import PoolAnnouncer
 from batcher.lease import Lease, LeaseLost, WritesLost, wait_until_unneeded
 from batcher.loop import Batcher
 from batcher.scheduling.scheduler import Scheduler
+from common.broker.directory import DirectoryClient
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
@@ -27,10 +29,11 @@ async def serve(settings: Settings, incarnation: str) -> None:
     """Run one batcher until SIGTERM. Raises LeaseLost."""
     pool = PoolClient.connect(settings)
     lease = Lease(pool, incarnation, LEASE_S)
+    announcer = PoolAnnouncer(settings, pool, DirectoryClient.connect(settings, pool.redis), lease)
     told_to_end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
     await run_until_one_ends(
-        run_batcher(settings, pool, lease, told_to_end),
+        run_batcher(settings, pool, lease, announcer, told_to_end),
         wait_until_unneeded(pool, settings, lease, told_to_end),
     )
     await lease.release()
@@ -38,7 +41,11 @@ async def serve(settings: Settings, incarnation: str) -> None:
 
 
 async def run_batcher(
-    settings: Settings, pool: PoolClient, lease: Lease, told_to_end: asyncio.Event
+    settings: Settings,
+    pool: PoolClient,
+    lease: Lease,
+    announcer: PoolAnnouncer,
+    told_to_end: asyncio.Event,
 ) -> NoReturn:
     """Be active, one epoch after another, until the lease is lost (raises LeaseLost)."""
     while True:
@@ -50,6 +57,7 @@ async def run_batcher(
                     lease.renew_forever(),
                     batcher.inbox.watch(pool.keys.requests),
                     batcher.run(),
+                    announcer.run(batcher.scheduler, batcher.housekeeping.adapters),
                     close_when_told(batcher.scheduler, told_to_end),
                     collect_garbage(batcher.scheduler.num_live),
                 )

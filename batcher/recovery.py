@@ -269,4 +269,5 @@ def saved_request(request_id: str, state: Committed, worker: str) -> SavedReques
         crash_count=state.crash_count,
         offset=state.spilled_bytes,
         records=state.records[state.spilled_bytes :],
+        num_speculated=state.num_speculated,
     )

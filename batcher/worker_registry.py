@@ -1,5 +1,6 @@
 """Workers of the pool: what this epoch knows of each, and how it is given plans."""
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from common.broker.batcher_scripts import PlanReply, StartedRow
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
+from common.messages.adapters import HeldAdapters
 from common.messages.codec import WireError, decode
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.process.logs import first_incarnation, plural
@@ -58,12 +60,22 @@ class KnownWorker:
     Attributes:
         is_earlier: it was there before this epoch, so it may hold requests.
         draining: it was told to end before its takeover.
+        adapters: those that it has loaded, as its heartbeat says; `held` is that field.
     """
 
     state: WorkerState = WorkerState.FOUND
     is_earlier: bool = False
     draining: bool = False
     capacity: WorkerCapacity | None = None
+    held: bytes | None = None
+    adapters: frozenset[str] = frozenset()
+
+    def note_adapters(self, held: bytes | None) -> None:
+        """Note what a heartbeat says of adapters; what cannot be read changes nothing."""
+        if held and held != self.held:
+            self.held = held
+            with contextlib.suppress(WireError):
+                self.adapters = frozenset(decode(HeldAdapters, held).loaded)
 
     @property
     def is_followed(self) -> bool:
@@ -130,8 +142,8 @@ class WorkerRegistry:
         """Send a worker with a heartbeat the first plan of the epoch, once; it answers with the rows that it
         holds. Drain a worker that was told to end.
         """
-        state, capacity = await self.pool.redis.hmget(  # type: ignore[misc]
-            self.pool.keys.worker(incarnation), ["state", "capacity"]
+        state, capacity, held = await self.pool.redis.hmget(  # type: ignore[misc]
+            self.pool.keys.worker(incarnation), ["state", "capacity", "adapters"]
         )
         if state == b"draining":
             self.scheduler.workers.drain(incarnation)
@@ -139,6 +151,7 @@ class WorkerRegistry:
             return
         worker = self.workers.setdefault(incarnation, KnownWorker())
         worker.draining = state == b"draining"
+        worker.note_adapters(held)
         try:
             worker.capacity = decode(WorkerCapacity, capacity)
         except WireError as error:
@@ -172,6 +185,7 @@ class WorkerRegistry:
         assert worker.capacity is not None
         left = self.scheduler.add_worker(worker.capacity, report, sequences)
         worker.state = WorkerState.ACTIVE
+        self.scheduler.set_adapters(incarnation, worker.adapters)
         if worker.draining:
             self.scheduler.workers.drain(incarnation)
         held = len(sequences) - len(left)
@@ -189,14 +203,18 @@ class WorkerRegistry:
         may hold requests from before this epoch.
         """
         known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
-        found, seen_ms, now_ms = await self.pool.look_at_workers({*self.listed, *known}, ["state"])
+        fields = ["state", "adapters"]
+        found, seen_ms, now_ms = await self.pool.look_at_workers({*self.listed, *known}, fields)
         self.listed = [*seen_ms]
-        states = {name: state for name, (state,) in found.items() if name in known or name in seen_ms}
+        states = {name: state for name, (state, _) in found.items() if name in known or name in seen_ms}
         self.detector.check_stall()
         self.detector.check_clock_jump(now_ms)
         for incarnation, state in states.items():
             if state == b"draining":  # before any takeover: no row goes from one of them to another
                 self.scheduler.workers.drain(incarnation)
+        for incarnation in states.keys() & self.workers.keys():
+            self.workers[incarnation].note_adapters(found[incarnation][1])
+            self.scheduler.set_adapters(incarnation, self.workers[incarnation].adapters)
         for incarnation, state in states.items():
             if state is not None and self.state(incarnation) in UNSENT:
                 await self.send_takeover(incarnation)

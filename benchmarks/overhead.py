@@ -29,7 +29,8 @@ from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
 from common.messages.records import pack_ids
 from common.messages.request import StoppingParams
-from gpu_worker.protocol import Frame, FrameDecoder, Grant, Ready, StartRow, StepResult, encode
+from gpu_worker.frames import FrameDecoder, encode
+from gpu_worker.protocol import Frame, Grant, Ready, StartRow, StepResult
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.engine import STEP_MS
 from tests.support.fleet.fleet import Fleet

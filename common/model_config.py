@@ -8,7 +8,14 @@ from tokenizers import Tokenizer
 
 from common.settings.settings import SettingError
 
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+WITHOUT_POSITIONS = {"mamba", "mamba2", "falcon_mamba"}
+LONGEST_SEQUENCE = 131_072
+"""Tokens of a sequence of a model without positions, which has no limit of its own. MAX_TOTAL_TOKENS lowers
+it.
+"""
+UNBOUND_CONTEXT = 4096
+"""Of models whose relative positions have no end (T5's): as in TGI's launcher."""
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,6 +35,10 @@ def context_length(path: Path) -> int:
     config = read_json(path / "config.json")
     values = (part.get(name) for part in (config, config.get("text_config", {})) for name in CONTEXT_NAMES)
     length = next((value for value in values if isinstance(value, int)), None)
+    if length is None and "relative_attention_num_buckets" in config:
+        return UNBOUND_CONTEXT
+    if length is None and config.get("model_type") in WITHOUT_POSITIONS:
+        return LONGEST_SEQUENCE
     if length is None:
         raise SettingError("model_id", f"{path / 'config.json'} has no {CONTEXT_NAMES[0]}")
     return length
@@ -56,6 +67,21 @@ def tokenizer_eos_ids(path: Path) -> list[int]:
     token = read_json(path / "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     return [item["id"] for item in added_tokens(path) if item["content"] == text]
+
+
+def starting_ids(path: Path) -> list[int]:
+    """Return the ids that start the decoder of an encoder-decoder model, behind its prompt: the one of the
+    decoder's start, and the first token where the model always has the same; none of other models.
+    """
+    config = read_json(path / "config.json")
+    if not config.get("is_encoder_decoder"):
+        return []
+    values = config | read_json(path / "generation_config.json")
+    start = values.get("decoder_start_token_id", values.get("bos_token_id"))
+    if not isinstance(start, int):
+        raise SettingError("model_id", f"{path / 'config.json'} has no decoder_start_token_id")
+    first = values.get("forced_bos_token_id")
+    return [start, first] if isinstance(first, int) else [start]
 
 
 def special_ids(path: Path) -> frozenset[int]:

@@ -97,12 +97,13 @@ def no_progress(text: str) -> None:
 
 def progress_lines(progress: Progress) -> type[Any]:
     """Return a class of progress bars that are lines: one every PROGRESS_S, none for what takes less."""
-    from huggingface_hub.utils.tqdm import tqdm
+    # That of huggingface_hub is silent wherever another library has silenced its bars.
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    class ProgressLines(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
+    class ProgressLines(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
             self.said_s = time.monotonic()
-            super().__init__(*args, **(options | {"disable": False, "file": io.StringIO()}))  # type: ignore[no-untyped-call]
+            super().__init__(*args, **(options | {"disable": False, "file": io.StringIO()}))
 
         def display(self, *_: Any, **__: Any) -> None:
             if time.monotonic() - self.said_s >= PROGRESS_S:

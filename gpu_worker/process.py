@@ -12,21 +12,13 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import setproctitle
 import uvloop
-from tokenizers import Tokenizer
 
-from common import model_files
-from common.broker import worker_scripts
-from common.broker.client import ERRORS, describe_error
-from common.broker.heartbeat import Heartbeat
-from common.broker.keys import STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
-from common.model_config import read_other_tokenizer, read_tokenizer
 from common.process import parent_death
 from common.process.preload import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
 from common.rank import RankInfo, machine_ranks
@@ -40,11 +32,12 @@ from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import EngineStuck
 from gpu_worker.follower import configure_follower, follow
-from gpu_worker.protocol import LoadProgress, Ready
+from gpu_worker.loading import capacity, find_tokenizer, resolve, wait_for_engine
+from gpu_worker.protocol import LoadProgress
+from gpu_worker.stay import Stay
+from gpu_worker.swapping.swapper import Swapper
 
 log = logging.getLogger(__name__)
-
-SEAL_TIMEOUT_S = 2.0
 
 
 async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProcess]:
@@ -103,14 +96,9 @@ async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[Rank
         configure_follower(own, settings)
         return await follow(settings, environ, ranks, preloaded)
     configure_process(own, settings)
+    if settings.models:
+        return await serve_models(settings, own, environ, ranks, preloaded)
     return await serve(settings, own, environ, ranks, preloaded)
-
-
-def resolve(settings: Settings, dtype: str) -> Path:
-    """The directory of the model. Raises SettingError."""
-    return model_files.resolve(
-        settings.model_id, settings.revision, log.info, weightless=settings.makes_weights, dtype=dtype
-    )
 
 
 async def serve(
@@ -143,29 +131,18 @@ async def serve(
         engine.kill()
 
 
-def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
-    """The tokenizer for the model in a directory. Raises SettingError."""
-    found = model_files.find_tokenizer(settings.tokenizer_name, directory, log.info, settings.dtype)
-    if settings.tokenizer_name is None:
-        return read_tokenizer(found)
-    return read_other_tokenizer(found, directory)
-
-
-async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
-    """Wait until the engine is loaded; heartbeats tell meanwhile what it does. Raises SettingError,
-    EngineDied.
-    """
-    doing = "starting"
-
-    def progress(text: str) -> None:
-        nonlocal doing
-        doing = text
-        log.info(text)
-
-    async with PoolClient.connect(settings) as pool:
-        heartbeat = Heartbeat(pool, STARTING, incarnation, settings.worker_ttl_s)
-        async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
-            return await engine.ready(progress)
+async def serve_models(
+    settings: Settings,
+    own: ProcessIdentity,
+    environ: Mapping[str, str],
+    ranks: Sequence[RankInfo],
+    preloaded: Sequence[RankProcess],
+) -> int:
+    """Serve all models in turns → the exit status."""
+    swapper = Swapper(settings, own, environ, ranks, preloaded)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, swapper.begin_shutdown)
+    return await swapper.run()
 
 
 async def serve_engine(
@@ -176,69 +153,21 @@ async def serve_engine(
     """
     pool = PoolClient.connect(settings)
     state = AgentState(table)
-    agent = Agent(settings, pool, engine, state, worker)
+    stay = Stay(Agent(settings, pool, engine, state, worker))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, state.begin_shutdown)
     loop.add_signal_handler(signal.SIGINT, state.begin_shutdown)
     why = "died"
     try:
         async with publishing_metrics(pool):
-            while not await agent.run():
-                agent = await agent.next_incarnation()
-                log.warning("the same engine goes on as incarnation %s", agent.worker.incarnation)
+            await stay.run()
         why = "drained"
         return 0
     except (Sealed, EngineDied, EngineStuck) as error:
-        log.error("incarnation %s is over: %s: %s", agent.worker.incarnation, type(error).__name__, error)
+        log.error("incarnation %s is over: %s: %s", stay.incarnation, type(error).__name__, error)
         return 1
     finally:
-        await seal(pool, agent.worker.incarnation, why)
-
-
-def capacity(
-    settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path
-) -> WorkerCapacity:
-    """Return the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or that
-    is larger than context and cache allow.
-    """
-    budget = settings.max_batch_total_tokens
-    num_blocks = ready.num_blocks if budget is None else min(ready.num_blocks, budget // ready.block_size)
-    if not num_blocks:
-        raise SettingError(
-            "max_batch_total_tokens", f"{budget} is less than one block of {ready.block_size} tokens"
-        )
-    longest = min(ready.context, num_blocks * ready.block_size)
-    for setting, most in (("max_total_tokens", longest), ("max_input_tokens", longest - 1)):
-        if (getattr(settings, setting) or 0) > most:
-            cause = f"is more than the {most} tokens that context and KV cache allow"
-            raise SettingError(setting, f"{getattr(settings, setting)} {cause}")
-    return WorkerCapacity(
-        incarnation=incarnation,
-        name=name,
-        model=directory.name,
-        model_id=settings.model_id,
-        tokenizer_name=settings.tokenizer_name or "",
-        dtype=ready.dtype,
-        block_size=ready.block_size,
-        num_blocks=num_blocks,
-        max_batch_prefill_tokens=ready.max_batch_prefill_tokens,
-        context=ready.context,
-        eos_ids=ready.eos_ids,
-        world_size=ready.world_size,
-        device=ready.device,
-        prefix_caching=ready.prefix_caching,
-        standby=True,
-        vocab_size=ready.vocab_size,
-    )
-
-
-async def seal(pool: PoolClient, incarnation: str, why: str) -> None:
-    """Seal the incarnation's logs, so that batcher and gateways learn at once that it has ended."""
-    try:
-        async with asyncio.timeout(SEAL_TIMEOUT_S):
-            await pool.run(worker_scripts.seal(pool.keys, incarnation, why=why))
-    except (*ERRORS, TimeoutError) as error:
-        log.warning("not sealed: %s", describe_error(error))
+        await stay.seal(why)
 
 
 async def serve_preloaded(flags: Sequence[str]) -> int:

@@ -7,24 +7,20 @@ them with the model's tokenizer.
 A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`s; the engine sends
 `LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
 which rows were stopped without a step), or `EngineFailure`. A preloaded engine waits for `Begin` after its
-first `LoadProgress`. Ids and blocks are packed little-endian int32, log-probabilities packed float32.
+first `LoadProgress`. `Sleep`, `Asleep`, `WakeUp` and `Ready` follow each other where a worker has several
+models. Each `LoadAdapter` and `UnloadAdapter` has one answer, in their order. Ids and blocks are packed
+little-endian int32, log-probabilities packed float32.
 """
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgpack
-
-from common.messages.codec import decode as from_bytes
-from common.messages.codec import encode as to_bytes
+from common.messages.pooling import PoolingParams
 from common.messages.request import BeamParams, SamplingParams, StoppingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
-MAX_FIELD_BYTES = 2**28
-"""The longest text or packed field of a frame: incomplete ones are kept in memory."""
 MAX_FRAME_LOGITS = 2**24
 """Bytes of logits in one frame, at most, unless one position has more."""
 
@@ -39,6 +35,10 @@ class PeerClosed(Exception):
 
 class WorkerEnds(PeerClosed):
     """The agent has said that the worker ends in order."""
+
+
+class ModelSleeps(Exception):
+    """The agent has said that the model is not needed for now."""
 
 
 class UnservableModel(Exception):
@@ -66,6 +66,11 @@ class StartRow:
         logits: (first position, end, dtype) of those whose logits are returned; None returns none.
         beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (common/messages/beams.py),
             takes `width` places of a step, and brings no samples: its sequences come with its end.
+        adapter: name of the LoRA adapter with which it is computed; empty for the model alone. A row with an
+            adapter that is not loaded is reported ended with `adapter`.
+        pictures: (position in `ids` of its first placeholder, number of placeholders, SHA-256 of its bytes,
+            its bytes) of each picture that has a token after `num_cached`, or of all (Ready.all_pictures).
+        pooling: the row ends with its prompt, and `logits` has the values of its vector; None for others.
     """
 
     row: int
@@ -80,6 +85,9 @@ class StartRow:
     class_index: int = 0
     logits: tuple[int, int, str] | None = None
     beams: BeamParams | None = None
+    adapter: str = ""
+    pictures: Sequence[tuple[int, int, str, bytes]] = ()
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,58 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Rows that start after it may name this LoRA adapter. The engine answers `AdapterLoaded` or
+    `AdapterRefused`. If there was an adapter of that name, the new one takes its place, unless it is refused;
+    rows that have started go on with the one that they have.
+
+    Attributes:
+        path: folder with `adapter_config.json` and `adapter_model.safetensors`, on each machine of it.
+    """
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Rows that start after it cannot name this adapter; rows that have it go on. The engine answers
+    `AdapterUnloaded`, also if there is no such adapter.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """Rows may name the adapter.
+
+    Attributes:
+        rank: the largest of its matrices.
+        num_bytes: what it takes in memory, on one rank of the worker.
+    """
+
+    name: str
+    rank: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRefused:
+    """The adapter cannot be served; `cause` says why, and begins without a capital."""
+
+    name: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnloaded:
+    """No row can name the adapter any more."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """The variables with which a preloaded engine starts."""
 
@@ -118,6 +178,23 @@ class Begin:
 @dataclass(frozen=True, slots=True)
 class End:
     """The worker ends in order; ranks on other machines are told so, and end, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """The model is not needed: the engine, which holds no row, gives up its cache and the memory of its GPU,
+    and keeps the weights in memory of the host. It answers `Asleep`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Asleep:
+    """The engine sleeps until it gets `WakeUp`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """The model is needed again. The engine answers `Ready`; its cache may have fewer blocks than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +215,15 @@ class Ready:
         eos_ids: packed int32; ids that end a row.
         token_ms: time of one prompt token.
         prefix_caching: whether rows may start with blocks that other rows have computed.
-        vocab_size: logits of one position.
+        vocab_size: logits of one position, or values of a vector.
+        max_loras: adapters that the rows of one step may have; 0: the engine takes no adapters.
+        max_lora_rank: largest rank of an adapter.
+        max_cpu_loras: adapters whose weights it keeps in memory of the host; it reads others again.
+        pictures: whether rows may have pictures.
+        all_pictures: rows have those among cached tokens, too: the positions after them depend on their
+            sizes.
+        max_rows: rows that may run at a time, as far as their states have room; 0 in a model without states.
+        pooling: as in WorkerCapacity.
     """
 
     model: str
@@ -153,6 +238,13 @@ class Ready:
     token_ms: float = 0.0
     prefix_caching: bool = False
     vocab_size: int = 0
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    max_cpu_loras: int = 0
+    pictures: bool = False
+    all_pictures: bool = False
+    max_rows: int = 0
+    pooling: str = ""
 
 
 @dataclass(slots=True)
@@ -175,11 +267,13 @@ class StepResult:
             decided by the engine, others repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over. A beam search had computed
             `kv_len` tokens, those of all beams.
-        prefill_tokens, proposed_tokens: tokens of prompts, and proposals, that the step computed.
+        prefill_tokens: tokens of prompts that the step computed.
+        proposals: (method, number of tokens, number of right ones) of each row that had any.
         logits: (row, first position, little-endian values of the positions from there on) of rows that return
             logits: the model's own.
         num_beams: beams of which the step computed a token.
         sequences: (row, packed sequences of common/messages/beams.py) of beam searches that have ended.
+        snapshots: as in Report.
     """
 
     step: int
@@ -191,7 +285,7 @@ class StepResult:
     released: Sequence[tuple[int, int]] = ()
     duration_ms: float = 0.0
     prefill_tokens: int = 0
-    proposed_tokens: int = 0
+    proposals: Sequence[tuple[str, int, int]] = ()
     logits: Sequence[tuple[int, int, bytes]] = ()
 
     @property
@@ -212,6 +306,12 @@ class StepResult:
 
     num_beams: int = 0
     sequences: Sequence[tuple[int, bytes]] = ()
+    snapshots: Sequence[int] = ()
+
+    @property
+    def proposed_tokens(self) -> int:
+        """Proposals that the step has checked."""
+        return sum(number for _, number, _ in self.proposals)
 
     @property
     def num_samples(self) -> int:
@@ -231,78 +331,22 @@ class EngineFailure:
     cause: str
 
 
-Frame = Begin | End | Grant | LoadProgress | Ready | StepResult | EngineFailure
-NAMES: dict[type[Frame], str] = {
-    Begin: "begin",
-    End: "end",
-    Grant: "grant",
-    LoadProgress: "progress",
-    Ready: "ready",
-    StepResult: "step",
-    EngineFailure: "failure",
-}
-
-
-def encode(frame: Frame) -> bytes:
-    """Encode one frame."""
-    data: bytes = PACKER.pack([NAMES[type(frame)], *field_values(frame)])
-    return data
-
-
-def field_values(value: Any) -> list[Any]:
-    return [getattr(value, name) for name in type(value).__slots__]
-
-
-def pack_value(value: Any) -> Any:
-    """Pack a value inside a frame that msgpack does not know."""
-    return to_bytes(value) if isinstance(value, SamplingParams) else field_values(value)
-
-
-PACKER = msgpack.Packer(default=pack_value)
-
-
-class FrameDecoder:
-    """Decodes frames from bytes that are fed as they arrive. Iteration yields each complete frame once."""
-
-    def __init__(self, max_field_bytes: int = MAX_FIELD_BYTES) -> None:
-        self.max_field_bytes = max_field_bytes
-        self.unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=max_field_bytes)
-
-    def feed(self, data: bytes) -> None:
-        """Take received bytes. Raises ProtocolError for a field that is too long."""
-        try:
-            self.unpacker.feed(data)
-        except msgpack.BufferFull as error:
-            raise ProtocolError(f"a field of a frame has more than {self.max_field_bytes} bytes") from error
-
-    def __iter__(self) -> Iterator[Frame]:
-        return self
-
-    def __next__(self) -> Frame:
-        """Raises ProtocolError for bytes that are not a frame; nothing after them can be decoded."""
-        try:
-            name, *values = next(self.unpacker)
-            return CONSTRUCTORS[name](*values)
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"not a frame: {type(error).__name__}: {error}") from error
-
-
-def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) -> Grant:
-    return Grant(until, prefill_tokens, tuple(make_start_row(*start) for start in starts), *others)
-
-
-def make_start_row(*values: Any) -> StartRow:
-    row, ids, base, blocks, stopping, sampling, *others = values
-    limits: list[Any] = [[*value] if isinstance(value, tuple) else value for value in stopping]
-    sampling = sampling and from_bytes(SamplingParams, sampling)
-    others[-1] = others[-1] and BeamParams(*others[-1])
-    return StartRow(row, ids, base, blocks, StoppingParams(*limits), sampling, *others)
-
-
-CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {
-    "grant": make_grant
-}
-"""By the name of a frame; they take its fields, which are trusted: both ends come from one checkout."""
+Command = Grant | LoadAdapter | UnloadAdapter
+"""What the engine obeys between two steps."""
+AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
+Frame = (
+    Begin
+    | End
+    | Command
+    | AdapterAnswer
+    | Sleep
+    | Asleep
+    | WakeUp
+    | LoadProgress
+    | Ready
+    | StepResult
+    | EngineFailure
+)
 
 
 def first_cause(*causes: tuple[object, str]) -> str:

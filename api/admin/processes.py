@@ -3,13 +3,14 @@ returns the same list.
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from api.errors import ApiError
 from api.requests.monitors import SILENT_S, BatcherMonitor
 from api.requests.pool import Pool
-from common.broker.keys import STARTING
+from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
@@ -18,14 +19,18 @@ from common.process.logs import plural
 log = logging.getLogger(__name__)
 
 WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step", "known", "cached")
+CAPACITY_FIELDS = ("num_blocks", "block_size", "max_batch_prefill_tokens", "device", "dtype")
 FIGURES = {
     "gateway": ("streams",),
     "batcher": ("waiting", "rows"),
     "worker": WORKER_FIGURES,
     STARTING: (*WORKER_FIGURES, "num_blocks"),
+    SLEEPER: (*WORKER_FIGURES, "num_blocks", "swap_ms"),
     "jobworker": ("running",),
 }
 """Kinds of processes → the numbers in their heartbeats; a missing number is 0."""
+ASLEEP = "asleep"
+"""State of a worker that serves other models, and this one when it is asked for."""
 BROKER = "broker"
 """Kind and id of the broker, of which a pool has one."""
 
@@ -114,6 +119,9 @@ def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] |
     host, state = heartbeat.get(b"host", b"").decode(), heartbeat.get(b"state", b"").decode()
     figures = {name: int(heartbeat.get(name.encode(), b"0")) for name in ("pid", *FIGURES.get(kind, ()))}
     process: dict[str, Any] = {"host": host, "state": state or "ready"} | figures
+    if kind == SLEEPER:  # while it wakes, and while it is awake here, it has another heartbeat
+        kept_in = {"kind": "worker", "kept_in": heartbeat.get(b"kept_in", b"").decode()}
+        return process | kept_in if process["state"] == ASLEEP else None
     if kind == STARTING:
         return process | {"kind": "worker", "state": "starting"}
     if kind == "worker":
@@ -122,7 +130,7 @@ def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] |
         except (WireError, KeyError) as error:
             log.error("a worker's heartbeat cannot be decoded: %s", error)
             return None
-        process |= {name: getattr(capacity, name) for name in ("num_blocks", "block_size", "device", "dtype")}
+        process |= {name: getattr(capacity, name) for name in CAPACITY_FIELDS}
     return process
 
 
@@ -141,6 +149,31 @@ def render_broker(info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+async def list_models(client: PoolClient, pools: Collection[str]) -> list[dict[str, Any]]:
+    """The objects `models` of `GET /fleet`: of each pool what its sleeping and waking workers say. Raises the
+    broker's errors.
+    """
+    found = []
+    for pool in pools:
+        own = client.of_pool(pool)
+        waiting = await own.redis.hget(own.keys.state, "waiting")  # type: ignore[misc]
+        workers = [
+            describe_sleeper(heartbeat)
+            for name in await own.processes(SLEEPER)
+            if (heartbeat := await own.redis.hgetall(own.keys.sleeper(name)))  # type: ignore[misc]
+        ]
+        found.append({"pool": pool, "waiting": int(waiting or 0), "workers": workers})
+    return found
+
+
+def describe_sleeper(heartbeat: dict[bytes, bytes]) -> dict[str, Any]:
+    """What one worker says of one of its models: `awake`, `waking` or `asleep`, where the weights are, and
+    what the last swap from there took (0: not known).
+    """
+    texts = {name: heartbeat.get(name.encode(), b"").decode() for name in ("state", "kept_in")}
+    return texts | {"swap_s": int(heartbeat.get(b"swap_ms", b"0")) / 1000}
+
+
 async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
     """The object `health` of `GET /fleet`."""
     try:
@@ -156,6 +189,8 @@ def judge_processes(listed: ProcessList, num_workers: int) -> tuple[str, str]:
     workers = listed.of_kind("worker")
     num_ready = sum(is_ready(worker) for worker in workers)
     expected = max(num_workers, len(workers))
+    if not num_ready and any(worker["state"] == ASLEEP for worker in workers):
+        return "good", f"{plural(len(workers), 'worker')}, asleep until a request comes"
     if not num_ready:
         return "bad", "no worker is ready"
     if listed.active_batcher is None:

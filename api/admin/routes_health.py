@@ -12,17 +12,18 @@ from starlette.responses import FileResponse, Response
 from api.errors import ApiError
 from api.http.access_log import AccessLog
 from api.http.openapi import HEALTH
-from api.requests.pool_registry import own_pool
+from api.requests.on_pool import pools_of
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse, ServerLoad
 
 router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
 live_router = APIRouter(tags=[HEALTH])
 page_router = APIRouter(tags=[HEALTH])
-PAGE_FILES = {path.name: path for path in (Path(__file__).parents[1] / "page").iterdir()}
+PAGE = Path(__file__).parents[1] / "page"
+PAGE_FILES = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*.*")}
 PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
 
@@ -34,9 +35,11 @@ PAGE_HEADERS = {
 @router.get("/ping", response_class=Response, name="ping", summary="Health check (same as /health)")
 @router.get("/health", response_class=Response, summary="Health check")
 async def health(request: Request) -> Response:
-    """Returns 200 with an empty body if a worker, a batcher and the broker are live, else 503."""
+    """Returns 200 with an empty body if a worker, a batcher and the broker are live, of this gateway's pool
+    or of another one that serves its model; else 503.
+    """
     try:
-        await own_pool(request).check()
+        await (await pools_of(request).find(None)).check()
     except ApiError as error:
         raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()
@@ -74,7 +77,7 @@ async def page_or_health(request: Request) -> Response:
     return await health(request)
 
 
-@page_router.get("/page/{name}", include_in_schema=False)
+@page_router.get("/page/{name:path}", include_in_schema=False)
 async def page_file(name: str) -> Response:
     """Returns a file of the page."""
     if name not in PAGE_FILES:

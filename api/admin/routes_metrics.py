@@ -4,23 +4,31 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from api.admin.processes import ProcessList, list_processes
+from api.admin.usage_report import metric_values
 from api.http.openapi import HEALTH
 from api.requests.metrics import fit_buckets
-from api.requests.pool_registry import own_pool
+from api.requests.on_pool import own_pool, pools_of
+from api.requests.pool import Pool
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
+from common.broker.directory import KnownPool
 from common.broker.pool_client import PoolClient
+from common.broker.usage import read_months
+from common.messages.adapters import AdapterLoad
+from common.messages.codec import WireError, decode
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels, Metric
 from common.metrics.vllm_names import VllmCollector
 
 router = APIRouter(tags=[HEALTH])
+MAX_ADAPTERS_SHOWN = 64
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
@@ -34,10 +42,13 @@ async def metrics(request: Request) -> Response:
     with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             totals = await aggregate.read_totals(pool.client)
-            granted = await pool.client.redis.hget(pool.client.keys.state, "blocks")  # type: ignore[misc]
+            state, fields = pool.client.keys.state, ["blocks", "adapters"]
+            granted, load = await pool.client.redis.hmget(state, fields)  # type: ignore[misc]
             listed = await list_processes(pool.client, pool.batcher)
             gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(pool.client)}
-            values = totals
+            gauges |= directory_gauges(pools_of(request).directory.pools)
+            gauges |= adapter_gauges(pool, load)
+            values = totals | await usage_values(pool)
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
     has_vllm = pool.settings.metrics_names == "vllm"
@@ -46,11 +57,41 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 
+async def usage_values(pool: Pool) -> dict[str, float]:
+    """Counters of what was used this month."""
+    now = datetime.now(UTC)
+    rows = await read_months(pool.client.redis, now, now + timedelta(seconds=1))
+    adapters = {one.name for one in pool.adapters.registry.ready}
+    return metric_values(rows, {pool.settings.model_name, *adapters})
+
+
 async def broker_gauges(client: PoolClient) -> Gauges:
     """Gauges that Redis itself has."""
     return {
         catalogue.UNFINISHED_JOBS.name: {(): float(await client.redis.xlen(client.keys.submit))},
         catalogue.BROKER_MEMORY.name: {(): memory_ratio(await client.redis.info("memory"))},
+    }
+
+
+def adapter_gauges(pool: Pool, load: bytes | None) -> Gauges:
+    """Gauges of LoRA adapters, of which those with live requests have some; of too many the busiest."""
+    found = AdapterLoad()
+    with contextlib.suppress(WireError):
+        found = decode(AdapterLoad, load) if load else found
+    busiest = sorted(found.requests, key=lambda one: one[1] + one[2], reverse=True)[:MAX_ADAPTERS_SHOWN]
+    return {
+        catalogue.ADAPTER_ROWS.name: {(name,): float(running) for name, running, _ in busiest},
+        catalogue.ADAPTER_WAITING.name: {(name,): float(waiting) for name, _, waiting in busiest},
+        catalogue.MAX_LORAS.name: {(): float(pool.workers.max_loras)},
+    }
+
+
+def directory_gauges(pools: Mapping[str, KnownPool]) -> Gauges:
+    """Gauges of all pools of the directory."""
+    return {
+        catalogue.POOL_UP.name: {(name,): float(known.is_live) for name, known in pools.items()},
+        catalogue.POOL_WAITING.name: {(name,): float(known.entry.waiting) for name, known in pools.items()},
+        catalogue.POOL_DEPTH.name: {(name,): known.entry.depth for name, known in pools.items()},
     }
 
 

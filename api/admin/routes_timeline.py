@@ -9,7 +9,7 @@ from starlette.responses import Response
 from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import FLEET, RequestId, error_responses, only
 from api.json import to_json
-from api.requests.pool_registry import own_pool
+from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode

@@ -5,7 +5,9 @@ Text that may become a part of a stop string is held back until that is known.
 
 from collections.abc import Collection, Sequence
 
+from api.errors import INSUFFICIENT_QUOTA
 from api.streams.stream import Stream
+from common.messages.events import BUDGET
 
 
 class StopHoldback:
@@ -18,7 +20,7 @@ class StopHoldback:
         hidden_ids: tokens that are no part of the text.
         num_tokens: number of tokens taken.
         num_chars: number of characters of the tokens taken, free or held back.
-        stop_reason: the stop string or token id that ended the text; set by `last`.
+        stop_reason: the stop string or token id that ended the text, or `insufficient_quota`; set by `last`.
     """
 
     def __init__(self, stream: Stream, hidden_ids: Collection[int], include_stop: bool) -> None:
@@ -52,7 +54,9 @@ class StopHoldback:
             return self.take_text(len(self.text) - begin - self.include_stop * len(self.stop_reason))
         if reason == "stop_sequence":
             self.stop_reason = self.stream.ids[-1]
-        if reason != "length" and fresh and not self.include_stop:
+        if reason == BUDGET:
+            self.stop_reason = INSUFFICIENT_QUOTA
+        if self.stream.terminal.known_reason != "length" and fresh and not self.include_stop:
             self.held.pop()
         return self.take_text(0)
 

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import Request
 
 from api.errors import unavailable
 from api.handover.keeper_channel import KeeperChannel
@@ -58,10 +59,15 @@ class Draining:
         self.on_start = on_start
         self.on_timeout = on_timeout
 
-    async def check(self) -> None:
+    def check(self) -> None:
         """Raises ApiError (503) while the gateway refuses new requests."""
         if self.refuses:
             raise unavailable("this gateway is shutting down")
+
+
+async def check_serving(request: Request) -> None:
+    """Raises ApiError (503) while the gateway refuses new requests."""
+    request.app.state.draining.check()
 
 
 class DrainingServer(uvicorn.Server):

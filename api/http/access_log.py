@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import cut
+from api.http.audit_log import AuditLog
+from api.http.auth import API_KEY
 from api.http.middleware import asks_for_tokens
 
 log = logging.getLogger(__name__)
@@ -29,13 +31,15 @@ class AccessRecord:
 
     Attributes:
         fields: in the order of the line; those of the request come first, then those of its answer.
+        path: that the client sent.
         goes_on: whether another gateway goes on with the request: that one logs its end.
     """
 
-    def __init__(self, method: str, route: str) -> None:
+    def __init__(self, method: str, route: str, path: str = "") -> None:
         self.started_s = time.monotonic()
         self.method = method
         self.route = route
+        self.path = path
         self.status = 0
         self.fields: dict[str, Value] = {}
         self.goes_on = False
@@ -53,12 +57,14 @@ class AccessLog:
     """The access log of one gateway, which writes at most `rate` lines in a second; 0 writes none.
 
     Attributes:
+        audit: gets every line, whatever the rate; None for none.
         load: requests for tokens that the gateway has, from their arrival to the last byte of their answers.
         num_left_out: requests without a line, since the last line that gave their number.
     """
 
-    def __init__(self, rate: int) -> None:
+    def __init__(self, rate: int, audit: AuditLog | None = None) -> None:
         self.rate = rate
+        self.audit = audit
         self.load = 0
         self.num_left_out = 0
         self.num_written = 0
@@ -66,7 +72,7 @@ class AccessLog:
 
     async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Middleware: log a request at its end, and count it in `load` until then."""
-        record = AccessRecord(scope["method"], "")
+        record = AccessRecord(scope["method"], "", cut(scope["path"]))
         scope["state"][ACCESS] = record
         is_load = asks_for_tokens(scope)
         client, _ = scope["client"] or ("", 0)
@@ -86,11 +92,15 @@ class AccessLog:
         finally:
             self.load -= is_load
             record.route = record.route or route_of(scope)
+            if (api_key := scope["state"].get(API_KEY)) is not None:
+                record.note({"key": api_key.key_id, "tenant": api_key.tenant})
             if not is_polled(scope):
                 self.write(record)
 
     def write(self, record: AccessRecord) -> None:
         """Write the line of a request that has ended; beyond `rate` lines count it only."""
+        if self.audit is not None and not record.goes_on:
+            self.audit.write(record.started_s, record.line(), record.path)
         if not self.rate or record.goes_on or not log.isEnabledFor(logging.INFO):
             return
         now_s = time.monotonic()

@@ -1,18 +1,24 @@
 """Access to the routes that take a prompt or show the fleet.
 
-If API_KEY is set, a request needs the header `Authorization: Bearer <key>`. Otherwise every client that
-reaches the port has access, but no web page of another origin.
+If API_KEY is set, or there are other API keys, a request needs the header `Authorization: Bearer <key>`,
+or `x-api-key: <key>`. Otherwise every client that reaches the port has access, but no web page of another
+origin. Once there are other keys, routes that show or change the fleet need the key of an admin; API_KEY is
+one.
 """
 
 import ipaddress
 import re
-import secrets
 import socket
 from collections.abc import Collection
 
 from fastapi import Request
 
 from api.errors import ApiError, quoted
+from api.http.key_ring import EXPECTED, KeyRing, unauthorized
+from common.api_keys import ApiKey
+
+API_KEY = "api_key"
+"""Key of a request's state: the record of its API key."""
 
 LOCAL_ORIGINS = (
     r"https?://(localhost|127(\.\d+){3}|\[::1\]|0\.0\.0\.0)(:\d+)?"
@@ -24,20 +30,46 @@ LOCAL_NAME = re.compile(r"[^.]*|.+\.(localhost|local|internal)")
 
 
 def sent_key(request: Request) -> tuple[str, bytes]:
-    """The scheme in small letters, and the API key, of the header `Authorization`; empty without one."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    """The scheme in small letters, and the API key, of the header `Authorization`; without it those of
+    `x-api-key`, as Anthropic's clients send it; empty without both.
+    """
+    if (given := request.headers.get("authorization")) is None:
+        key = request.headers.get("x-api-key", "")
+        return ("bearer" if key else ""), key.strip().encode("latin-1")
+    scheme, _, key = given.partition(" ")
     return scheme.lower(), key.strip().encode("latin-1")
 
 
-async def check_key(key: str, request: Request) -> None:
-    """Raises ApiError (401) unless the client sent the key."""
+async def check_key(request: Request) -> None:
+    """Check who asks, and note the record of the key. Raises ApiError: 401, 403; 503 while it is not known
+    whether there are keys. Without keys no page of another origin may ask but of those in CORS_ALLOW_ORIGIN.
+    """
+    keys: KeyRing = request.app.state.keys
+    if keys.is_open:
+        check_page(request.app.state.settings.cors_allow_origin, request)
+        return
     scheme, sent = sent_key(request)
-    if not (scheme == "bearer" and secrets.compare_digest(sent, key.encode())):
-        why = "Incorrect API key: expected the header `Authorization: Bearer <key>`"
-        raise ApiError(401, "unauthorized", why)
+    if scheme != "bearer":
+        raise unauthorized(f"Incorrect API key: {EXPECTED}")
+    key = keys.find(sent)
+    if keys.has_keys:
+        request.scope["state"][API_KEY] = key
 
 
-async def check_page(allowed: Collection[str], request: Request) -> None:
+async def check_admin(request: Request) -> None:
+    """After `check_key`, check who shows or changes the fleet. Raises ApiError (403)."""
+    key = key_of(request)
+    if key and not key.admin:
+        raise ApiError(403, "forbidden", f"This route needs an admin's key, which {key.key_id} is not")
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The record of the key that a request was sent with; None where there is no key, or API_KEY alone."""
+    key: ApiKey | None = request.scope["state"].get(API_KEY)
+    return key
+
+
+def check_page(allowed: Collection[str], request: Request) -> None:
     """Raises ApiError (403) for a request that a browser sends for a page of another origin, unless that
     origin is allowed.
 

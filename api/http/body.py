@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
+from api.http.idempotency import note_body
 
 Schema = TypeVar("Schema", bound=BaseModel)
 UnsupportedFields = Mapping[str, Collection[object]]
@@ -84,18 +85,24 @@ def check_content_type(request: Request) -> None:
         )
 
 
+def announces_more(request: Request, max_bytes: int) -> bool:
+    """Whether a request says that its body is longer."""
+    announced = request.headers.get("content-length", "")
+    return announced.isdecimal() and int(announced) > max_bytes
+
+
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
     """The body; reading stops beyond its limit. Raises ApiError (413)."""
     too_large = ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
+    if announces_more(request, max_bytes):
         raise too_large
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > max_bytes:
             raise too_large
-    return bytes(data)
+    await note_body(request, whole := bytes(data))
+    return whole
 
 
 def reject_unsupported(

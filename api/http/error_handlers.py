@@ -12,7 +12,6 @@ from starlette.routing import Match
 
 from api.errors import ADMITTED, ApiError, cut, family_of, internal_error, invalid
 from api.http.access_log import note_refusal
-from api.http.openapi import build_document
 from api.json import to_json
 
 CLIENT_CLOSED_REQUEST = 499
@@ -24,7 +23,7 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     """An error as the response of the route with this path."""
     status, body = family_of(path)(error)
-    all_headers = dict(headers or {})
+    all_headers = {**error.headers, **(headers or {})}
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
@@ -74,8 +73,8 @@ def path_hint(request: Request) -> str:
     """What a client may have meant by a path that does not exist: a path of OpenAI's API, or its own path
     after `/v1`.
     """
-    path, paths = request.url.path, build_document(request.app)["paths"]
-    own = [known for known in paths if known.startswith("/v1/") and "{" not in known]
+    path = request.url.path
+    own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
     if path.startswith("/v1/"):
         return f". Of OpenAI's API this server has {', '.join(own)}"
     if any(path.endswith(known.removeprefix("/v1")) for known in own):

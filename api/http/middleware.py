@@ -16,7 +16,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.errors import is_anthropic
 from api.event_loop import Turns
+from api.http.idempotency import idempotency_key
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 """Handles an HTTP request by calling the application that it is given."""
 REQUEST_ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"
 ACCEPTED_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 MAX_ARRIVALS = 4
 """Requests that begin in one turn of the event loop; each takes up to a millisecond until it waits for the
@@ -36,6 +39,7 @@ COUNTED_ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/invocations",
     "/vertex",
 )
@@ -61,6 +65,13 @@ def request_id(request: Request) -> str:
     return cast(str, request.state.request_id)
 
 
+def retry_key(request: Request) -> str:
+    """What a request has in common with its repetition: its `Idempotency-Key`, or the id that its client
+    sent; else its own id. Raises ApiError (400).
+    """
+    return idempotency_key(request) or client_request_id(request.scope) or request_id(request)
+
+
 def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
     """An application whose HTTP requests pass these middlewares, the outermost first."""
     served = app
@@ -83,7 +94,10 @@ async def give_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Se
 
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[REQUEST_ID_HEADER] = theirs or ours
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = theirs or ours
+            if is_anthropic(scope["path"]):
+                headers[ANTHROPIC_ID_HEADER] = theirs or ours
         await send(message)
 
     try:

@@ -18,12 +18,20 @@ SCHEMA_REFERENCE = "#/components/schemas/{model}"
 TGI = "TGI API"
 KSERVE = "KServe API"
 OPENAI = "OpenAI API"
+ANTHROPIC = "Anthropic API"
+POOLING = "Embeddings and scores"
 RESUME = "Resuming"
 FLEET = "Fleet"
 HEALTH = "Health"
 TAGS = [
     {"name": OPENAI, "description": "Chats, completions and responses, as OpenAI's API and vLLM have them."},
+    {"name": ANTHROPIC, "description": "Anthropic's Messages API."},
     {"name": TGI, "description": "The API of text-generation-inference."},
+    {
+        "name": POOLING,
+        "description": "Vectors and scores of texts, as OpenAI, text-embeddings-inference, Cohere and vLLM "
+        "have them, for models that make them.",
+    },
     {
         "name": KSERVE,
         "description": "The open inference protocol of KServe and Triton, version 2. Each path may have "

@@ -35,6 +35,7 @@ NAMES = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
     "/invocations": "generate",
     "/vertex": "vertex_compatibility",
 }

@@ -5,6 +5,7 @@ answers.
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +48,11 @@ class ArqClient:
         self.submitted = asyncio.Event()
         self.checked_s = 0.0
 
-    async def run_job(self, job_id: str, content: dict[str, Any]) -> Any:
-        """The answer to a job; a job that was submitted before is joined. Raises JobFailed."""
-        fields = {"job": orjson.dumps(content | {"id": job_id})}
+    async def run_job(self, job_id: str, content: dict[str, Any], key: Mapping[str, str]) -> Any:
+        """The answer to a job; a job that was submitted before is joined. `key`: the entry's field with an
+        API key, if there is one. Raises JobFailed.
+        """
+        fields = {"job": orjson.dumps(content | {"id": job_id}), **key}
         entry_id = await self.add_entry(fields)
         job = WaitingJob(job_id, fields, entry_id, asyncio.get_running_loop().create_future())
         self.waiting.add(job)
@@ -62,8 +65,8 @@ class ArqClient:
             raise JobFailed(orjson.dumps(result).decode())
         return result
 
-    async def cancel(self, job_id: str) -> None:
-        await self.add_entry({"cancel": job_id})
+    async def cancel(self, job_id: str, key: Mapping[str, str]) -> None:
+        await self.add_entry({"cancel": job_id, **key})
 
     async def add_entry(self, fields: dict[str, Any]) -> str:
         """Add an entry to `submit`, once the broker answers. Returns its id."""

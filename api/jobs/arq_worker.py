@@ -38,7 +38,7 @@ given up.
 """
 LAST_MS = 32_503_680_000_000
 """The year 3000: arq makes a date of a time in ms."""
-TERMS = ("tenant", "deadline_ms", "traceparent")
+TERMS = ("model", "tenant", "deadline_ms", "traceparent", "api_key")
 """Arguments of `chat` that are fields of the job, not of its chat."""
 
 Packed = dict[str, Any]
@@ -74,11 +74,13 @@ class JobWorker(Worker):
         """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
         another worker waits for it.
         """
+        api_key = content.pop("api_key", None)
+        key = {"api_key": api_key} if isinstance(api_key, str) else {}
         try:
-            return await self.client.run_job(job_id, content)
+            return await self.client.run_job(job_id, content, key)
         except asyncio.CancelledError:
             if job_id in self.aborting_tasks:
-                await self.client.cancel(job_id)
+                await self.client.cancel(job_id, key)
             raise
 
     # --- overrides of arq's methods -------------------------------------------------------------------------
@@ -167,10 +169,27 @@ def job_functions(run_in_fleet: Any) -> list[Function]:
         return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters, **terms})
 
     async def chat(ctx: dict[str, Any], messages: list[Any] | None = None, **fields: Any) -> Any:
-        terms = {name: fields.pop(name) for name in TERMS if name in fields}
-        return await run_in_fleet(ctx["job_id"], {"messages": messages, "parameters": fields, **terms})
+        return await run_in_fleet(ctx["job_id"], {"messages": messages, **with_terms(fields)})
 
-    return [func(generate, name="generate"), func(chat, name="chat")]
+    async def embed(ctx: dict[str, Any], input: Any = None, **fields: Any) -> Any:
+        return await run_in_fleet(ctx["job_id"], {"input": input, **with_terms(fields)})
+
+    async def rerank(ctx: dict[str, Any], query: Any = None, documents: Any = None, **fields: Any) -> Any:
+        prompt = {"query": query, "documents": documents}
+        return await run_in_fleet(ctx["job_id"], {**prompt, **with_terms(fields)})
+
+    return [
+        func(generate, name="generate"),
+        func(chat, name="chat"),
+        func(embed, name="embed"),
+        func(rerank, name="rerank"),
+    ]
+
+
+def with_terms(fields: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that are fields of a job, and the others, its parameters."""
+    terms = {name: fields.pop(name) for name in TERMS if name in fields}
+    return {"parameters": fields, **terms}
 
 
 # --- serializer ---------------------------------------------------------------------------------------------

@@ -7,22 +7,25 @@ read it until its job is answered; the entries of a dead gateway are claimed by 
 import asyncio
 import logging
 import re
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
 from redis.exceptions import ResponseError
 
-from api.errors import conflict, internal_error, overloaded
+from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
+from api.http.key_ring import POLL_S, unauthorized
 from api.jobs.job import NAME, Job, read_job
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
+from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
+from common.api_keys import ApiKey
 from common.broker import job_scripts
 from common.broker.keys import Keys
-from common.messages.request import SERVICE_CLASSES
 from common.process.event_loop import until_beat
 from common.process.logs import REQUEST_ID, plural
 
@@ -51,7 +54,8 @@ class JobConsumer:
         running: jobs that are served, by entry.
         runs: their runs, by the job's id; entries of one job share a run.
         permits: limit the jobs that run or wait for room at once.
-        admission_locks: one for each class: its jobs are admitted one after the other, in order.
+        admission_locks: one for each class and API key: its jobs are admitted one after the other, in order,
+            and a key at its limit holds up no other's.
         joined: set when the group exists and this gateway's pending entries are held.
     """
 
@@ -68,7 +72,7 @@ class JobConsumer:
         self.running: dict[str, Job] = {}
         self.runs: dict[str, JobRun] = {}
         self.permits = asyncio.Semaphore(self.settings.max_concurrent_requests + NUM_WAITING)
-        self.admission_locks = {name: asyncio.Lock() for name in SERVICE_CLASSES}
+        self.admission_locks: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self.joined = asyncio.Event()
 
     async def run(self) -> None:
@@ -134,7 +138,7 @@ class JobConsumer:
 
     async def on_entry(self, entry_id: str, fields: Fields) -> None:
         if is_cancel(fields):  # cancels do not wait for a permit
-            await self.cancel(fields[b"cancel"])
+            await self.cancel(fields)
             await self.delete_entry(entry_id)
         else:
             self.hold(entry_id)
@@ -155,13 +159,19 @@ class JobConsumer:
 
         await self.admission.retry_forever(command)
 
-    async def cancel(self, name: bytes) -> None:
-        """Cancel a job, at whatever gateway it runs."""
-        job_id = name.decode(errors="replace")
+    async def cancel(self, fields: Fields) -> None:
+        """Cancel a job, at whatever gateway it runs, if it is of the cancel's tenant."""
+        job_id = fields[b"cancel"].decode(errors="replace")
         if not re.fullmatch(NAME, job_id):
-            log.warning("a cancel is ignored: %.100r is no id of a job", name)
+            log.warning("a cancel is ignored: %.100r is no id of a job", fields[b"cancel"])
             return
-        call = job_scripts.cancel_job(self.keys, job_id, mark_ttl_ms=TOMBSTONE_MS)
+        try:
+            key = await self.key_of(fields.get(b"api_key", b""))
+        except ApiError as error:
+            log.warning("a cancel of job %s is ignored: %s", job_id, error)
+            return
+        tenant = key.tenant if key and not key.admin else ""
+        call = job_scripts.cancel_job(self.keys, job_id, tenant=tenant, mark_ttl_ms=TOMBSTONE_MS)
         num_requests = await self.pool.client.run(call)
         for i in range(num_requests):
             await self.admission.cancel(f"{job_id}#{i}")
@@ -182,9 +192,9 @@ class JobConsumer:
             )
             for _, fields in entries:
                 if is_cancel(fields):
-                    await self.cancel(fields[b"cancel"])
+                    await self.cancel(fields)
                 else:
-                    await self.serve(await self.parse(entry_id, fields))
+                    await self.serve_if_allowed(await self.parse(entry_id, fields))
             await self.delete_entry(entry_id)
         except Exception:
             log.exception("entry %s stays in the stream of jobs", entry_id)
@@ -194,7 +204,37 @@ class JobConsumer:
 
     async def parse(self, entry_id: str, fields: Fields) -> Job:
         size = sum(map(len, fields.values()))
-        return await offload(size, partial(read_job, entry_id, fields, self.settings.payload_limit))
+        return await offload(size, partial(read_job, entry_id, fields, self.pool.max_body_bytes))
+
+    async def key_of(self, sent: bytes) -> ApiKey | None:
+        """The record of the API key that an entry carries; None where there are no keys. Waits until that is
+        known, and until a key that was just added is. Raises ApiError (401).
+        """
+        keys = self.pool.keys
+        await keys.was_read.wait()
+        if not keys.has_keys:
+            return None
+        if not sent:
+            raise unauthorized("Incorrect API key: a job needs one in the field `api_key` of its entry")
+        try:
+            return keys.find(sent)
+        except ApiError:
+            await asyncio.sleep(2 * POLL_S)
+            return keys.find(sent)
+
+    async def serve_if_allowed(self, job: Job) -> None:
+        """Serve a job if its API key is known; else answer it with an error, also where it has the id of a
+        job that is known.
+        """
+        try:
+            key = await self.key_of(job.api_key)
+            allowed = job if key is None else job.of_key(key)
+        except ApiError as error:
+            metrics.count_arrival()
+            metrics.count_error(error.status, error.error_type)
+            await self.answer_error(job, error)
+            return
+        await self.serve(allowed)
 
     async def serve(self, job: Job) -> None:
         """Register a job, and run it; returns when it is answered."""
@@ -220,7 +260,8 @@ class JobConsumer:
             run.join(reply)
             await run.ended.wait()
             return
-        admission_lock = self.admission_locks[job.terms.service_class]
+        key_id = job.terms.key.key_id if job.terms.key else ""
+        admission_lock = self.admission_locks[job.terms.service_class, key_id]
         run = self.runs[job.id] = JobRun(self.pool, job, admission_lock, self.access)
         run.join(reply)
         try:
@@ -230,6 +271,33 @@ class JobConsumer:
             del self.runs[job.id]
             await run.detach()
 
+    # --- jobs of batches ------------------------------------------------------------------------------------
+
+    async def answer_own(self, job: Job) -> bytes:
+        """The answer to a job that has no entry: whoever asks sees to it that the job is asked again if this
+        gateway dies. One that was admitted or answered before goes on.
+        """
+        REQUEST_ID.set(job.id)
+        metrics.count_arrival()
+        reply = Reply(self.pool, job)
+        match await reply.register():
+            case "live":
+                await self.join_or_run(job, reply)
+            case "ended":
+                pass
+            case other:
+                return to_json(job.family(internal_error(f"the record of this request is {other}"))[1])
+        answer: bytes | None = await self.admission.retry_forever(
+            lambda: self.redis.get(self.keys.result(job.id))
+        )
+        return answer or await self.answer_own(job)  # the broker has lost it
+
+    async def cancel_own(self, job_id: str) -> None:
+        """Cancel a job that has no entry."""
+        call = job_scripts.cancel_job(self.keys, job_id, tenant="", mark_ttl_ms=TOMBSTONE_MS)
+        for i in range(await self.admission.retry_forever(lambda: self.pool.client.run(call))):
+            await self.admission.cancel(f"{job_id}#{i}")
+
     async def reject(self, entry_id: str, fields: Fields) -> None:
         """Answer 429 to an entry beyond SUBMIT_LIMIT."""
         log.warning(
@@ -237,10 +305,13 @@ class JobConsumer:
         )
         metrics.count_arrival()
         metrics.count_error(429, "overloaded")
-        job = await self.parse(entry_id, fields)
-        known = await self.redis.exists(self.keys.job(job.id))
-        await Reply(self.pool, job).send_error(overloaded(), entry_id if known else job.id)
+        await self.answer_error(await self.parse(entry_id, fields), overloaded())
         await self.delete_entry(entry_id)
+
+    async def answer_error(self, job: Job, error: ApiError) -> None:
+        """Answer an entry with an error. The result of a job that is known by this id stays as it is."""
+        known = await self.redis.exists(self.keys.job(job.id))
+        await Reply(self.pool, job).send_error(error, job.entry_id if known else job.id)
 
 
 async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:

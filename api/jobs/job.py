@@ -20,11 +20,14 @@ from api.requests.pool import Pool
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
     ServiceTerms,
+    checked_tenant,
     chosen_class,
+    default_class,
     read_class,
     read_deadline,
     read_tenant,
 )
+from common.api_keys import ApiKey
 from common.messages.events import terminal_for
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
@@ -46,6 +49,10 @@ class JobBody(BaseModel):
     id: str | None = Field(default=None, pattern=f"^{NAME}$")
     inputs: Any = None
     messages: Any = None
+    prompt: Any = None
+    input: Any = None
+    query: Any = None
+    documents: Any = None
     parameters: dict[str, Any] | None = None
     model: str | None = None
     priority: Whole | str | None = None
@@ -64,9 +71,12 @@ class Job:
         digest: of the content; the same id with another digest is a conflict.
         reply_to: channel for the frames; empty if there is none.
         in_stream: whether frames are kept in a stream.
+        is_completion: it has the fields of /v1/completions.
+        is_vector: its answer is vectors or scores.
         body: None if the job has a `fault`.
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
-        none.
+            none.
+        api_key: that its entry carries; empty without one.
     """
 
     id: str
@@ -75,15 +85,18 @@ class Job:
     reply_to: str = ""
     in_stream: bool = False
     is_chat: bool = False
+    is_completion: bool = False
+    is_vector: bool = False
     body: JobBody | None = None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
     first_entry_id: str = ""
+    api_key: bytes = b""
 
     @property
     def family(self) -> Family:
         """The API family of the job's errors."""
-        return openai if self.is_chat else tgi
+        return openai if self.is_chat or self.is_completion or self.is_vector else tgi
 
     @property
     def has_listeners(self) -> bool:
@@ -109,7 +122,20 @@ class Job:
         """The fields of another entry for this valid job; its time still counts from the first one."""
         assert self.body is not None
         body = orjson.dumps(self.body.model_dump(exclude_unset=True) | {"id": self.id})
-        return {"job": body, "first_entry": self.first_entry_id or self.entry_id}
+        key = {"api_key": self.api_key} if self.api_key else {}
+        return {"job": body, "first_entry": self.first_entry_id or self.entry_id, **key}
+
+    def of_key(self, key: ApiKey) -> "Job":
+        """The job as it is served for an API key: of its tenant, and in its class if it names none. Raises
+        ApiError (403) if it names another tenant.
+        """
+        terms = self.terms
+        tenant = checked_tenant(key, terms.tenant, "tenant") or key.tenant
+        named = replace(terms, tenant=tenant, key=key)
+        if self.body is not None and not names_class(self.body):
+            named = replace(named, service_class=default_class(key, "batch"))
+        digest = hashlib.blake2b(f"{tenant} {self.digest}".encode(), digest_size=16).hexdigest()
+        return replace(self, terms=named, digest=digest)
 
 
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
@@ -117,7 +143,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     try:
         parsed = parse(fields, max_bytes)
     except ApiError as error:
-        return Job(id=entry_id, entry_id=entry_id, fault=error)
+        return Job(id=entry_id, entry_id=entry_id, fault=error, api_key=fields.get(b"api_key", b""))
     job_id, reply_to = parsed.get("id"), parsed.get("reply_to")
     first_entry = ENTRY_ID.fullmatch(fields.get(b"first_entry", b""))
     job = Job(
@@ -127,12 +153,17 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         reply_to=reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else "",
         in_stream=parsed.get("reply") == "stream",
         is_chat="messages" in parsed,
+        is_completion="prompt" in parsed,
+        is_vector="input" in parsed or "query" in parsed,
         first_entry_id=first_entry[0].decode() if first_entry else "",
+        api_key=fields.get(b"api_key", b""),
     )
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
-        if (body.inputs is None) == (body.messages is None):
-            raise invalid("either `inputs` or `messages` must be given", "inputs")
+        prompts = (body.inputs, body.messages, body.prompt, body.input, body.query)
+        if sum(prompt is not None for prompt in prompts) != 1:
+            others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"
+            raise invalid(f"either `inputs` or `messages` must be given, {others}", "inputs")
         return replace(job, body=body, terms=read_job_terms(body))
     except ApiError as error:
         return replace(job, fault=error)
@@ -162,7 +193,7 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
 
 def read_job_terms(body: JobBody) -> ServiceTerms:
     """The class, tenant and deadline of a job; the default class is `batch`. Raises ApiError (422)."""
-    given = (body.parameters or {}) if body.messages is not None else {}
+    given = openai_parameters(body)
     priority, tier = given.get("priority"), given.get("service_tier")
     known = (priority if isinstance(priority, int | str) else None, tier if isinstance(tier, str) else None)
     chosen = chosen_class(*known, "batch")  # what is no number and no text is refused with the chat's fields
@@ -171,6 +202,18 @@ def read_job_terms(body: JobBody) -> ServiceTerms:
         "" if body.tenant is None else read_tenant(body.tenant, "tenant"),
         None if body.deadline_ms is None else read_deadline(body.deadline_ms, "deadline_ms"),
     )
+
+
+def openai_parameters(body: JobBody) -> dict[str, Any]:
+    """Parameters that may name a class: those of a chat or of a completion."""
+    is_openai = body.messages is not None or body.prompt is not None
+    return (body.parameters or {}) if is_openai else {}
+
+
+def names_class(body: JobBody) -> bool:
+    given = openai_parameters(body)
+    tier = given.get("service_tier")
+    return body.priority is not None or given.get("priority") is not None or tier not in (None, "auto")
 
 
 def digest_of(parsed: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
 def note_job(trace: RequestTrace | None, job: Job, requests: Sequence[Generate], model: str) -> None:
     """Note what a valid job asks for."""
     if trace is not None:
-        operation = "chat" if job.is_chat else "text_completion"
+        operation = "embeddings" if job.is_vector else "chat" if job.is_chat else "text_completion"
         trace.generation_attributes |= generation_attributes(requests[0], operation, model)
         trace.generation_attributes |= {"gen_ai.request.choice.count": len(requests)}
 

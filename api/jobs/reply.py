@@ -43,7 +43,12 @@ class Reply:
         """Register the entry's job. Returns `live`, `ended` (answered again), `conflict` or `spoiled`."""
         job = self.job
         call = job_scripts.register_job(
-            self.keys, job.id, digest=job.digest, channel=self.channel, in_stream=job.in_stream
+            self.keys,
+            job.id,
+            digest=job.digest,
+            tenant=job.terms.tenant if job.terms.key else "",
+            channel=self.channel,
+            in_stream=job.in_stream,
         )
         return await self.retry_forever(lambda: self.client.run(call))
 

@@ -9,18 +9,31 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from api.errors import ApiError, cut, failed, internal_error, model_not_found, overloaded, unavailable
+from api.errors import (
+    INSUFFICIENT_QUOTA,
+    ApiError,
+    cut,
+    failed,
+    internal_error,
+    invalid,
+    model_not_found,
+    overloaded,
+    quoted,
+    unavailable,
+)
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.http.access_log import AccessLog, AccessRecord
 from api.http.request_trace import RequestTrace
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.job_trace import begin_job_trace, note_failure, note_job
 from api.jobs.reply import Frame, Reply
-from api.jobs.validated_job import ChatJob, GenerateJob, validate_job
+from api.jobs.validated_job import ChatJob, CompletionJob, GenerateJob, VectorJob, validate_job
 from api.json import to_json
+from api.pictures.keep import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
-from api.requests.pool_registry import names_own
+from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
+from api.requests.respond import with_adapter
 from api.streams.answer_access import count_longest, note_streams
 from api.streams.answer_trace import note_answer
 from api.streams.beams import new_stream
@@ -28,6 +41,8 @@ from api.streams.describe_answer import address
 from api.streams.stream import Stream
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
+from common.broker.request_scripts import KeyCharge
+from common.messages.adapters import PoolAdapter
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate
@@ -36,6 +51,8 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
+NO_RETRY = ("conflict", "unauthorized", INSUFFICIENT_QUOTA, PICTURE_GONE)
+"""Types of errors that no wait mends."""
 MORE_FRAMES = 8
 """Most frames of a choice besides those of its tokens."""
 MANY_FRAMES = 2**20
@@ -53,6 +70,7 @@ class JobRun:
         frames: all frames so far; none are made before a reply has listeners.
         num_frames: their number in each lane.
         trace: None where it is not sampled.
+        model_name: of the pool's model, or of the adapter that the job names.
     """
 
     def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock, access: AccessLog) -> None:
@@ -73,6 +91,7 @@ class JobRun:
         self.access = access
         self.record = AccessRecord("job", "submit")
         self.record.note({"request_id": job.id})
+        self.model_name = pool.settings.model_name
 
     def join(self, reply: Reply) -> None:
         """Add the reply of another entry with the same job: it gets all frames."""
@@ -88,7 +107,7 @@ class JobRun:
         for reply in self.replies:
             await reply.send(self.frames, self.max_frames, answer, request_ids)
         if self.streams:
-            note_streams(self.record, self.pool.settings.model_name, self.streams, "cancelled")
+            note_streams(self.record, self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
         self.access.write(self.record)
         if self.trace is not None:
@@ -119,12 +138,20 @@ class JobRun:
         """The result. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
-        check_model(self.job, self.pool.settings)
+        adapter = await find_job_adapter(self.pool, self.job)
+        if adapter is None:
+            check_model(self.job, self.pool.settings)
+        else:
+            self.model_name = adapter.name
+            check_key_adapter(self.job.terms.key, adapter.name)
+        check_key_model(self.job.terms.key, self.pool.settings, self.model_name)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
-            valid = await validate_job(self.pool, self.job)
-            note_job(self.trace, self.job, valid.requests, self.pool.settings.model_name)
-            await self.admit_all(valid.requests)
+            valid = await attempt(
+                lambda: validate_job(self.pool, self.job, self.model_name), self.wait_to_keep
+            )
+            note_job(self.trace, self.job, valid.requests, self.model_name)
+            await self.admit_all(with_adapter(valid.requests, adapter.key if adapter else ""))
         self.max_frames = sum(
             len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
             for stream in self.streams
@@ -132,6 +159,8 @@ class JobRun:
         await self.send_frames(valid)
         if self.trace is not None:
             note_answer(self.trace, self.streams)
+        for stream in self.streams:
+            await self.admission.let_go(stream.request)
         for stream in self.streams:
             assert stream.terminal is not None
             if not stream.finished:
@@ -144,17 +173,25 @@ class JobRun:
 
     async def wait(self, error: Exception) -> None:
         """Retry policy of a job: wait for a worker and for room in the queue, up to the job's deadline.
-        Raises ApiError when the job is cancelled, or can never be admitted.
+        Raises ApiError when the job is cancelled, or can never be admitted, or its API key counts no more.
         """
-        if isinstance(error, ApiError) and error.error_type == "conflict":
+        if isinstance(error, ApiError) and error.error_type in NO_RETRY:
             raise error
         if isinstance(error, ResponseError) and "WRONGTYPE" in str(
             error
         ):  # another program overwrote the keys
             raise unavailable(describe_error(error)) from error
         await self.check_cancelled()
+        if self.job.terms.key:
+            self.pool.keys.named(self.job.terms.key.key_id)
         await left_ms(self.pool, self.job)
         await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def wait_to_keep(self, error: Exception) -> None:
+        """Retry policy of a job whose pictures the broker cannot keep yet; other errors are the job's own."""
+        if isinstance(error, ApiError) and error.error_type not in ("unavailable", "overloaded"):
+            raise error
+        await self.wait(error)
 
     async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_cancelled()
@@ -172,14 +209,15 @@ class JobRun:
             )
             stream = new_stream(request, self.pool.tokenizer)
             self.streams.append(stream)
-            await self.admit(stream)
+            per_prompt = 1 if request.pooling else len(requests)
+            await self.admit(stream, self.admission.charge(request, i, per_prompt))
         await self.check_cancelled()
 
-    async def admit(self, stream: Stream) -> None:
+    async def admit(self, stream: Stream, charge: KeyCharge | None) -> None:
         """Admit a request once there is room for it. Raises ApiError."""
         if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
-        if await self.admission.admit(stream, self.wait):
+        if await self.admission.admit(stream, self.wait, charge):
             await self.subscribe_first_channel(stream)
         self.relay.filler.request_fill([stream])
 
@@ -204,7 +242,7 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, valid: ChatJob | GenerateJob) -> None:
+    async def send_frames(self, valid: ChatJob | CompletionJob | GenerateJob | VectorJob) -> None:
         """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():
@@ -241,6 +279,22 @@ def check_model(job: Job, settings: Settings) -> None:
         raise model_not_found(
             f"The model `{cut(model)}` is not served here: a job goes to the stream of its own pool"
         )
+
+
+async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:
+    """The adapter that a job names: as its `model`, or one with `inputs` by TGI's `adapter_id`. Raises
+    ApiError (422).
+    """
+    assert job.body is not None
+    adapter_id = None if job.is_chat or job.is_completion else (job.body.parameters or {}).get("adapter_id")
+    name = job.body.model if adapter_id is None else adapter_id
+    if not isinstance(name, str) or (adapter_id is None and names_own(name, pool.settings)):
+        return None  # the fields of `parameters` are checked later
+    if adapter := await pool.find_adapter(name):
+        pool.check_adapter(adapter)
+    elif adapter_id is not None:
+        raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")
+    return adapter
 
 
 async def all_ended(streams: Sequence[Stream]) -> None:

@@ -1,21 +1,26 @@
 """Validated jobs, their frames and their results. A job with `messages` has the fields, chunks and answers of
-/v1/chat/completions; one with `inputs` has the parameters, frames and answers of TGI's /generate_stream and
-/generate.
+/v1/chat/completions, one with `prompt` those of /v1/completions; one with `inputs` has the parameters, frames
+and answers of TGI's /generate_stream and /generate; one with `input` those of /v1/embeddings, and one with
+`query` those of /v1/rerank.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from api.answers.logits import LogitsRenderer
 from api.errors import invalid
 from api.event_loop import offload
 from api.http.body import parse_body
-from api.jobs.job import Job
+from api.jobs.job import Job, JobBody
 from api.json import to_json
+from api.openai.completions import read_completion
 from api.openai.params import read_chat
-from api.openai.render import ChatCompletionRenderer
-from api.openai.request_schemas import ChatRequest
+from api.openai.render import ChatCompletionRenderer, ChoicesRenderer, CompletionRenderer
+from api.openai.request_schemas import ChatRequest, CompletionRequest
 from api.openai.respond import ChunkFeed
+from api.pooling.readers import Asked, read_embedding, read_rerank
+from api.pooling.render import EMBEDDINGS, RENDERER
+from api.pooling.request_schemas import EmbeddingRequest, RerankFields
 from api.requests.logits import FIELDS
 from api.requests.pool import Pool
 from api.requests.validate import validate
@@ -23,16 +28,22 @@ from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from api.tgi import render
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
-from common.messages.answer import HttpAnswer, ResumeTerms
+from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
-NOT_PARAMETERS = ("messages", "model", "stream", "resume_s", "detached")
+NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached")
 """Fields of /v1/chat/completions that a job has beside its `parameters`, or does not have."""
 
 
-async def validate_job(pool: Pool, job: Job) -> "ChatJob | GenerateJob":
-    """Validate a job. Raises ApiError."""
-    return await (validate_chat_job(pool, job) if job.is_chat else validate_generate_job(pool, job))
+async def validate_job(
+    pool: Pool, job: Job, model: str
+) -> "ChatJob | CompletionJob | GenerateJob | VectorJob":
+    """Validate a job, whose answer shows this name of its model. Raises ApiError."""
+    if job.is_completion:
+        return await validate_completion_job(pool, job, model)
+    if job.is_vector:
+        return await validate_vector_job(pool, job, model)
+    return await (validate_chat_job(pool, job, model) if job.is_chat else validate_generate_job(pool, job))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +60,14 @@ class ChatJob:
     def render_result(self, streams: list[Stream]) -> bytes:
         return self.renderer(streams).render_whole()
 
-    def renderer(self, streams: list[Stream]) -> ChatCompletionRenderer:
+    def renderer(self, streams: list[Stream]) -> ChoicesRenderer:
         return ChatCompletionRenderer(self.answer, streams)
 
 
-async def validate_chat_job(pool: Pool, job: Job) -> ChatJob:
+async def validate_chat_job(pool: Pool, job: Job, model: str) -> ChatJob:
     assert job.body is not None
     parameters = job.body.parameters or {}
-    for name in NOT_PARAMETERS:
-        if name in parameters:
-            raise invalid(f"`{name}` is no parameter of a job", name)
+    check_parameters(parameters, NOT_PARAMETERS)
     whole_only = ("prompt_logprobs", *FIELDS)
     is_whole = not job.has_listeners and any(parameters.get(name) is not None for name in whole_only)
     content = to_json(parameters | {"messages": job.body.messages, "stream": not is_whole})
@@ -66,12 +75,12 @@ async def validate_chat_job(pool: Pool, job: Job) -> ChatJob:
     chat.check()
     read = await read_chat(chat, pool)
     params = replace(read.params, seed=job.seed if read.params.seed is None else read.params.seed)
-    requests = await validate(params, pool.workers.limits, pool.tokenizer)
+    requests = await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
     answer = describe_answer(
         request_id=job.id,
         route="/v1/chat/completions",
         streamed=True,
-        model=pool.settings.model_name,
+        model=model,
         requests=requests,
         prefixes=[read.prefix],
         rendering=read.rendering,
@@ -79,6 +88,43 @@ async def validate_chat_job(pool: Pool, job: Job) -> ChatJob:
         created_s=job.created_s,
     )
     return ChatJob(requests, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionJob(ChatJob):
+    """A validated job with `prompt`; its `requests` have no ids yet."""
+
+    def renderer(self, streams: list[Stream]) -> CompletionRenderer:
+        return CompletionRenderer(self.answer, streams)
+
+
+async def validate_completion_job(pool: Pool, job: Job, model: str) -> CompletionJob:
+    assert job.body is not None
+    parameters = job.body.parameters or {}
+    check_parameters(parameters, NOT_PARAMETERS)
+    content = to_json(parameters | {"prompt": job.body.prompt, "stream": job.has_listeners})
+    completion = await offload(len(content), lambda: parse_body(CompletionRequest, content))
+    completion.check()
+    read = await read_completion(completion, pool, job.seed)
+    answer = describe_answer(
+        request_id=job.id,
+        route="/v1/completions",
+        streamed=job.has_listeners,
+        model=model,
+        requests=read.requests,
+        prefixes=read.prefixes,
+        rendering=read.rendering,
+        terms=ResumeTerms(detached=True),
+        created_s=job.created_s,
+    )
+    return CompletionJob(read.requests, answer)
+
+
+def check_parameters(parameters: Mapping[str, object], refused: Iterable[str]) -> None:
+    """Raises ApiError (422) for a parameter that is a field of the job, or that jobs do not have."""
+    for name in refused:
+        if name in parameters:
+            raise invalid(f"`{name}` is no parameter of a job", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +159,58 @@ async def validate_generate_job(pool: Pool, job: Job) -> GenerateJob:
     params, limits = body.generation_params(job.has_listeners), pool.workers.limits
     render.check_best_of(params, limits, job.has_listeners)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
-    requests = await validate(params, limits, pool.tokenizer)
+    requests = await validate(params, limits, pool.tokenizer, pool.pictures)
     if params.n > 1:
         requests = render.with_own_seeds(requests, job.seed)
     return GenerateJob(requests, body.inputs if parameters.return_full_text else "", parameters.wants_details)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorJob:
+    """A validated job for vectors or scores; its `requests` have no ids yet."""
+
+    requests: list[Generate]
+    answer: HttpAnswer
+
+    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
+        """One frame, the whole answer; none if a request has failed."""
+        for stream in streams:
+            await stream.ended.wait()
+        if all(stream.finished for stream in streams):
+            yield [(0, self.render_result(streams))]
+
+    def render_result(self, streams: list[Stream]) -> bytes:
+        return RENDERER.whole(self.answer, streams, 0.0)[0]
+
+
+async def validate_vector_job(pool: Pool, job: Job, model: str) -> VectorJob:
+    assert job.body is not None
+    asked, route = await read_vector_job(pool, job.body)
+    requests = asked.inputs.requests
+    answer = describe_answer(
+        request_id=job.id,
+        route=route,
+        streamed=False,
+        model=model,
+        requests=requests,
+        prefixes=[""] * len(requests),
+        rendering=Rendering(),
+        terms=ResumeTerms(detached=True),
+        created_s=job.created_s,
+    )
+    return VectorJob(requests, replace(answer, vectors=asked.shown))
+
+
+async def read_vector_job(pool: Pool, body: JobBody) -> tuple[Asked, str]:
+    """What the job asks for, and the route of which it has the fields. Raises ApiError."""
+    parameters = body.parameters or {}
+    check_parameters(parameters, ("model",))
+    if body.query is None:
+        content = to_json(parameters | {"input": body.input})
+        embedding = await offload(len(content), lambda: parse_body(EmbeddingRequest, content))
+        embedding.check()
+        return await read_embedding(pool, embedding, "/v1/embeddings", EMBEDDINGS), "/v1/embeddings"
+    content = to_json(parameters | {"query": body.query, "documents": body.documents})
+    rerank = await offload(len(content), lambda: parse_body(RerankFields, content))
+    rerank.check()
+    return await read_rerank(pool, rerank, "/v1/rerank"), "/v1/rerank"

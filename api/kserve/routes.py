@@ -3,6 +3,7 @@ and …/generate and …/generate_stream. Where TGI has the route, the JSON is T
 """
 
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -35,9 +36,9 @@ from api.kserve.response_schemas import (
     TextResponse,
 )
 from api.requests.logits import check_no_logits
+from api.requests.on_pool import on_adapter, own_pool, pools_of
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
-from api.requests.pool_registry import own_pool, pools_of
 from api.requests.respond import new_answer, submit_and_respond
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
@@ -78,8 +79,10 @@ async def kserve_live() -> LiveResponse:
 
 @ready_router.get("/v2/health/ready", summary="Whether requests would be served")
 async def kserve_ready(request: Request) -> LiveResponse:
-    """Returns 200 if a worker, a batcher and the broker are live, else 503."""
-    await own_pool(request).check()
+    """Returns 200 if a worker, a batcher and the broker are live, of this gateway's pool or of another one
+    that serves its model; else 503.
+    """
+    await (await pools_of(request).find(None)).check()
     return LiveResponse(live=True)
 
 
@@ -163,8 +166,13 @@ async def kserve_generate_stream(request: Request, model: ModelName) -> Response
 @router.post(f"{VERSIONED}/infer", include_in_schema=False)
 async def kserve_infer(request: Request, model: ModelName) -> Response:
     """Returns an output for each input, in their order."""
-    pool = await pools_of(request).find(model)
-    parsed = await body.read(request, InferRequest, pool.settings.payload_limit)
+    parsed = await body.read(request, InferRequest, own_pool(request).max_body_bytes)
+    adapter_id = parsed.parameters.adapter_id if parsed.parameters else None
+    return await on_adapter(request, adapter_id, model, partial(infer_on, request, parsed))
+
+
+async def infer_on(request: Request, parsed: InferRequest, pool: Pool) -> Response:
+    """Validate and submit the texts, and respond. Raises ApiError."""
     await pool.admission.check()
     parameters = parsed.parameters or KServeParameters()
     prompts, pace = parsed.prompts(), Pace()
@@ -182,8 +190,15 @@ async def kserve_infer(request: Request, model: ModelName) -> Response:
 
 async def generate(request: Request, model: str, streamed: bool) -> Response:
     """Read, validate, submit and answer a text. Raises ApiError."""
-    pool = await pools_of(request).find(model)
-    parsed = await body.read(request, KServeGenerateRequest, pool.settings.payload_limit)
+    parsed = await body.read(request, KServeGenerateRequest, own_pool(request).max_body_bytes)
+    serve = partial(generate_on, request, parsed, streamed)
+    return await on_adapter(request, parsed.parameters.adapter_id, model, serve)
+
+
+async def generate_on(
+    request: Request, parsed: KServeGenerateRequest, streamed: bool, pool: Pool
+) -> Response:
+    """Validate and submit a text, and respond. Raises ApiError."""
     await pool.admission.check()
     text, parameters = parsed.text_input, parsed.parameters
     answer = new_answer(
@@ -211,7 +226,7 @@ async def choices(params: GenerationParams, pool: Pool, streamed: bool) -> list[
                 "`beam_width` is served whole on …/generate: its texts come at the end", "beam_width"
             )
         params = replace(params, beams=replace(params.beams, num_returned=1))
-    requests = await validate(params, pool.workers.limits, pool.tokenizer)
+    requests = await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
     return with_own_seeds(requests) if params.n > 1 else requests
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from api.answers.chat_answer import ChoiceParser, is_whole_json, marks_of, render_message
+from api.answers.scanner import ContentDelta, Delta
 from api.answers.stop_holdback import StopHoldback
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
@@ -87,7 +88,7 @@ class Choice:
         """
         if not self.ended or self.stream.terminal is None:
             return None
-        reason = FINISH_REASONS[self.stream.terminal.reason]
+        reason = FINISH_REASONS[self.stream.terminal.known_reason]
         return "stop" if reason == "length" and self.is_whole_json else reason
 
     @property
@@ -118,6 +119,19 @@ class SequenceChoice(Choice):
         while not self.ended:
             pieces.append(super().take_piece())
         return TextPiece("".join(piece.text for piece in pieces), range(self.stream.num_tokens))
+
+
+def new_parser(answer: HttpAnswer, index: int = 0) -> ChoiceParser | None:
+    """What finds reasoning and calls in the text of a choice; None if all of it is content."""
+    reading = answer.rendering.reading
+    return ChoiceParser(reading, f"{answer.request_id}.{index}") if reading else None
+
+
+def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[Delta]:
+    """The deltas of a piece: none for a token that shows no text of its own. `ended`: it is the last one."""
+    if parser is not None:
+        return parser.read(piece.text, len(piece.tokens), ended)
+    return [ContentDelta(piece.text)] if piece.text else []
 
 
 def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:

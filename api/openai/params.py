@@ -14,14 +14,21 @@ from api.errors import invalid, quoted
 from api.event_loop import offload
 from api.grammar.compile import Grammar, describes_json
 from api.openai.request_schemas import ChatRequest, CompletionRequest, OpenAIRequest
-from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.answer_grammar import answer_grammar, reading_beside
-from api.requests.chat_prompt import Chat, join_parts, reasoning_variables, render_prompt, template_messages
+from api.requests.chat_prompt import (
+    Chat,
+    join_parts,
+    picture_sources,
+    reasoning_variables,
+    render_prompt,
+    template_messages,
+)
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.tools import ToolChoice, read_functions, read_tools
+from api.requests.validate import check_generates
 from common.messages.answer import Reading, Rendering
 
 log = logging.getLogger(__name__)
@@ -68,6 +75,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     Args:
         grammar: what the text must look like, if fields of another API say so.
     """
+    check_generates(pool.workers.limits)
     tools = tool_choice(body)
     reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
     if body.reasoning_effort not in (None, "none") and not reasons:
@@ -126,7 +134,7 @@ async def render_chat(
     """The prompt of a chat, rendered in a thread if there are many messages. Raises ApiError."""
 
     def render() -> Rendered:
-        chat = read_messages(body, tools, continues, tokenizer.chat_template)
+        chat = read_messages(body, tools, continues, tokenizer)
         return render_prompt(chat, tokenizer.chat_template, tokenizer.controls)
 
     size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
@@ -134,13 +142,14 @@ async def render_chat(
 
 
 def read_messages(
-    body: ChatRequest, tools: ToolChoice | None, continues: bool, template: ChatTemplate | None
+    body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
 ) -> Chat:
     """The chat, as its template takes it. Raises ApiError."""
+    template = tokenizer.chat_template
     if continues and tools is not None and tools.is_forced:
         raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
     return Chat(
-        messages=template_messages(body.messages),
+        messages=template_messages(body.messages, sees=tokenizer.pictures is not None),
         tools=tools,
         tool_prompt=body.tool_prompt,
         variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
@@ -181,6 +190,7 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
         common_params(body, names),
         text=prompt.text,
         guarded=prompt.guarded,
+        pictures=picture_sources(body.messages),
         add_special_tokens=bool(body.add_special_tokens),
         max_new_tokens=most if newer is None else newer,
         top_n_tokens=body.top_logprobs or 0,

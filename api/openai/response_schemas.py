@@ -196,11 +196,19 @@ class Model(ApiObject):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str = Absent
+    """Of a LoRA adapter: where its files are."""
+    parent: str = Absent
+    """Of a LoRA adapter: the model that it changes."""
+    task: str = Absent
+    """Of a model that makes vectors or scores: `embed` or `classify`."""
 
 
 class ModelList(ApiObject):
     object: Literal["list"]
     data: list[Model]
+    models: list[dict[str, Any]]
+    """Codex's own catalogue: empty."""
 
 
 class ErrorDetail(ApiObject):

@@ -7,13 +7,12 @@ from typing import Any
 
 import orjson
 
-from api.answers.chat_answer import ChoiceParser
 from api.answers.logprobs import chat_logprobs
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import failed
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
-from api.openai.choice import TextPiece, new_choices
+from api.openai.choice import new_choices, new_parser, read_piece
 from api.openai.responses_items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
@@ -49,8 +48,7 @@ class ResponseObjectRenderer:
         self.stream = stream
         self.fields: dict[str, Any] = orjson.loads(answer.response.fields)
         [self.choice] = new_choices(answer, [stream])
-        reading = answer.rendering.reading
-        self.parser = ChoiceParser(reading, f"{answer.request_id}.0") if reading else None
+        self.parser = new_parser(answer)
         self.output: list[OutputItem] = []
         self.pending_logprobs: Logprobs = []
         self.ended = False
@@ -76,18 +74,13 @@ class ResponseObjectRenderer:
             return [self.failure_event()]
         piece = self.choice.take_piece()
         self.pending_logprobs += self.logprobs(piece.tokens)
-        events = [event for delta in self.read(piece) for event in self.add(delta)]
+        deltas = read_piece(self.parser, piece, self.choice.ended)
+        events = [event for delta in deltas for event in self.add(delta)]
         if self.choice.ended:
             self.ended = True
             events += self.end_items()
             events.append({"type": ENDS[self.status], "response": self.render(self.status)})
         return events
-
-    def read(self, piece: TextPiece) -> list[Delta]:
-        """The deltas of a piece: none for a token that shows no text of its own."""
-        if self.parser is not None:
-            return self.parser.read(piece.text, len(piece.tokens), self.choice.ended)
-        return [ContentDelta(piece.text)] if piece.text else []
 
     def add(self, delta: Delta) -> list[Event]:
         """Add a delta to the last item if it is of its kind, else to a new one."""
@@ -145,7 +138,7 @@ class ResponseObjectRenderer:
         if terminal is None:
             return "in_progress" if self.stream.ids or self.stream.worker else "queued"
         if self.stream.finished:
-            is_cut = self.is_within_call or (terminal.reason == "length" and not self.is_whole)
+            is_cut = self.is_within_call or (terminal.known_reason == "length" and not self.is_whole)
             return "incomplete" if is_cut else "completed"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
 
@@ -164,7 +157,7 @@ class ResponseObjectRenderer:
     def render(self, status: str) -> dict[str, Any]:
         """The response as it is now."""
         terminal = self.stream.terminal
-        is_cut = status == "incomplete" and terminal is not None and terminal.reason == "length"
+        is_cut = status == "incomplete" and terminal is not None and terminal.known_reason == "length"
         incomplete = {"reason": "max_output_tokens"} if is_cut else None
         error = None
         if status == "failed" and terminal is not None:

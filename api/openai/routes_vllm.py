@@ -21,9 +21,10 @@ from api.openai.response_schemas import ERROR_RESPONSES
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Listed, Strict, Whole
+from api.requests.on_pool import own_pool, pool_for
+from api.requests.params import GenerationParams
 from api.requests.pool import Pool
-from api.requests.pool_registry import pools_of
-from api.requests.validate import check
+from api.requests.validate import check, show_pictures
 
 router = APIRouter(tags=[OPENAI])
 version_router = APIRouter(tags=[HEALTH])
@@ -84,7 +85,7 @@ class ServerVersion(ApiObject):
 async def tokenize_prompt(request: Request, data: bytes) -> Response:
     """Raises ApiError."""
     parsed = await offload(len(data), lambda: body.parse_body(TokenizePromptRequest, data))
-    pool = await pools_of(request).find(parsed.model)
+    pool = await pool_for(request, parsed.model)
     special = parsed.add_special_tokens is not False
     return await respond_with_ids(pool, Rendered(parsed.prompt), special, bool(parsed.return_token_strs))
 
@@ -93,15 +94,21 @@ async def tokenize_chat(request: Request, data: bytes) -> Response:
     """Raises ApiError."""
     chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
     chat.check()
-    pool = await pools_of(request).find(chat.model)
+    pool = await pool_for(request, chat.model)
     prompt = await chat_prompt(chat, pool)
     return await respond_with_ids(pool, prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
 
 
 async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
     """The prompt that the chat template makes of a chat. Raises ApiError."""
-    params = (await read_chat(chat, pool)).params
-    check(params, pool.workers.limits, pool.tokenizer)
+    return await shown_prompt((await read_chat(chat, pool)).params, pool)
+
+
+async def shown_prompt(params: GenerationParams, pool: Pool) -> Rendered:
+    """The prompt of a chat's parameters, with the placeholders of its pictures. Raises ApiError."""
+    limits = pool.workers.limits
+    check(params, limits, pool.tokenizer)
+    params, _ = await show_pictures(params, limits, pool.pictures)
     return Rendered(params.text or "", params.guarded)
 
 
@@ -138,9 +145,8 @@ async def respond_with_ids(
 )
 async def detokenize(request: Request) -> Response:
     """Returns the text of `tokens`, special tokens included."""
-    pools = pools_of(request)
-    parsed = await body.read(request, DetokenizeRequest, pools.own.settings.payload_limit)
-    tokenizer = (await pools.find(parsed.model)).tokenizer
+    parsed = await body.read(request, DetokenizeRequest, own_pool(request).settings.payload_limit)
+    tokenizer = (await pool_for(request, parsed.model)).tokenizer
     num_bytes = TOKEN_BYTES * len(parsed.tokens)
     text = await tokenizer.budget.run(num_bytes, lambda: decode(parsed.tokens, tokenizer))
     return Response(to_json({"prompt": text}), media_type="application/json")

@@ -1,5 +1,7 @@
 // Helpers for the document (DOM), and for numbers in it.
 
+const SVG = "http://www.w3.org/2000/svg";
+
 export const find = (id) => document.getElementById(id);
 
 /** An element with properties (`className`, `onclick` …; `aria-…`, `role` and `data-…` as attributes) and
@@ -11,6 +13,13 @@ export function make(tag, properties = {}, ...children) {
     else node[name] = value;
   }
   node.append(...children);
+  return node;
+}
+
+/** An element of a drawing. */
+export function svg(tag, name) {
+  const node = document.createElementNS(SVG, tag);
+  node.setAttribute("class", name);
   return node;
 }
 

@@ -6,9 +6,9 @@ const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
 const SILENT_S = 2;
 
-/** Listeners by what they hear: `seen` a snapshot; `lost` why there is none; a process that `came`, `turned`
- * another state or `went`, or that was `killed` from here. */
-const listeners = { seen: [], lost: [], came: [], turned: [], went: [], killed: [] };
+/** Listeners by what they hear: `seen` a snapshot; `lost` why there is none; `barred` that only an admin's
+ * key may see one; a process that `came`, `turned` another state, `went`, or was `killed` from here. */
+const listeners = { seen: [], lost: [], barred: [], came: [], turned: [], went: [], killed: [] };
 let known = null;
 let heartbeats = new Map();
 let looking = null;
@@ -17,13 +17,12 @@ export const on = (what, listener) => listeners[what].push(listener);
 export const tell = (what, ...about) => listeners[what].forEach((listener) => listener(...about));
 
 export async function watch() {
-  for (;;) {
-    await look();
+  while (await look()) {
     await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
   }
 }
 
-/** Reads the state now; concurrent calls share one request. */
+/** Reads the state now; concurrent calls share one request. Returns whether to read it again. */
 export function look() {
   looking ??= glance().finally(() => (looking = null));
   return looking;
@@ -34,12 +33,15 @@ async function glance() {
   try {
     fleet = await (await ask("/fleet", { patience_ms: PATIENCE_MS })).json();
   } catch (error) {
-    tell("lost", error.status ? error.message : "No gateway answers.");
-    return;
+    const isBarred = error.status === 403;
+    if (isBarred) tell("barred");
+    else tell("lost", error.status ? error.message : "No gateway answers.");
+    return !isBarred;
   }
   measure(fleet);
   compare(fleet.processes);
   tell("seen", fleet);
+  return true;
 }
 
 /** Tokens per second of each worker, between its last two heartbeats. */

@@ -1,17 +1,26 @@
-// The page: a chat on the left, the fleet's instruments on the right. Everything is shown as text, never as
-// markup.
+// The page: a chat and the wall on the left, the fleet's instruments on the right. What a model or a server
+// says is shown as text, never as markup.
 
-import { startCharts } from "./charts.js";
-import { startChat } from "./chat.js";
+import { startCharts } from "./board/charts.js";
+import { startFlow } from "./board/flow.js";
+import { startLog } from "./board/log.js";
+import { startTiles } from "./board/tiles.js";
+import { startChat } from "./chat/chat.js";
 import { find, say } from "./dom.js";
 import { on, watch } from "./fleet.js";
-import { startLog, startTiles } from "./tiles.js";
+import { startManage } from "./manage/manage.js";
+import { startTabs } from "./tabs.js";
+import { startWall } from "./wall/wall.js";
 
 startHealth();
+startFlow();
 startCharts();
+startWall();
 startTiles();
 startLog();
 startChat();
+startTabs();
+startManage();
 watch();
 
 /** Shows, at the top, whether the fleet serves requests, as a gateway sees it. */
@@ -23,6 +32,11 @@ function startHealth() {
     find("demo").hidden = !fleet.demo;
     find("trouble").hidden = true;
     showHealth(fleet.health.state, fleet.health.text);
+  });
+  on("barred", () => {
+    document.querySelector("main").dataset.access = "chat";
+    find("tab-wall").hidden = true;
+    showHealth("", "chat only: no admin's key");
   });
   on("lost", (text) => {
     showHealth("bad", "not connected");

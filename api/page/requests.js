@@ -68,15 +68,17 @@ function keyEntered() {
 
 // --- streams
 
-/** Yields the data of each event of a streamed answer. When the connection is lost, another one goes on after
- * the last event, at any gateway. Throws Refused, or AbortError. */
-export async function* answerEvents(path, options) {
+/** Yields the data of each event of a streamed answer, after calling `begun` with the answer's id. When the
+ * connection is lost, another one goes on after the last event, at any gateway. Throws Refused, or
+ * AbortError. */
+export async function* answerEvents(path, begun, options) {
   let response = await ask(path, options);
   const returnPath = response.headers.get("content-location");
+  begun(returnPath?.split("/")[2]);
   let numSeen = 0;
   while (response.status !== 204) {
     try {
-      for await (const data of events(response)) {
+      for await (const { data } of events(response)) {
         numSeen += 1;
         yield data;
         if (data === "[DONE]") return;
@@ -85,16 +87,42 @@ export async function* answerEvents(path, options) {
       if (error.name === "AbortError" || !returnPath) throw error;
     }
     if (!returnPath) return;
-    response = await comeBack(returnPath, numSeen, options.signal);
+    const headers = numSeen ? { "last-event-id": numSeen } : {};
+    response = await comeBack(returnPath, { headers, signal: options.signal });
   }
 }
 
-async function comeBack(returnPath, numSeen, signal) {
+/** Yields the events of several answers as they come, on one connection. Each goes on after its last event
+ * when that is lost. Throws Refused, or AbortError. */
+export async function* mergedEvents(answers, signal) {
+  const seen = new Map(answers.map((answer) => [answer, 0]));
+  while (seen.size) {
+    const streams = [...seen].map(([answer, number]) => (number ? `${answer}/${number}` : answer));
+    const headers = { "content-type": "application/json" };
+    const options = { method: "POST", headers, body: JSON.stringify({ streams }), signal };
+    const response = await comeBack("/requests/streams", options);
+    if (response.status === 204) return;
+    try {
+      for await (const { id, data } of events(response)) {
+        const [answer, number] = id.split("/");
+        if (Number(number) !== seen.get(answer) + 1) throw new Refused(0, "An event is missing.");
+        seen.set(answer, Number(number));
+        if (data === "[DONE]") seen.delete(answer);
+        yield { answer, data };
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || error instanceof Refused) throw error;
+    }
+  }
+}
+
+/** A response, asked for again while no gateway answers. */
+async function comeBack(path, options) {
   const until_ms = performance.now() + RETURN_MS;
   for (;;) {
-    signal.throwIfAborted();
+    options.signal.throwIfAborted();
     try {
-      return await ask(returnPath, { headers: numSeen ? { "last-event-id": numSeen } : {}, signal });
+      return await ask(path, options);
     } catch (error) {
       const mayComeBack = error.status === 0 || error.status === 503;
       if (!mayComeBack || performance.now() > until_ms) throw error;
@@ -103,17 +131,19 @@ async function comeBack(returnPath, numSeen, signal) {
   }
 }
 
-/** Yields the data of each event. Ends with the response, however that ends. */
+/** Yields the id and the data of each event. Ends with the response, however that ends. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  let id = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (line.startsWith("data:")) yield line.slice(5).trim();
+      if (line.startsWith("id:")) id = line.slice(3).trim();
+      if (line.startsWith("data:")) yield { id, data: line.slice(5).trim() };
     }
   }
 }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, meta
@@ -20,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from api.errors import ApiError, cut
+from api.prompts.picture_marks import in_parts, in_text
 from common.model_config import read_json
 from common.settings.settings import SettingError
 
@@ -30,6 +32,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the last message's content; with a space, which a template that trims content removes."""
 ARGUMENTS = {"place": "Rome"}
+PROBE = "a probe of contents"
 
 # --- environment --------------------------------------------------------------------------------------------
 
@@ -116,17 +119,30 @@ class ChatTemplate:
     """A template and its variables `bos_token`, `eos_token`, …
 
     Attributes:
+        inline: what stands for a picture in a text of this model; None for models that see none.
         for_tools: the template of requests with tools; by default the same one.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str = "") -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_source: str = "",
+        inline: str | None = None,
+    ) -> None:
         self.source = source
         self.special_tokens = special_tokens
-        self.for_tools = ChatTemplate(tool_source, special_tokens) if tool_source else self
+        self.inline = inline
+        other = ChatTemplate(tool_source, special_tokens, inline=inline) if tool_source else None
+        self.for_tools = other or self
 
     @classmethod
     def load(
-        cls, path: Path, config_path: str | None = None, own_path: str | None = None
+        cls,
+        path: Path,
+        config_path: str | None = None,
+        own_path: str | None = None,
+        inline: str | None = None,
     ) -> "ChatTemplate | None":
         """Load the template at `own_path`, else that of the tokenizer config at `config_path`, else that of
         the model in the directory `path`, if any. Raises SettingError.
@@ -146,7 +162,7 @@ class ChatTemplate:
         if isinstance(source, dict):
             tool_source = source.get("tool_use", "")
             source = source.get("default")
-        return cls(source, special_tokens(config), tool_source) if source else None
+        return cls(source, special_tokens(config), tool_source, inline) if source else None
 
     @cached_property
     def compiled(self) -> Template:
@@ -176,6 +192,38 @@ class ChatTemplate:
             return False
         return True
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether a content may be a list of parts, of which `{"type": "image"}` is a picture."""
+        picture, text = {"type": "image"}, {"type": "text", "text": PROBE}
+        try:
+            shown, alone = (self.fill(probe_chat([*parts, text])) for parts in ([picture], []))
+        except ApiError:
+            return False
+        return PROBE in shown and f"'{PROBE}'" not in shown and shown != alone
+
+    @cached_property
+    def takes_texts(self) -> bool:
+        """Whether a content may be a text."""
+        try:
+            return PROBE in self.fill(probe_chat(PROBE))
+        except ApiError:
+            return False
+
+    def with_pictures(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages as the template of a model that sees takes them."""
+        if not self.takes_parts:
+            return [in_text(one, self.inline or "") for one in messages]
+        return [in_parts(one, always=not self.takes_texts) for one in messages]
+
+    def fill(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """What the template makes of messages as they are. Raises ApiError."""
+        own = {"tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            return self.compiled.render({**self.special_tokens, **own, **variables, "messages": messages})
+        except Exception as error:  # a template may raise anything
+            raise template_error(str(error) or type(error).__name__) from error
+
     def render(
         self,
         messages: Sequence[Message],
@@ -186,16 +234,9 @@ class ChatTemplate:
         """The prompt up to the start of the next message; with `add_generation_prompt` up to the start of its
         content. Raises ApiError.
         """
-        own = {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return self.compiled.render({**self.special_tokens, **variables, **own})
-        except Exception as error:  # a template may raise anything
-            raise template_error(str(error) or type(error).__name__) from error
+        shaped = messages if self.inline is None else self.with_pictures(messages)
+        own = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return self.fill(shaped, {**variables, **own})
 
     def render_open(
         self,
@@ -211,6 +252,11 @@ class ChatTemplate:
         if not mark or last["content"].strip() not in text:
             raise template_error("the chat template changes the last message, so it cannot be continued")
         return text if rest.startswith(" ") else text.rstrip()
+
+
+def probe_chat(content: Any) -> list[Message]:
+    """A chat of one message."""
+    return [{"role": "user", "content": content}]
 
 
 def earlier_call(arguments: Any) -> list[Message]:

@@ -9,7 +9,7 @@ import asyncio
 import ctypes
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +23,8 @@ from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, control_texts
 from common import model_config
+from common.pictures.families import read_layout
+from common.pictures.layout import PictureLayout
 from common.process.machine import num_cores
 from common.settings.fields import SettingFields
 
@@ -243,6 +245,8 @@ class ModelTokenizer:
         sampling_defaults: defaults of /v1 (GENERATION_CONFIG).
         budget: shared by all tokenizers of this gateway.
         bound: how many tokens a text has at least; None if only tokenizing tells.
+        starting_ids: ids that follow a prompt and start the decoder, of an encoder-decoder model.
+        pictures: how pictures stand in prompts; None for models that see none.
     """
 
     backend: Tokenizer
@@ -254,6 +258,8 @@ class ModelTokenizer:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     budget: TextBudget = field(default_factory=TextBudget)
     bound: TextBound | None = None
+    starting_ids: Sequence[int] = ()
+    pictures: PictureLayout | None = None
 
     @classmethod
     def load(
@@ -275,7 +281,9 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special_ids = model_config.special_ids(own_path)
-        chat_template = ChatTemplate.load(own_path, tokenizer_config_path, chat_template_path)
+        pictures = read_layout(path, own_path)
+        inline = pictures.inline if pictures else None
+        chat_template = ChatTemplate.load(own_path, tokenizer_config_path, chat_template_path, inline)
         ending_ids = frozenset(model_config.eos_ids(path, own_path))
         return cls(
             backend=tokenizer,
@@ -287,6 +295,8 @@ class ModelTokenizer:
             sampling_defaults=sampling_defaults or {},
             budget=budget or TextBudget(),
             bound=text_bound(tokenizer),
+            starting_ids=model_config.starting_ids(path),
+            pictures=pictures,
         )
 
     @property

@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
-from api.errors import ApiError, broker_errors, conflict, overloaded, unavailable
+from api.errors import ApiError, broker_errors, conflict, insufficient_quota, overloaded, unavailable
 from api.event_loop import Policy, attempt, fail_fast, retry_forever
+from api.http.idempotency import Repeated
+from api.http.key_limits import LIMITS, beyond_limit, charge_for, limit_headers
+from api.http.key_ring import KeyRing
+from api.pictures.keep import PictureKeeper
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
@@ -21,12 +26,13 @@ from api.streams.describe_answer import address, keep_as_asked
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker import request_scripts
-from common.broker.client import CONNECT_TIMEOUT_S, describe_error
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient, cancel_request
-from common.broker.request_scripts import AdmitReply
+from common.broker.request_scripts import AdmitReply, KeyCharge
 from common.messages.answer import HttpAnswer
-from common.messages.codec import encode
+from common.messages.codec import decode, encode
 from common.messages.request import Generate
+from common.months import seconds_to_next_month
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -39,6 +45,8 @@ MAX_COMMANDS = 16
 """How many admissions, and how many other commands, wait for the broker at once."""
 MAX_RETRY_AFTER_S = 60
 CLEANUP_TIMEOUT_S = 60.0
+NUM_READ = 64
+"""Entries of the queue in one read."""
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -60,17 +68,21 @@ class Admission:
         gateway: str,
         settings: Settings,
         tokenizer: ModelTokenizer,
+        keys: KeyRing,
         relay: Relay,
         workers: WorkerMonitor,
         batcher: BatcherMonitor,
+        pictures: PictureKeeper,
     ) -> None:
         self.client = client
         self.gateway = gateway
         self.settings = settings
         self.tokenizer = tokenizer
+        self.keys = keys
         self.relay = relay
         self.workers = workers
         self.batcher = batcher
+        self.pictures = pictures
         self.weights = settings.weights
         self.admissions = asyncio.Semaphore(MAX_COMMANDS)
         self.num_answered = 0
@@ -92,60 +104,95 @@ class Admission:
         await self.batcher.check_grace()
 
     async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
-        """As `submit`, for the requests of all choices or none; the answer is kept with the first one."""
-        kept = encode(answer)
+        """As `submit`, for the requests of all choices or none; the answer is kept with the first one. Raises
+        Repeated if there is an answer already.
+        """
+        kept, per_prompt = encode(answer), len(answer.requests) // len(answer.prompts)
         streams: list[Stream] = []
+        is_repeated, may_repeat = False, answer.terms.repeat_ms > 0
         try:
-            for request in answer.choices():
+            for place, request in enumerate(answer.choices()):
                 addressed = keep_as_asked(
                     address(self.settings, self.gateway, request, request.request_id), answer
                 )
-                streams.append(await self.submit(addressed, b"" if streams else kept))
+                charge = self.charge(addressed, place, per_prompt)
+                try:
+                    streams.append(await self.submit(addressed, b"" if place else kept, charge, may_repeat))
+                except Repeated:  # the others may be missing: a gateway died while it admitted them
+                    is_repeated = True
         except BaseException:
             for stream in streams:
                 self.release(stream)
             raise
+        if is_repeated:
+            for stream in streams:
+                self.relay.remove(stream)
+            raise Repeated(answer.request_id)
         return streams
 
-    async def submit(self, request: Generate, answer: bytes) -> Stream:
-        """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503."""
+    def charge(self, request: Generate, place: int, per_prompt: int) -> KeyCharge | None:
+        """What a request takes of the rates of its API key; None without one. Raises ApiError (401) if the
+        key counts no more. The arguments are those of `charge_for`.
+        """
+        if not request.key_id:
+            return None
+        return charge_for(self.keys.named(request.key_id), request, place, per_prompt)
+
+    async def submit(
+        self, request: Generate, answer: bytes, charge: KeyCharge | None, may_repeat: bool = False
+    ) -> Stream:
+        """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503;
+        Repeated, with `may_repeat`, if a request with its id is there, whatever its content.
+        """
         await self.check()
+        if may_repeat and request.request_id in self.relay.streams:
+            raise Repeated(request.request_id)
         stream = new_stream(request, self.tokenizer, answer)
         with broker_errors():
             try:
-                await self.admit(stream, fail_fast)
-            except (ApiError, *NOT_EXECUTED):
+                was_there = await self.admit(stream, fail_fast, charge)
+            except (ApiError, *NOT_EXECUTED) as error:
                 self.relay.remove(stream)
+                if may_repeat and isinstance(error, ApiError) and error.status == 409:
+                    raise Repeated(request.request_id) from error
                 raise
             except BaseException:
                 self.release(stream)  # it may be on the queue all the same
                 raise
+        if may_repeat and was_there:
+            self.relay.remove(stream)
+            raise Repeated(request.request_id)
         return stream
 
-    async def admit(self, stream: Stream, policy: Policy) -> bool:
+    async def admit(self, stream: Stream, policy: Policy, charge: KeyCharge | None) -> bool:
         """Put a stream's request on the queue; the policy decides what happens while that fails. Returns
         whether it was there before.
         """
         self.relay.add(stream)
-        outcome = await attempt(lambda: self.admit_once(stream.request, stream.answer), policy)
+        reply = await attempt(lambda: self.admit_once(stream.request, stream.answer, charge), policy)
         self.relay.note_admitted(stream)
-        return outcome == "attached"
+        if charge is not None:
+            stream.limit_headers = limit_headers(charge.key, reply.left)
+        return reply.outcome == "attached"
 
-    async def admit_once(self, request: Generate, answer: bytes) -> str:
+    async def admit_once(self, request: Generate, answer: bytes, charge: KeyCharge | None) -> AdmitReply:
         """`admitted`; `attached` for a request that is there already, as it is where a reply was lost. Raises
-        ApiError: 409 if another request has the id, 429 if the queue is full.
+        ApiError: 409 if another request has the id, 429 if the queue is full or its key is at a limit.
         """
         call = request_scripts.admit(
             self.client.keys,
             request,
             payload=encode(request),
             answer=answer,
-            weight=self.weights.get(request.tenant, 1.0),
+            weight=request.weight or self.weights.get(request.tenant, 1.0),
             max_requests=self.settings.max_concurrent_requests,
             max_tokens=self.settings.max_queued_tokens,
             max_bytes=self.settings.max_queued_bytes,
+            charge=charge,
         )
         async with self.admission_permit(), asyncio.timeout(CONNECT_TIMEOUT_S):
+            if request.pictures:
+                await self.pictures.hold(request)
             try:
                 reply = await self.client.run(call)
             except NOT_EXECUTED:
@@ -155,8 +202,9 @@ class Admission:
                 await self.client.redis.connection_pool.disconnect(inuse_connections=False)
                 reply = await self.client.run(call)
         if reply.outcome not in ("admitted", "attached"):
-            raise not_admitted(reply, request.tenant)
-        return reply.outcome
+            await self.let_go(request)
+            raise not_admitted(reply, request.tenant, charge)
+        return reply
 
     @contextlib.asynccontextmanager
     async def admission_permit(self) -> AsyncIterator[None]:
@@ -209,6 +257,7 @@ class Admission:
                 log.info("request %s: %s after its client had left", stream.request.request_id, reason)
             if not is_counted:
                 metrics.count_stream(stream, self.workers.limits)
+            await self.let_go(stream.request)
         finally:
             self.relay.release(stream)
 
@@ -222,6 +271,7 @@ class Admission:
                     self.relay.note_admitted(stream)
                     await stream.ended.wait()
                 await self.retry_forever(lambda: self.client.run(forget))
+                await self.let_go(stream.request)
         except TimeoutError:
             log.warning(
                 "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
@@ -229,11 +279,43 @@ class Admission:
         finally:
             self.relay.release(stream)
 
+    async def let_go(self, request: Generate) -> None:
+        """Let go of the pictures of a request that has ended; if the broker is away, they expire."""
+        if request.pictures:
+            with contextlib.suppress(*ERRORS):
+                await self.pictures.let_go(request)
+
     async def cancel(self, request_id: str, reader: int | None = None) -> bool:
         """Cancel a request, however long the broker is away. Returns False if the request has ended, is not
         known, or has another reader than the one that is given.
         """
         return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader))
+
+    def end_requests(self, key_ids: Collection[str]) -> None:
+        """End the streams of API keys that count no more, and in the background cancel their live requests at
+        all gateways: jobs, too, and those that nobody reads.
+        """
+        for stream in list(self.relay.streams.values()):
+            if stream.request.key_id in key_ids and not stream.terminal:
+                stream.fail("its API key was revoked or has expired", "unauthorized")
+        task = asyncio.create_task(self.cancel_all(key_ids))
+        self.cleanups.add(task)
+        task.add_done_callback(self.cleanups.discard)
+
+    async def cancel_all(self, key_ids: Collection[str]) -> None:
+        """Cancel the live requests of API keys."""
+        names = {self.client.keys.key_use(key_id).encode() for key_id in key_ids}
+        after = b"-"
+        while entries := await self.read_queue(after):
+            for _, fields in entries:
+                if fields.get(b"key") in names:
+                    await self.cancel(decode(Generate, fields[b"generate"]).request_id)
+            after = b"(" + entries[-1][0]
+
+    async def read_queue(self, first: bytes) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Some entries of the queue, from an id on."""
+        redis, requests = self.client.redis, self.client.keys.requests
+        return await self.retry_forever(lambda: redis.xrange(requests, first, count=NUM_READ))
 
     async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """The command's answer, however long the broker is away."""
@@ -255,12 +337,17 @@ class Admission:
                 task.cancel()
 
 
-def not_admitted(reply: AdmitReply, tenant: str) -> ApiError:
+def not_admitted(reply: AdmitReply, tenant: str, charge: KeyCharge | None) -> ApiError:
     """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
-    there may be room.
+    there may be room; where a budget is reached, until the next month.
     """
     if reply.outcome == "conflict":
         return conflict("request")
+    if reply.outcome == "budget":
+        return insufficient_quota(math.ceil(seconds_to_next_month(time.time())))
+    headers = limit_headers(charge.key, reply.left) if charge else {}
+    if charge and reply.outcome in LIMITS:
+        return beyond_limit(charge.key, reply, headers)
     wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(reply.wait_ms / 1000)))
     why = f": tenant {tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
-    return overloaded(why, wait_s)
+    return overloaded(why, wait_s, headers)

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from api.errors import invalid, quoted
+from api.pictures.source import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
+from api.prompts.picture_marks import MARK
 from api.requests.fields import Listed, Strict, with_one_error
 from api.requests.tools import ToolChoice
 
@@ -34,12 +36,29 @@ REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 
 
-class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
-    """A part of a message's content, a text; in an assistant's message it may be a `refusal`."""
+IMAGE_URL_SCHEMA: Any = {"anyOf": [{"type": "object", "required": ["url"]}, {"type": "null"}]}
 
-    type: str = Field(json_schema_extra={"enum": ["text"]})
+
+OF_KINDS: Any = [
+    {"required": ["text"], "properties": {"type": {"const": "text"}}},
+    {"required": ["image_url"], "properties": {"type": {"const": "image_url"}}},
+]
+
+
+class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type"], "anyOf": OF_KINDS}):
+    """A part of a message's content: a text, or for models that see a picture; in an assistant's message it
+    may be a `refusal`.
+    """
+
+    type: str = Field(json_schema_extra={"enum": ["text", "image_url"]})
     text: str | None = Field(default=None, json_schema_extra={"type": "string"})
     refusal: str | None = None
+    image_url: str | dict[str, Any] | None = Field(
+        default=None,
+        description='`{"url": …}`, the URL of a picture (`data:image/…;base64,…`, or `https:` where the '
+        "server allows its host); `detail` has no effect.",
+        json_schema_extra=IMAGE_URL_SCHEMA,
+    )
 
 
 Content = Annotated[
@@ -93,18 +112,21 @@ class ChatMessage(Strict, extra="allow"):
         return bool(self.tool_calls or self.function_call)
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], sees: bool = False) -> list[dict[str, Any]]:
     """Messages with the keys that templates know: arguments of calls are objects, and the older forms of
     calls and results are the newer ones. Raises ApiError.
+
+    Args:
+        sees: whether the model sees pictures: each is a mark in the content.
     """
     numbers = accumulate(one.has_calls for one in messages)
     return [
-        template_message(one, f"messages[{i}]", f"call{number:05}")
+        template_message(one, f"messages[{i}]", f"call{number:05}", sees)
         for i, (one, number) in enumerate(zip(messages, numbers, strict=True))
     ]
 
 
-def template_message(one: ChatMessage, name: str, call_id: str) -> dict[str, Any]:
+def template_message(one: ChatMessage, name: str, call_id: str, sees: bool) -> dict[str, Any]:
     """A message as chat templates expect it. Raises ApiError.
 
     Args:
@@ -117,7 +139,7 @@ def template_message(one: ChatMessage, name: str, call_id: str) -> dict[str, Any
     content = one.content
     if content is None and one.role == "assistant":
         content = "" if one.has_calls and one.refusal is None else one.refusal
-    found["content"] = join_parts(content, f"{name}.content", may_refuse=one.role == "assistant")
+    found["content"] = join_parts(content, f"{name}.content", one.role == "assistant", sees)
     if one.name is not None:
         found["name"] = one.name
     if reasoning := one.reasoning_content or one.reasoning:
@@ -148,24 +170,39 @@ def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
         return arguments
 
 
-def join_parts(content: str | list[ContentPart] | None, name: str, may_refuse: bool = False) -> str:
+def join_parts(
+    content: str | list[ContentPart] | None, name: str, may_refuse: bool = False, sees: bool = False
+) -> str:
     """The text of a message's content, whose parts are joined. Raises ApiError."""
     if content is None:
         raise invalid(f"`{name}` is required", name)
     if isinstance(content, str):
         return content
-    return "".join(part_text(part, f"{name}[{i}]", may_refuse, name) for i, part in enumerate(content))
+    return "".join(part_text(part, f"{name}[{i}]", may_refuse, name, sees) for i, part in enumerate(content))
 
 
-def part_text(part: ContentPart, name: str, may_refuse: bool, field: str) -> str:
-    """The text of a part. Raises ApiError with the name of the whole `field`."""
+def part_text(part: ContentPart, name: str, may_refuse: bool, field: str, sees: bool) -> str:
+    """The text of a part, or a mark. Raises ApiError with the name of the whole `field`."""
+    if sees and is_picture(part.type):
+        return MARK
     is_refusal = may_refuse and part.type == "refusal"
     if part.type != "text" and not is_refusal:
-        raise invalid(f"`{name}` is of type {quoted(part.type)}: this model takes text only", field)
+        raise unknown_part(part.type, name, field, sees)
     text = part.refusal if is_refusal else part.text
     if text is None:
         raise invalid(f"`{name}.{'refusal' if is_refusal else 'text'}` is required", field)
     return text
+
+
+def picture_sources(messages: Sequence[ChatMessage]) -> list[PictureSource]:
+    """Where the pictures of messages are, in their order. Raises ApiError."""
+    return [
+        read_part(part.model_dump(exclude_none=True), f"messages[{i}].content[{j}]")
+        for i, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if is_picture(part.type)
+    ]
 
 
 # --- prompt -------------------------------------------------------------------------------------------------

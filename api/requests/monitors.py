@@ -6,14 +6,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from api.errors import LOADING_S, ApiError, asking_broker, unavailable
+from api.errors import LOADING_S, ApiError, asking_broker, invalid, unavailable
 from api.requests.params import Limits
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
+from common.messages.adapters import HeldAdapters, PoolAdapter
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
+from common.pooling import PoolingConfig
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 
@@ -55,10 +57,16 @@ class WorkerMonitor(Monitor):
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker; with SCALE_TO_ZERO, until there was one, of the model.
         vocab_size, dtype: of the logits that workers return; 0 if one of them returns none.
+        pictures: whether one of them computes pictures.
         smallest: the worker with the smallest KV cache.
         last_error: why the last read failed; empty if it succeeded.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
+        num_ready: workers that were ready at the last read.
+        holders: of those that serve adapters, the adapters that each of them has.
+        max_loras, max_lora_rank: adapters in one step, and their largest rank, that all of these serve.
+        pooling: how the pool's model pools; None if it generates.
+        kinds: what ready workers make (`WorkerCapacity.pooling`).
     """
 
     def __init__(
@@ -68,21 +76,29 @@ class WorkerMonitor(Monitor):
         settings: Settings,
         num_streams: Callable[[], int],
         max_total_tokens: int = 0,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         super().__init__()
         self.client = client
         self.settings = settings
         self.heartbeat = Heartbeat(client, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
+        self.pooling = pooling
         self.ready_s: float | None = None
         self.max_total_tokens = max_total_tokens
         self.vocab_size = 0
         self.dtype = ""
+        self.pictures = False
         self.smallest: WorkerCapacity | None = None
+        self.kinds: set[str] = set()
         self.last_error = "not connected to the broker yet"
         self.failures = FailureLog(log, "reading the workers")
         self.state = "ready"
         self.names: list[str] = []
+        self.num_ready = 0
+        self.holders: dict[str, HeldAdapters] = {}
+        self.max_loras = 0
+        self.max_lora_rank = 0
 
     async def run(self) -> None:
         """Never returns."""
@@ -110,23 +126,33 @@ class WorkerMonitor(Monitor):
 
     async def read_workers(self) -> None:
         """Read the workers, in one round trip unless others have joined, and note what the ready ones say."""
-        found, seen, now_ms = await self.client.look_at_workers(self.names, ["state", "capacity"])
+        fields = ["state", "capacity", "adapters"]
+        found, seen, now_ms = await self.client.look_at_workers(self.names, fields)
         self.names = [*seen]
         ages_s, ready = [], []
+        holders: dict[str, HeldAdapters] = {}
         for incarnation, seen_ms in seen.items():
-            state, capacity = found[incarnation]
+            state, capacity, held = found[incarnation]
             if state != b"ready" or capacity is None:
                 continue
             try:
                 ready.append(decode(WorkerCapacity, capacity))
                 ages_s.append(max(0.0, now_ms - seen_ms) / 1000)  # the broker's clock may have gone back
+                holders |= {incarnation: decode(HeldAdapters, held)} if held else {}
             except WireError as error:
                 log.error("worker %s: %s", incarnation, error)
+        self.num_ready = len(ready)
+        self.holders = holders
         if ages_s:
+            serving = [one for one in ready if one.max_loras]
+            self.max_loras = min((one.max_loras for one in serving), default=0)
+            self.max_lora_rank = min((one.max_lora_rank for one in serving), default=0)
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
             self.max_total_tokens = min(worker.max_total_tokens for worker in ready)
             self.vocab_size = min(worker.vocab_size for worker in ready)
             self.dtype = ready[0].dtype
+            self.pictures = any(worker.pictures for worker in ready)
+            self.kinds = {worker.pooling for worker in ready}
             self.smallest = min(ready, key=lambda worker: worker.num_blocks * worker.block_size)
 
     def check(self) -> None:
@@ -143,11 +169,22 @@ class WorkerMonitor(Monitor):
         if gone_s > self.settings.worker_grace_s:
             raise unavailable(f"no worker for {gone_s:.0f} s")
 
+    def check_adapter(self, adapter: PoolAdapter) -> None:
+        """Raises ApiError (422) if no worker that is ready will serve an adapter."""
+        held = self.holders.values()
+        if self.num_ready and not held:
+            raise invalid(f"The workers of this pool serve no adapters, and so not `{adapter.name}`", "model")
+        causes = [one.why_not(adapter) for one in held]
+        if causes and all(causes):
+            raise invalid(f"The adapter `{adapter.name}` is not served: {causes[0]}", "model")
+
     @property
     def limits(self) -> Limits:
         """Limits of a request; valid after `check` succeeded once."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
-        max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
+        pooling = self.pooling
+        most = min(max_total_tokens, pooling.max_tokens) if pooling else max_total_tokens - 1
+        max_input_tokens = min(self.settings.max_input_tokens or most, most)
         return Limits(
             max_input_tokens,
             max_total_tokens,
@@ -156,6 +193,8 @@ class WorkerMonitor(Monitor):
             dtype=self.dtype,
             num_blocks=self.smallest.num_blocks if self.smallest else 0,
             block_size=self.smallest.block_size if self.smallest else 0,
+            pictures=self.pictures or (self.settings.scale_to_zero and self.ready_s is None),
+            model_kind=pooling.label if pooling else "",
         )
 
 

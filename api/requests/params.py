@@ -1,12 +1,13 @@
 """Generation parameters, independent of an API: the routes of each API convert their bodies into them."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from api.grammar.compile import CompiledGrammar, Grammar
+from api.pictures.source import PictureSource
 from api.prompts.control_texts import Guarded
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import BeamParams, SamplingParams, StoppingParams
@@ -32,6 +33,8 @@ class Limits:
     Attributes:
         max_total_tokens: of prompt and new tokens together.
         vocab_size, dtype: of the logits that workers return; 0 if they return none.
+        pictures: whether a worker computes pictures.
+        model_kind: what people call a model that pools; empty for one that generates.
         num_blocks, block_size: of the smallest KV cache of a worker; 0 if that is not known.
     """
 
@@ -42,6 +45,8 @@ class Limits:
     dtype: str = "float32"
     num_blocks: int = 0
     block_size: int = 0
+    pictures: bool = False
+    model_kind: str = ""
 
     @property
     def max_client_batch_size(self) -> int:
@@ -66,10 +71,13 @@ class GenerationParams:
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
         guarded: `text` with guards, where a client wrote control tokens' texts into messages.
+        pictures: those for which `text` has markers, in their order.
+        has_inline_pictures: whether `![](URL)` in `text` is a picture.
         add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
             chat template adds them itself.
         truncate: only the last tokens of the prompt are used, this many.
         truncates_to_fit: only as many as fit are used.
+        cuts_to_room: a `max_new_tokens` beyond the model's context means all that is left of it.
         do_sample: whether tokens are sampled; each of SWITCHES also turns sampling on.
         stopping: without `max_new_tokens`.
         sampling: without `seed`, `choice`, `bad_words`, `grammar` and watermark; its temperature is 1 by
@@ -88,10 +96,13 @@ class GenerationParams:
 
     text: str | None = None
     guarded: Guarded | None = None
+    pictures: Sequence[PictureSource] = ()
+    has_inline_pictures: bool = False
     prompt_ids: list[int] | None = None
     add_special_tokens: bool = True
     truncate: int | None = None
     truncates_to_fit: bool = False
+    cuts_to_room: bool = False
     max_new_tokens: int | None = None
     stopping: StoppingParams
     do_sample: bool = False

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
+from api.adapters.monitor import AdapterMonitor
 from api.answers.call_formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -14,16 +15,22 @@ from api.answers.call_formats import (
     find_call_format,
     find_reasoning_format,
 )
+from api.errors import ApiError, unavailable
 from api.event_loop import background_task
+from api.http.key_ring import KeyRing
+from api.pictures.prompts import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
 from api.requests.admission import Admission
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
 from api.requests.params import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files
+from common.adapters.files import adapters_of
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
+from common.messages.adapters import PoolAdapter
 from common.model_config import context_length
+from common.pooling import PoolingConfig, read_pooling
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -38,6 +45,9 @@ class Pool:
 
     Attributes:
         gateway: incarnation of this gateway; new at every start.
+        keys: API keys of this gateway, shared by all its pools.
+        adapters: LoRA adapters that requests may name.
+        pooling: how the model pools; None if it generates.
         call_format, reasoning_format: how the model writes calls of tools, and reasoning, if it does.
     """
 
@@ -46,12 +56,15 @@ class Pool:
         settings: Settings,
         gateway: str,
         tokenizer: ModelTokenizer,
+        keys: KeyRing,
         lose: Callable[[], bool] | None = None,
     ) -> None:
         """Raises SettingError."""
         self.settings = settings
         self.gateway = gateway
         self.tokenizer = tokenizer
+        self.keys = keys
+        self.pooling = pooling_of(settings)
         self.call_format = call_format_of(settings, tokenizer)
         self.reasoning_format = reasoning_format_of(settings, tokenizer)
         self.client = PoolClient.connect(settings)
@@ -62,31 +75,74 @@ class Pool:
             settings,
             num_streams=lambda: len(self.relay.streams),
             max_total_tokens=longest_request(settings),
+            pooling=self.pooling,
         )
+        self.adapters = AdapterMonitor(self.client, adapters_of(settings), settings.heartbeat_s)
         self.batcher = BatcherMonitor(self.client, settings)
+        self.pictures = PicturePrompts(self.client, settings, tokenizer.pictures)
         self.admission = Admission(
             self.client,
             gateway=gateway,
             settings=settings,
             tokenizer=tokenizer,
+            keys=keys,
             relay=self.relay,
             workers=self.workers,
             batcher=self.batcher,
+            pictures=self.pictures.keeper,
         )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Pool"]:
         """Serve requests while the context is open. The broker may be unreachable at first and come later."""
-        await self.workers.refresh()
+        await asyncio.gather(self.workers.refresh(), self.adapters.refresh())
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.client.redis.aclose)
             stack.push_async_callback(self.workers.heartbeat.remove_in_time)
-            for loop in (self.relay.run(), self.workers.run(), self.batcher.run()):
+            for loop in (self.relay.run(), self.workers.run(), self.batcher.run(), self.adapters.run()):
                 await stack.enter_async_context(background_task(loop))
             stack.push_async_callback(self.admission.close)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
             yield self
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request that takes a prompt: where the model sees, it may have pictures."""
+        own = self.settings.payload_limit
+        return max(own, self.settings.picture_payload_limit) if self.shows_pictures else own
+
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether a request may have pictures."""
+        return self.tokenizer.pictures is not None and self.workers.pictures
+
+    @property
+    def task(self) -> str:
+        """What the model makes: EMBED or CLASSIFY (common/messages/pooling.py); empty for text."""
+        return self.pooling.kind if self.pooling else ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a request would be admitted, as far as this gateway knows now."""
+        with contextlib.suppress(ApiError):
+            self.workers.check()
+            return not self.relay.last_error and self.batcher.gone_s <= self.settings.worker_grace_s
+        return False
+
+    async def find_adapter(self, name: str) -> PoolAdapter | None:
+        """The adapter that requests get by this name. Looks again before it says that there is none."""
+        if self.adapters.find(name) is None:
+            await self.adapters.refresh_unless_fresh()
+        return self.adapters.find(name)
+
+    def check_adapter(self, adapter: PoolAdapter) -> None:
+        """Raises ApiError: 422 if no worker that is ready will serve an adapter, 503 while a process of an
+        earlier release would leave it out.
+        """
+        self.workers.check_adapter(adapter)
+        if not self.adapters.is_passed_on:
+            raise unavailable("adapters wait until the last process of an earlier release has ended")
 
     async def check(self) -> None:
         """Raises ApiError (503) if a request would not be served now."""
@@ -108,6 +164,12 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         budget or TextBudget(settings.max_tokenized_bytes, settings.validation_workers),
         settings.control_tokens_in_messages,
     )
+
+
+def pooling_of(settings: Settings) -> PoolingConfig | None:
+    """How the settings' model pools; None if it generates. Raises SettingError."""
+    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
+    return read_pooling(path, settings)
 
 
 def longest_request(settings: Settings) -> int:

@@ -1,27 +1,30 @@
-"""Pool registry: finds the pool that serves a model; opens and closes the pools of other fleets."""
+"""Pool registry: finds the pools that serve a model; opens and closes the pools of other fleets, which may be
+on other brokers.
+"""
 
 import asyncio
 import contextlib
 import logging
+import random
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
-from starlette.requests import Request
-
-from api.errors import LOADING_S, asking_broker, cut, model_not_found, unavailable
-from api.http import body
-from api.requests.fields import ServedFields
+from api.errors import LOADING_S, ApiError, cut, model_not_found, unavailable
+from api.requests.directory import DirectoryMonitor
 from api.requests.pool import Pool, load_tokenizer
+from api.requests.pool_choice import Grade, pick_by_depth, rank_by_weight
 from common import model_files
-from common.broker.keys import POOLS, STARTING, Keys
-from common.messages.codec import WireError, decode
-from common.messages.plan import WorkerCapacity
+from common.api_keys import ApiKey
+from common.broker.addresses import address_of, pool_url
+from common.broker.client import broker_url
+from common.broker.directory import DirectoryClient
+from common.messages.adapters import PoolAdapter
+from common.messages.directory import PoolEntry
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
-
-Shape = TypeVar("Shape", bound=ServedFields)
 
 PLACEHOLDERS = ("tgi", "dummy")
 """Model names of clients that do not care which model answers."""
@@ -36,178 +39,340 @@ class OpenPool:
     """A foreign pool that is open.
 
     Attributes:
+        address: of its broker, by the directory.
         stack: closes the pool.
-        used_s: time at which a client named it last.
+        used_s: time at which it was named last, by a client or because it shares a model with others.
     """
 
     pool: Pool
+    address: str
     stack: contextlib.AsyncExitStack
     used_s: float
 
 
 class PoolRegistry:
-    """The gateway's own pool, and foreign pools: each is opened when a client first names it, if it has a
-    live worker, and closed when it is idle.
+    """The gateway's own pool, and the foreign pools of the directory: each is opened when a client first
+    names it, or at once if it shares a model with the own one or by weight; and closed when it is idle.
     """
 
     def __init__(self, own: Pool) -> None:
+        client = DirectoryClient.connect(own.settings, own.client.redis)
         self.own = own
+        self.directory = DirectoryMonitor(client, own.settings)
         self.clock = time.monotonic
+        self.chance = random.Random()
         self.foreign: dict[str, OpenPool] = {}
-        self.lock = asyncio.Lock()
+        self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def all(self) -> list[Pool]:
         return [self.own, *(found.pool for found in self.foreign.values())]
 
-    async def find(self, model: str | None) -> Pool:
-        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`; 503 while its first worker
-        loads, and where the broker or the model's files cannot be read.
+    # --- finding --------------------------------------------------------------------------------------------
+
+    async def find(self, model: str | None, key: str = "") -> Pool:
+        """The first of `find_all`."""
+        return (await self.find_all(model, key))[0]
+
+    async def find_all(self, model: str | None, key: str) -> list[Pool]:
+        """The pools that a request for `model` tries, in this order: one or two.
+
+        Args:
+            key: what the request has in common with its repetition by the client.
+
+        Raises ApiError: 404 `model_not_found`; 503 while no pool that serves the model has a worker, and
+        where the directory or the model's files cannot be read.
         """
-        if not model or names_own(model, self.own.settings):
-            return self.own
-        pool = await self.find_foreign(model)
-        if pool is None and self.own.settings.any_model_name:
-            return self.own
-        if pool is None:
-            raise model_not_found(f"The model `{cut(model)}` does not exist")
-        return pool
+        if not (names := self.serving(model)):
+            await asyncio.gather(
+                self.directory.refresh_unless_fresh(), self.own.adapters.refresh_unless_fresh()
+            )
+            names = self.serving(model)
+        if not names:
+            raise self.unknown(cut(model or ""))
+        weights = {} if self.holding(model) else self.weights_of(model)
+        return [await self.named(name) for name in self.choose(names, weights, key)]
+
+    def serving(self, model: str | None) -> list[str]:
+        """The pools that serve `model`, the own one first."""
+        if holding := self.holding(model):
+            return holding
+        own, is_own = self.own.settings, self.is_own(model)
+        if weights := self.weights_of(model):
+            return [*weights]
+        if model and model in (own.pool, *own.other_models, *self.directory.pools):
+            return [model]
+        if not is_own and (name := full_name(model or "", own)):
+            return [name]
+        name = own.model_name if is_own else model or ""
+        others = [
+            other for other in self.directory.pools if other != own.pool and self.has_model(other, name)
+        ]
+        return [own.pool, *others] if is_own or (own.any_model_name and not others) else others
+
+    def holding(self, adapter: str | None) -> list[str]:
+        """The pools that have an adapter of this name, the own one first."""
+        own = [self.own.settings.pool] if self.own.adapters.find(adapter) else []
+        return own + [
+            name
+            for name, known in self.directory.pools.items()
+            if name != self.own.settings.pool and adapter in known.entry.adapters
+        ]
+
+    def is_model(self, name: str) -> bool:
+        """Whether a client that names `name` means a model, or a pool."""
+        known = (*self.own.settings.other_models, *self.directory.pools)
+        return (
+            self.is_own(name)
+            or name in known
+            or any(self.has_model(pool, name) for pool in self.directory.pools)
+        )
+
+    async def has_adapter(self, name: str) -> bool:
+        """Whether a pool has an adapter of this name. Looks again before it says that there is none."""
+        return bool(self.holding(name) or await self.own.find_adapter(name))
+
+    def choose(self, names: list[str], weights: Mapping[str, float], key: str) -> list[str]:
+        """The pools that a request tries, of those that serve it: by weight, or by queue depth. Pools that
+        are not live are left out as long as one is.
+        """
+        grades = {name: self.grade(name) for name in names}
+        best = [name for name in names if grades[name] == min(grades.values())]
+        if weights:
+            return rank_by_weight({name: weights[name] for name in best}, key)[:2] or best[:1]
+        if grades[best[0]] == Grade.AWAY:
+            return best[:1]
+        return pick_by_depth({name: self.depth(name) for name in best}, self.chance)
+
+    def is_own(self, model: str | None) -> bool:
+        """Whether `model` is a name of the own pool's model."""
+        return not model or names_own(model, self.own.settings)
+
+    def means_own(self, model: str | None) -> bool:
+        """Whether a client that names `model` may be answered by the own pool."""
+        return self.own.settings.pool in self.serving(model)
+
+    def shown_name(self, model: str | None) -> str:
+        """The name of the model that answers show to a client that named `model`."""
+        if model and self.holding(model):
+            return model
+        is_known = model in self.directory.weights or not self.is_own(model)
+        has_others = self.serving(model) != [self.own.settings.pool]
+        return model if model and is_known and has_others else self.own.settings.model_name
+
+    def weights_of(self, model: str | None) -> Mapping[str, float]:
+        """Pool → weight, if the requests for `model` are shared out by weight; else empty."""
+        weights = self.directory.weights
+        own_name = self.own.settings.model_name if self.is_own(model) else ""
+        return weights.get(model or own_name) or weights.get(own_name) or {}
+
+    def has_model(self, name: str, model: str) -> bool:
+        return is_named(model, self.directory.pools[name].entry.models)
+
+    def grade(self, name: str) -> Grade:
+        """How far a pool can be used, as far as this gateway knows now."""
+        known, is_own = self.directory.pools.get(name), name == self.own.settings.pool
+        if not known.is_live if known else name not in self.own.settings.pools:
+            return Grade.AWAY
+        if not is_own and name not in self.foreign:
+            return Grade.CLOSED
+        pool = self.own if is_own else self.foreign[name].pool
+        return Grade.OPEN if pool.is_live else Grade.AWAY
+
+    def depth(self, name: str) -> float:
+        known = self.directory.pools.get(name)
+        return known.entry.depth if known else 0.0
+
+    def unknown(self, model: str) -> ApiError:
+        if self.directory.last_error:
+            return unavailable(f"the directory of pools cannot be read: {self.directory.last_error}")
+        return model_not_found(f"The model `{model}` does not exist")
+
+    def served_names(self) -> list[str]:
+        """The names of all models that live pools serve, of pools with another model than the own one, and of
+        the adapters of pools that are not open.
+        """
+        own = self.own.settings
+        names = [*(own.served_model_name or (own.model_id,)), *own.other_models, *self.directory.weights]
+        for name, known in sorted(self.directory.pools.items()):
+            if name != own.pool and known.is_live:
+                is_other = not self.has_model(name, own.model_name)
+                names += [*known.entry.models, *([name] if is_other else [])]
+                names += [] if name in self.foreign else known.entry.adapters
+        return [*dict.fromkeys(names)]
+
+    def served_adapters(self) -> list[tuple[PoolAdapter, str]]:
+        """The adapters of open pools, each with the name of its model."""
+        return [
+            (one, pool.settings.model_name) for pool in self.all() for one in pool.adapters.registry.ready
+        ]
+
+    def task_of(self, name: str) -> str:
+        """What the model of this name makes in place of text, as far as this gateway knows: `Pool.task`."""
+        pools = [self.own, *(found.pool for found in self.foreign.values())]
+        return next((pool.task for pool in pools if names_own(name, pool.settings)), "")
+
+    # --- opening and closing --------------------------------------------------------------------------------
 
     async def named(self, name: str) -> Pool:
-        """The pool `name`, where a request was admitted. Raises ApiError (503), also if it has no live
-        worker.
-        """
-        pool = self.own if name == self.own.settings.pool else await self.find_foreign(name)
-        if pool is None:
-            raise unavailable(f"the pool {name} has no worker")
-        return pool
-
-    async def find_foreign(self, name: str) -> Pool | None:
-        """The foreign pool `name`, opened if it has a live worker. Raises ApiError (503)."""
+        """The pool `name`, opened if it has a live worker. Raises ApiError (503)."""
+        if name == self.own.settings.pool:
+            return self.own
         if name not in self.foreign:
-            async with asking_broker():
-                worker = await self.find_worker(name)
-                if worker is None and await self.is_loading(name):
-                    raise unavailable(f"the worker of pool {cut(name)} still loads its model", LOADING_S)
-            if worker is None:
-                return None
-            async with self.lock:
-                if name not in self.foreign:
-                    self.foreign[name] = await self.open_pool(name, worker)
+            await self.open(name)
         found = self.foreign[name]
         found.used_s = self.clock()
         return found.pool
 
-    async def names_of_others(self) -> list[str]:
-        """Names of the foreign pools that have a live worker."""
-        members: list[bytes] = await self.own.client.redis.zrange(POOLS, 0, -1)
-        names = sorted(member.decode() for member in members if member != self.own.settings.pool.encode())
-        return [name for name in names if await self.find_worker(name)]
+    async def open(self, name: str) -> None:
+        """Open a foreign pool, unless it is open. Raises ApiError (503)."""
+        entry = await self.find_entry(name)
+        async with self.locks[name]:
+            if name not in self.foreign:
+                self.foreign[name] = await self.open_pool(name, entry)
+
+    async def find_entry(self, name: str) -> PoolEntry | None:
+        """What the directory says of a live pool; None for a model of MODELS, which may not be there yet.
+        Raises ApiError (503).
+        """
+        if name in self.own.settings.other_models:
+            return None
+        if (known := self.directory.pools.get(name)) is None or not known.is_live:
+            await self.directory.refresh_unless_fresh()
+            known = self.directory.pools.get(name)
+        if known and not known.is_live and known.entry.num_loading:
+            raise unavailable(f"the worker of pool {cut(name)} still loads its model", LOADING_S)
+        if known is None or not known.is_live:
+            raise unavailable(f"the pool {cut(name)} has no worker")
+        return known.entry
+
+    async def open_pool(self, name: str, entry: PoolEntry | None) -> OpenPool:
+        own = self.own.settings
+        try:
+            settings = foreign_settings(own, name, entry) if entry else own.of_pool(name)
+            tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
+        except SettingError as error:
+            raise unavailable(f"pool {name}: {error}") from error
+        stack = contextlib.AsyncExitStack()
+        foreign = Pool(settings, self.own.gateway, tokenizer, self.own.keys)
+        pool = await stack.enter_async_context(foreign.running())
+        address = address_of(broker_url(settings))
+        log.info("pool %s is open: it serves %s, at the broker %s", name, settings.model_id, address)
+        return OpenPool(pool, entry.address if entry else address, stack, self.clock())
 
     async def run(self) -> None:
-        """Close idle pools. Never returns."""
+        """Read the directory, open shared pools and close idle ones. Never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.directory.run())
+            tasks.create_task(self.open_shared_forever())
+            tasks.create_task(self.close_idle_forever())
+
+    async def open_shared_forever(self) -> None:
+        failed: dict[str, str] = {}
+        while True:
+            await self.directory.is_new.wait()
+            self.directory.is_new.clear()
+            names = self.shared_pools()
+            results = await asyncio.gather(*map(self.named, names), return_exceptions=True)
+            for name, result in zip(names, results, strict=True):
+                cause = str(result) if isinstance(result, BaseException) else ""
+                if cause and cause != failed.get(name):
+                    log.warning("pool %s is not opened: %s", name, cause)
+                failed[name] = cause
+
+    def shared_pools(self) -> list[str]:
+        """The live foreign pools that requests for a model may go to beside others."""
+        weighted = {name for weights in self.directory.weights.values() for name in weights}
+        model = self.own.settings.model_name
+        return [
+            name
+            for name, known in self.directory.pools.items()
+            if name != self.own.settings.pool
+            and known.is_live
+            and (name in weighted or self.has_model(name, model))
+        ]
+
+    async def close_idle_forever(self) -> None:
         while True:
             await asyncio.sleep(CHECK_S)
             await self.close_idle()
 
     async def close_idle(self) -> None:
-        """Close the foreign pools that nobody has named for IDLE_S and that have no live streams."""
-        async with self.lock:
-            for name, open_pool in list(self.foreign.items()):
+        """Close the foreign pools without live streams that nobody has named for IDLE_S, or that have moved
+        to another broker.
+        """
+        for name in list(self.foreign):
+            async with self.locks[name]:
                 # checked right before it closes: a client may name it while another pool closes
-                if self.clock() - open_pool.used_s > IDLE_S and not open_pool.pool.relay.streams:
-                    log.info("pool %s is closed: no client named it for %.0f s", name, IDLE_S)
+                if self.is_idle(name):
+                    log.info("pool %s is closed: nobody named it for %.0f s, or it has moved", name, IDLE_S)
                     await self.foreign.pop(name).stack.aclose()
 
+    def is_idle(self, name: str) -> bool:
+        found, known = self.foreign[name], self.directory.pools.get(name)
+        has_moved = known is not None and known.entry.address != found.address
+        return not found.pool.relay.streams and (has_moved or self.clock() - found.used_s > IDLE_S)
+
     async def aclose(self) -> None:
-        """Close all foreign pools."""
-        async with self.lock:
-            while self.foreign:
-                await self.foreign.popitem()[1].stack.aclose()
+        """Close all foreign pools, and the directory."""
+        for name in list(self.foreign):
+            async with self.locks[name]:
+                await self.foreign.pop(name).stack.aclose()
+        await self.directory.client.redis.aclose()
 
-    async def open_pool(self, name: str, worker: WorkerCapacity) -> OpenPool:
-        settings = foreign_settings(self.own.settings, name, worker)
-        try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
-        except SettingError as error:
-            raise unavailable(f"pool {name}: {error}") from error
-        stack = contextlib.AsyncExitStack()
-        pool = await stack.enter_async_context(Pool(settings, self.own.gateway, tokenizer).running())
-        log.info("pool %s is open: it serves %s", name, settings.model_id)
-        return OpenPool(pool, stack, self.clock())
 
-    async def find_worker(self, name: str) -> WorkerCapacity | None:
-        """The capacity of any live worker of a pool, if there is such a pool."""
-        keys, redis = Keys(name), self.own.client.redis
-        if await redis.zscore(POOLS, name) is None:
-            return None
-        for incarnation in await redis.zrange(keys.workers, 0, -1):
-            capacity = await redis.hget(keys.worker(incarnation.decode()), "capacity")  # type: ignore[misc]
-            with contextlib.suppress(WireError):
-                if capacity is not None:
-                    return decode(WorkerCapacity, capacity)
-        return None
-
-    async def is_loading(self, name: str) -> bool:
-        """Whether there is such a pool, and a worker of it that is not ready for the first time yet."""
-        keys, redis = Keys(name), self.own.client.redis
-        if await redis.zscore(POOLS, name) is None:
-            return False
-        for member in await redis.zrange(keys.processes, 0, -1):
-            kind, _, process = member.decode().partition(":")
-            if kind == STARTING and await redis.exists(keys.starting(process)):
-                return True
-        return False
+def is_named(model: str, served: list[str] | tuple[str, ...]) -> bool:
+    """Whether `model` is one of a model's served names, or what follows the last slash of one. The bundled
+    model has its hub id, too.
+    """
+    names = (*served, *((model_files.BUNDLED_HUB_ID,) if model_files.BUNDLED in served else ()))
+    return any(model in (name, name.rpartition("/")[2]) for name in names)
 
 
 def names_own(model: str, settings: Settings) -> bool:
     """Whether a client that names `model` means the gateway's own pool.
 
-    Its names are the model's served names, what follows the last slash of each, its MODEL_ID, the bundled
-    model's hub id, and the pool's name. Clients of endpoints with one model send a URL, or a placeholder.
+    Its names are the model's served names, its MODEL_ID, and the pool's name. Clients of endpoints with one
+    model send a URL, or a placeholder.
     """
-    served = (*settings.served_model_name, settings.model_id)
-    bundled = (model_files.BUNDLED_HUB_ID,) if model_files.BUNDLED in served else ()
-    names = (*served, *bundled)
-    short_names = (name.rpartition("/")[2] for name in names)
-    return model in (*PLACEHOLDERS, *names, *short_names, settings.pool) or model.startswith(URL_SCHEMES)
+    is_any = model in PLACEHOLDERS or model.startswith(URL_SCHEMES)
+    return (
+        is_any or model == settings.pool or is_named(model, (*settings.served_model_name, settings.model_id))
+    )
 
 
-def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> Settings:
-    """Settings of a foreign pool: the gateway's own ones, with the model and the limits that its workers
-    report.
+def full_name(model: str, settings: Settings) -> str:
+    """The model of MODELS whose name ends with `model` after a slash; empty if there is none."""
+    return next((name for name in settings.other_models if name.rpartition("/")[2] == model), "")
+
+
+def foreign_settings(settings: Settings, name: str, entry: PoolEntry) -> Settings:
+    """Settings of a foreign pool: the gateway's own ones, with its broker, and the model that its workers
+    report. Its requests wait while its model sleeps. Raises SettingError.
     """
     changed = {
-        "pool": name,
-        "model_id": worker.model_id or worker.model,
-        "served_model_name": (name,),
-        "revision": None,
-        "tokenizer_name": worker.tokenizer_name or None,
-        "tokenizer_config_path": None,
-        "chat_template": None,
-        "override_generation_config": None,
-        "max_total_tokens": None,
-        "max_input_tokens": None,
-        "tool_call_parser": None,
-        "reasoning_parser": None,
+        "redis_url": pool_url(settings, name, entry.address),
+        "served_model_name": (name, *entry.models),
+        "scale_to_zero": settings.scale_to_zero or entry.num_sleepers > 0,
     }
-    return settings.model_copy(update=changed)
+    found = settings.of_model(name, entry.model_id, entry.tokenizer_name or None)
+    return found.model_copy(update=changed)
 
 
-# --- requests over HTTP -------------------------------------------------------------------------------------
+def check_key_adapter(key: ApiKey | None, adapter: str) -> None:
+    """Raises ApiError (403) if an API key may not use this adapter; an empty name is none."""
+    if key is not None and adapter and key.adapters and adapter not in key.adapters:
+        why = f"The API key {key.key_id} may not use the adapter `{adapter}`"
+        raise ApiError(403, "forbidden", why, "model")
 
 
-def pools_of(request: Request) -> PoolRegistry:
-    return cast(PoolRegistry, request.app.state.pools)
+def check_key_model(key: ApiKey | None, settings: Settings, shown_name: str = "") -> None:
+    """Raises ApiError (403) if an API key may not use the model of a pool.
 
-
-def own_pool(request: Request) -> Pool:
-    """The gateway's own pool, whatever model the request names."""
-    return pools_of(request).own
-
-
-async def pool_and_body(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
-    """The pool that serves the body's model, and the body. Raises ApiError."""
-    pools = pools_of(request)
-    parsed = await body.read(request, shape, pools.own.settings.payload_limit)
-    parsed.check()
-    return await pools.find(parsed.model), parsed
+    Args:
+        shown_name: by which the client has asked for it, if that is no name of the pool's own.
+    """
+    if key is None or not key.models or shown_name in key.models:
+        return
+    if not any(names_own(name, settings) for name in key.models):
+        why = f"The API key {key.key_id} may not use the model `{shown_name or settings.model_name}`"
+        raise ApiError(403, "forbidden", why, "model")

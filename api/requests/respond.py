@@ -12,17 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.auth import sent_key
+from api.http.auth import key_of, sent_key
+from api.http.idempotency import idempotency_key, noted_digest
 from api.http.middleware import request_id
 from api.http.request_trace import trace_of
 from api.http.sse import Feed
 from api.requests.logits import accepts_bytes
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
-from api.requests.service_terms import on_terms
+from api.requests.service_terms import on_terms, tenant_of
 from api.streams.answer_trace import traced
 from api.streams.describe_answer import describe_answer
 from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
+from api.streams.kept_answers import make_room
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
@@ -64,16 +66,33 @@ def read_seconds(text: str) -> float:
 
 
 def owner_of(request: Request, request_id: str) -> str:
-    """Digest of the API key that a client sent, another one for each request; empty without a key."""
-    _, key = sent_key(request)
+    """Digest of a client's tenant, or without such keys of the API key that it sent, another one for each
+    request; empty without a key. Raises ApiError as `tenant_of`.
+    """
+    owner = owner_bytes(request)
     salt = request_id.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
-    return hashlib.blake2b(key, key=salt, digest_size=16).hexdigest() if key else ""
+    return hashlib.blake2b(owner, key=salt, digest_size=16).hexdigest() if owner else ""
 
 
-def prompt_headers(settings: Settings, num_chars: int) -> dict[str, str]:
+def owner_bytes(request: Request) -> bytes:
+    """A client's tenant, or without such keys the API key that it sent. Raises ApiError as `tenant_of`."""
+    return b"tenant " + tenant_of(request).encode() if key_of(request) else sent_key(request)[1]
+
+
+def answer_id(request: Request) -> str:
+    """The id of a request's answer: that of the request, or with an `Idempotency-Key` the id that the key and
+    its owner have. Raises ApiError: 400, and as `tenant_of`.
+    """
+    if not (key := idempotency_key(request)):
+        return request_id(request)
+    owner = hashlib.blake2b(owner_bytes(request)).digest()
+    return hashlib.blake2b(key.encode(), key=owner, digest_size=16).hexdigest()
+
+
+def first_headers(settings: Settings, num_chars: int, streams: Sequence[Stream]) -> dict[str, str]:
     """Headers that are known before the first token; `num_chars` is the prompt's length."""
     compute_type = {"x-compute-type": settings.compute_type} if settings.compute_type else {}
-    return compute_type | {"x-compute-characters": str(num_chars)}
+    return compute_type | {"x-compute-characters": str(num_chars)} | streams[-1].limit_headers
 
 
 def time_headers(stream: Stream, arrived_s: float) -> dict[str, str]:
@@ -127,20 +146,45 @@ def new_answer(
         prefixes: for each prompt, the text with which its choices begin.
         resume_s, detached, priority, service_tier: the fields of the body.
     """
-    own_id, requests = request_id(request), [*requests]
+    own_id, requests = answer_id(request), with_adapter(requests, request.state.adapter)
     if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
         rendering = replace(rendering, as_file=True)
     answer = describe_answer(
         request_id=own_id,
         route=request.url.path,
         streamed=streamed,
-        model=pool.settings.model_name,
+        model=request.state.model_name,
         requests=on_terms(request, requests, pool.settings, priority, service_tier),
         prefixes=prefixes,
         rendering=rendering,
-        terms=read_terms(request, own_id, streamed, resume_s, detached),
+        terms=with_repetitions(
+            request, read_terms(request, own_id, streamed, resume_s, detached), pool.settings
+        ),
     )
     return traced(answer, trace_of(request.scope))
+
+
+def with_repetitions(request: Request, terms: ResumeTerms, settings: Settings) -> ResumeTerms:
+    """The terms of an answer that repetitions of its request get, too, if it has an `Idempotency-Key`."""
+    if not idempotency_key(request):
+        return terms
+    repeat_ms = round(1000 * settings.idempotency_ttl_s)
+    return replace(terms, repeat_ms=repeat_ms, body=noted_digest(request))
+
+
+def with_adapter(requests: Iterable[Generate], adapter: str) -> list[Generate]:
+    """The requests with the adapter that has this key; an empty one leaves them as they are."""
+    return [replace(one, adapter=adapter) if adapter else one for one in requests]
+
+
+async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
+    """Submit all requests of the answer, once there is room for those that are kept. Raises ApiError, and
+    Repeated as `Admission.submit_all`.
+    """
+    if kept_ms := max(answer.terms.stored_ms, answer.terms.repeat_ms):
+        names = [choice.request_id for choice in answer.choices()]
+        await make_room(pool.client, pool.settings, names, kept_ms / 1000)
+    return await pool.admission.submit_all(answer)
 
 
 async def submit_and_respond(
@@ -151,8 +195,8 @@ async def submit_and_respond(
     Args:
         num_chars: characters of all prompts.
     """
-    streams = await pool.admission.submit_all(answer)
-    headers, release = prompt_headers(pool.settings, num_chars), pool.admission.release
+    streams = await submit(pool, answer)
+    headers, release = first_headers(pool.settings, num_chars, streams), pool.admission.release
     if answer.streamed:
         return TokenStream(
             answer, frames=renderer.frames(answer, streams), streams=streams, headers=headers, release=release

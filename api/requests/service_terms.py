@@ -11,14 +11,15 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from api.errors import invalid, quoted
-from api.http.auth import sent_key
+from api.errors import ApiError, invalid, quoted
+from api.http.auth import key_of, sent_key
 from api.http.openapi import json_body
-from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate
+from common.api_keys import TENANT, ApiKey
+from common.messages.adapters import adapter_name
+from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
+from common.prices import BILLION
 from common.settings.settings import Settings
 
-TENANT = r"[A-Za-z0-9._:@/+~-]{1,64}"
-"""Pattern of a tenant's name; `=` and `,` divide TENANT_WEIGHTS."""
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
 NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
 PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
@@ -43,7 +44,8 @@ SERVICE_HEADERS: list[dict[str, Any]] = [
     {
         "name": TENANT_NAME,
         "in": "header",
-        "description": "Whose request it is: tenants have fair shares. Default: a digest of the API key.",
+        "description": "Whose request it is: tenants have fair shares. Default: the tenant of the API key. "
+        "With another than an admin's key, it must be that one.",
         "schema": {"type": "string", "pattern": f"^{TENANT}$"},
     },
     {
@@ -64,20 +66,49 @@ class ServiceTerms:
         service_class: one of SERVICE_CLASSES.
         tenant: who shares the fleet with others; empty for all who do not say.
         deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, the longest.
+        key: of the client; None where there are no keys.
     """
 
     service_class: str = DEFAULT_CLASS
     tenant: str = ""
     deadline_ms: int | None = None
+    key: ApiKey | None = None
 
     def apply(self, requests: Iterable[Generate], settings: Settings) -> list[Generate]:
         """Requests as they are served on these terms."""
         most_ms = round(settings.request_timeout_s * 1000)
         ttl_ms = most_ms if self.deadline_ms is None else min(self.deadline_ms, most_ms)
+        key_id, weight = (self.key.key_id, self.key.weight) if self.key else ("", 0.0)
         return [
-            replace(request, class_name=self.service_class, tenant=self.tenant, ttl_ms=ttl_ms)
-            for request in requests
+            replace(
+                request,
+                class_name=self.service_class,
+                tenant=self.tenant,
+                ttl_ms=ttl_ms,
+                key_id=key_id,
+                weight=weight,
+                account=replace(
+                    account_of(settings, self.key, adapter_name(request.adapter)),
+                    pays_prompt=i % request.num_choices == 0,
+                ),
+            )
+            for i, request in enumerate(requests)
         ]
+
+
+def account_of(settings: Settings, api_key: ApiKey | None, adapter: str = "") -> UsageAccount:
+    """The account of requests with this key, of the model or of an adapter; an adapter without prices of its
+    own has the model's.
+    """
+    prices = settings.adapter_prices(adapter)
+    return UsageAccount(
+        adapter or settings.model_name,
+        prompt_price=prices.prompt,
+        cached_price=prices.cached,
+        output_price=prices.output,
+        budget_tokens=api_key.budget_tokens if api_key else 0,
+        budget_money=round(api_key.budget_money * BILLION) if api_key else 0,
+    )
 
 
 def read_class(value: str | int, name: str) -> str:
@@ -142,15 +173,39 @@ def on_terms(
     Args:
         priority, service_tier: the fields of the body.
     """
-    given = request.headers
+    given, key = request.headers, key_of(request)
     own = given.get(PRIORITY)
-    chosen = chosen_class(priority, service_tier)
+    chosen = chosen_class(priority, service_tier, default_class(key))
     terms = ServiceTerms(
         read_class(int(own) if NUMBER.fullmatch(own) else own, PRIORITY) if own is not None else chosen,
-        read_tenant(given[TENANT_NAME], TENANT_NAME) if TENANT_NAME in given else key_digest(request),
+        tenant_of(request),
         read_deadline(given[DEADLINE], DEADLINE) if DEADLINE in given else None,
+        key,
     )
     return terms.apply(requests, settings)
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request it is: the tenant that its header names, or else that of its key. Raises ApiError: 422;
+    403 if the key is another tenant's.
+    """
+    given, key = request.headers.get(TENANT_NAME), key_of(request)
+    named = "" if given is None else read_tenant(given, TENANT_NAME)
+    own = key.tenant if key else ""
+    return checked_tenant(key, named, TENANT_NAME) or own or key_digest(request)
+
+
+def checked_tenant(key: ApiKey | None, named: str, field: str) -> str:
+    """The tenant that a client names. Raises ApiError (403) if its key may not."""
+    if key is not None and not key.admin and named not in ("", key.tenant):
+        why = f"`{field}` names the tenant {quoted(named)}, and the key {key.key_id} is of {key.tenant!r}"
+        raise ApiError(403, "forbidden", why, field)
+    return named
+
+
+def default_class(key: ApiKey | None, default: str = DEFAULT_CLASS) -> str:
+    """The class of a request that names none."""
+    return (key.service_class if key else "") or default
 
 
 def key_digest(request: Request) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from api.errors import ApiError, invalid, quoted, too_long
 from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, compile_grammar
+from api.pictures.prompts import PicturePrompts, ShownPictures
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.beams import check_beams, most_of_beams, searched_beams
@@ -23,19 +24,43 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
 
-async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[Generate]:
+async def validate(
+    params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer, pictures: PicturePrompts
+) -> list[Generate]:
     """One request for each of the `n` answers, without what admission adds: id, digest, deadline, channel.
+    Its pictures are kept in the broker.
 
-    Raises ApiError (422) naming the field at fault and its limit.
+    Raises ApiError (422) naming the field at fault and its limit; 429 or 503 if pictures cannot be kept.
     """
     with tracing.span("validate"):
-        return await make_requests(with_truncate(params, limits), limits, tokenizer)
+        check_generates(limits)
+        params = with_truncate(params, limits)
+        check(params, limits, tokenizer)
+        params, shown = await show_pictures(params, limits, pictures)
+        requests = await make_requests(params, limits, tokenizer, shown)
+        if shown is not None:
+            await pictures.keeper.keep(shown.loaded)
+        return requests
+
+
+async def show_pictures(
+    params: GenerationParams, limits: Limits, pictures: PicturePrompts
+) -> tuple[GenerationParams, ShownPictures | None]:
+    """The parameters with the placeholders of pictures in the text, and the pictures; None for a prompt
+    without any. Raises ApiError.
+    """
+    text, sources, field = params.text or "", params.pictures, params.name("text")
+    if params.has_inline_pictures:
+        text, sources = pictures.inline(text, field)
+    if not sources:
+        return params, None
+    shown = await pictures.show(Rendered(text, params.guarded), sources, field, limits.pictures)
+    return replace(params, text=shown.prompt.text, guarded=shown.prompt.guarded), shown
 
 
 async def make_requests(
-    params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer
+    params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer, shown: ShownPictures | None
 ) -> list[Generate]:
-    check(params, limits, tokenizer)
     with tracing.span("tokenize"):
         prompt_ids = await encode_prompt(params, limits, tokenizer)
     own = {"grammar": await grammar_source(params, limits, tokenizer)} | watermark(params, limits)
@@ -52,6 +77,7 @@ async def make_requests(
         cache_salt=params.cache_salt,
         num_choices=params.n,
         beams=searched_beams(params, len(prompt_ids), num_new, limits),
+        pictures=shown.place(prompt_ids) if shown is not None else [],
     )
     if request.sampling is None:
         return with_logits([request] * params.n, params, limits)
@@ -60,12 +86,20 @@ async def make_requests(
     return with_logits(requests, params, limits)
 
 
+def check_generates(limits: Limits) -> None:
+    """Raises ApiError (422) if the model makes vectors or scores."""
+    if limits.model_kind:
+        name = limits.settings.model_name
+        raise invalid(f"`{name}` is {limits.model_kind}: it generates no text", "model")
+
+
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     """Raises ApiError (422) for parameters that are wrong with any prompt."""
     check_ranges(params)
     check_lists(params, limits, tokenizer)
     check_items(params)
     check_allowed_ids(params, tokenizer)
+    check_encoded(params, tokenizer)
     check_top_n(params, limits)
     check_beams(params, limits)
 
@@ -125,6 +159,14 @@ def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> No
         raise invalid_field(
             params, field, f"has no token that may come before `{params.name('min_new_tokens')}`"
         )
+
+
+def check_encoded(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
+    """What an encoder-decoder model does not have: its encoder predicts no tokens."""
+    for field in ("prompt_logprobs", "context_logits"):
+        given = params.value(field)
+        if tokenizer.starting_ids and given is not None and given is not False:
+            raise invalid_field(params, field, "is not served with an encoder-decoder model")
 
 
 def check_top_n(params: GenerationParams, limits: Limits) -> None:
@@ -188,6 +230,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     ids = ids[-(params.truncate or 0) :]
     if not ids:
         raise invalid_field(params, field, "has no tokens")
+    ids = [*ids, *tokenizer.starting_ids]
     if len(ids) > limits.max_input_tokens:
         raise too_many_tokens(params, field, str(len(ids)), limits)
     if params.prompt_ids is not None:
@@ -216,6 +259,8 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
     """
     room = limits.max_total_tokens - num_prompt_tokens
     least, most = params.stopping.min_new_tokens, params.max_new_tokens
+    if most is not None and most > room and params.cuts_to_room:
+        most = max(1, room)
     if most is not None and most > room:
         name = params.name("max_new_tokens")
         prompt_name = params.name("text" if params.prompt_ids is None else "prompt_ids")

@@ -2,7 +2,6 @@
 response, then the input, in which references are resolved.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from api.errors import ApiError, cut, invalid, quoted
+from api.errors import ApiError, cut, invalid, quoted, renamed
 from api.event_loop import offload
 from api.grammar.compile import Grammar
 from api.grammar.read import ANY_OBJECT, read_named_schema
@@ -23,7 +22,7 @@ from api.requests.chat_prompt import ChatMessage
 from api.requests.fields import SamplingFields
 from api.requests.pool import Pool
 from api.requests.tools import ToolSchema
-from api.responses.input_items import ITEM_ID, join_text
+from api.responses.input_items import ITEM_ID, chat_content, join_text
 from api.responses.request_schemas import ResponsesRequest
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
 
@@ -32,10 +31,19 @@ RESPONSE_NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_t
 """`GenerationParams` → the names of the fields of a response, where they differ."""
 FIELD_OF_CHAT = {
     r"messages.*": "input",
-    r"(tools\[\d+\])\.function": r"\1",
+    r"(tools\[\d+\])\.function(.*)": r"\1\2",
     r"reasoning_effort": "reasoning.effort",
 }
 """Patterns of fields of a chat → what they are called in a response."""
+
+BUILT_IN_TOOLS = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("image_generation", "code_interpreter", "file_search", "mcp", "namespace", "tool_search", "custom"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
+)
+"""Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
+Agents declare them to every model.
+"""
 
 # --- conversation -------------------------------------------------------------------------------------------
 
@@ -95,17 +103,9 @@ async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool)
         chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
         read = await read_chat(chat, pool, text_grammar(body))
     except ApiError as error:
-        raise with_names_of_response(error) from error
-    return replace(read, params=replace(read.params, names=RESPONSE_NAMES))
-
-
-def with_names_of_response(error: ApiError) -> ApiError:
-    """The error of a chat's field, with the name that the field has in a response."""
-    param = error.param or ""
-    for pattern, name in FIELD_OF_CHAT.items():
-        param = re.sub(f"^{pattern}", name, param)
-    text = error.text.replace(f"`{error.param}`", f"`{param}`")
-    return ApiError(error.status, error.error_type, text, param or None, error.code)
+        raise renamed(error, FIELD_OF_CHAT) from error
+    pictures = [replace(one, field="input") for one in read.params.pictures]
+    return replace(read, params=replace(read.params, names=RESPONSE_NAMES, pictures=pictures))
 
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
@@ -117,12 +117,30 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs,
         add_generation_prompt=True,
-        tools=[to_tool(one, f"tools[{i}]") for i, one in enumerate(body.tools or [])],
+        tools=to_tools(body),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         **shared,
     )
+
+
+def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
+    """The functions among the tools, in the shape of chats. Raises ApiError, also if another is forced."""
+    named = [(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or [])]
+    functions = [to_tool(tool, name) for name, tool in named if tool.get("type") not in BUILT_IN_TOOLS]
+    if (kind := forced_kind(body.tool_choice)) in BUILT_IN_TOOLS:
+        raise invalid(
+            f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in", "tool_choice"
+        )
+    if named and not functions and body.tool_choice == "required":
+        raise invalid("`tool_choice` forces a call, but none of `tools` is a function", "tool_choice")
+    return functions
+
+
+def forced_kind(choice: str | Mapping[str, Any] | None) -> object:
+    """The type of the tool that a client chose."""
+    return choice.get("type") if isinstance(choice, Mapping) else None
 
 
 def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
@@ -158,7 +176,7 @@ def add_item(messages: list[dict[str, Any]], item: Item) -> None:
     """Add an item to the last message, or as a new one."""
     match item["type"]:
         case "function_call_output":
-            content = join_text(item["output"])
+            content = chat_content(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
@@ -172,7 +190,7 @@ def add_item(messages: list[dict[str, Any]], item: Item) -> None:
         case _ if item["role"] == "assistant" and messages and is_only_reasoning(messages[-1]):
             messages[-1]["content"] = join_text(item["content"])
         case _:
-            messages.append({"role": item["role"], "content": join_text(item["content"])})
+            messages.append({"role": item["role"], "content": chat_content(item["content"])})
 
 
 def is_only_reasoning(message: Mapping[str, Any]) -> bool:

@@ -33,12 +33,21 @@ UNSUPPORTED: UnsupportedFields = {
 }
 """Fields that are refused by name."""
 
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+]
 Input = Annotated[str | Listed[dict[str, Any]], with_one_error("Input should be a string or a list of items")]
 
 TEXT_PART_SCHEMA: Any = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+    "description": "For models that see, a part may be a picture: `input_image` with `image_url`, a URL.",
 }
 MESSAGE_SCHEMA: Any = {
     "type": "object",
@@ -131,7 +140,9 @@ class ResponsesRequest(ServedFields):
     reasoning: ReasoningOptions | None = None
     tools: Listed[dict[str, Any]] | None = Field(
         default=None,
-        description='Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`.',
+        description='Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
+        "Tools that only OpenAI's servers or models have (`web_search`, `namespace`, …) are left out of the "
+        "prompt.",
         json_schema_extra={"items": TOOL_SCHEMA},
     )
     tool_choice: str | dict[str, Any] | None = Field(
@@ -146,8 +157,8 @@ class ResponsesRequest(ServedFields):
     truncation: Literal["disabled"] | None = Field(
         default=None, description="`disabled`: an input that does not fit into the context is refused."
     )
-    include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        default=None, description="Additional parts of the output."
+    include: Listed[Included] | None = Field(
+        default=None, description="Additional parts of the output; no tool is built in to have any."
     )
     top_logprobs: Whole | None = least(
         0, f"The number of likeliest tokens to report; `include` must have `{LOGPROBS}`."

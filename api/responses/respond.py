@@ -13,9 +13,8 @@ from api.openai.params import ChatParams
 from api.openai.responses_items import Item
 from api.openai.responses_object import RENDERER, ResponseObjectRenderer
 from api.requests.pool import Pool
-from api.requests.respond import new_answer, prompt_headers, submit_and_respond
+from api.requests.respond import first_headers, new_answer, submit, submit_and_respond
 from api.responses.request_schemas import ResponsesRequest
-from api.responses.stored import make_room
 from common.messages.answer import HttpAnswer, ResponseParts
 from common.messages.request import Generate, SamplingParams
 
@@ -25,14 +24,12 @@ SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"
 
 async def respond(request: Request, pool: Pool, answer: HttpAnswer) -> Response:
     """Submit the request, and respond. Raises ApiError."""
-    if answer.terms.stored_ms:
-        await make_room(pool, answer.request_id)
     if answer.streamed or not answer.terms.detached:
         return await submit_and_respond(request, pool, answer, 0, RENDERER)
-    [stream] = await pool.admission.submit_all(answer)
+    [stream] = await submit(pool, answer)
     rendered = ResponseObjectRenderer(answer, stream).render("queued")
     pool.admission.release(stream, 0, answer.terms.keep_s)
-    return Response(to_json(rendered), 200, prompt_headers(pool.settings, 0), "application/json")
+    return Response(to_json(rendered), 200, first_headers(pool.settings, 0, [stream]), "application/json")
 
 
 def describe_response(

@@ -2,6 +2,7 @@
 cancel, delete, and list their input.
 """
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -10,18 +11,19 @@ from starlette.responses import Response
 
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
-from api.http.middleware import request_id
 from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream, only
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
 from api.openai.params import CHARS_OF_MESSAGE
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.openai.responses_object import ResponseFrames
-from api.requests.pool_registry import pool_and_body
+from api.requests.on_pool import on_pool, read_body
+from api.requests.pool import Pool
+from api.requests.respond import answer_id
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
 from api.responses.chat_request import read_conversation, read_params, resolve_references
-from api.responses.input_items import read_items
+from api.responses.input_items import has_data, read_items
 from api.responses.request_schemas import ResponsesRequest
 from api.responses.respond import describe_response, respond
 from api.responses.response_schemas import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
@@ -54,16 +56,33 @@ async def create_response(request: Request) -> Response:
     """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
     numbers. With `background`, the response is queued, and outlives every process of the fleet.
     """
-    pool, body = await pool_and_body(request, ResponsesRequest)
+    body = await read_body(request, ResponsesRequest)
+    return await on_pool(request, body.model, partial(create_on, request, body))
+
+
+async def create_on(request: Request, body: ResponsesRequest, pool: Pool) -> Response:
+    """Validate and submit the request, and respond. Raises ApiError."""
     await pool.admission.check()
     before = await read_conversation(request, body.previous_response_id)
     size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
-    items = await offload(size, lambda: read_items(body.input, request_id(request)))
+    sees = pool.tokenizer.pictures is not None
+    items = await offload(size, lambda: read_items(body.input, answer_id(request), sees))
     items = await resolve_references(request, items)
+    if has_data(items):
+        body = unstored(body)
     chat = await read_params(body, [*before, *items], pool)
-    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
+    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer, pool.pictures)
     answer = describe_response(request, pool, body, chat, requests, before, items)
     return await respond(request, pool, answer)
+
+
+def unstored(body: ResponsesRequest) -> ResponsesRequest:
+    """The body of a response that is not stored, as its pictures would be stored with it. Raises ApiError."""
+    if body.store:
+        raise invalid("`store` must be false beside pictures as data: URLs; they are not stored", "store")
+    if body.background:
+        raise invalid("`background` stores the response: give pictures as https: URLs", "background")
+    return body.model_copy(update={"store": False})
 
 
 async def find_own_response(request: Request, response_id: str) -> StoredResponse:

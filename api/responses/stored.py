@@ -12,11 +12,10 @@ from api.errors import asking_broker, unavailable
 from api.event_loop import offload
 from api.openai.responses_items import Item
 from api.openai.responses_object import ResponseObjectRenderer
-from api.requests.pool import Pool
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
+from api.streams.kept_answers import delete_ended
 from api.streams.stream import Stream
-from common.broker import request_scripts
 from common.broker.pool_client import cancel_request
 
 RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
@@ -76,26 +75,5 @@ async def delete_response(stored: StoredResponse) -> None:
     """Cancel a response unless it has ended, then delete it. Raises ApiError (503)."""
     await cancel_stored(stored)
     async with asking_broker():
-        if not await delete_ended(stored.pool, stored.answer.request_id):
+        if not await delete_ended(stored.pool.client, stored.answer.request_id):
             raise unavailable("the response was cancelled, but has not ended yet: delete it again")
-
-
-async def delete_ended(pool: Pool, request_id: str) -> bool:
-    """Delete a response that has ended. Returns False if it has not."""
-    return await pool.client.run(request_scripts.delete_response(pool.client.keys, request_id))
-
-
-async def make_room(pool: Pool, request_id: str) -> None:
-    """Count a response that will be stored, and delete the oldest ones beyond MAX_STORED_RESPONSES. One that
-    has not ended stays until it expires. Raises ApiError (503).
-    """
-    settings = pool.settings
-    ttl_s = round(settings.response_ttl_s + settings.request_timeout_s)
-    async with asking_broker():
-        oldest = await pool.client.run(
-            request_scripts.keep_response(
-                pool.client.keys, request_id, ttl_s=ttl_s, max_kept=settings.max_stored_responses
-            )
-        )
-        for other in oldest:
-            await delete_ended(pool, other)

@@ -3,7 +3,6 @@ reader. Any gateway can do so.
 """
 
 import asyncio
-import contextlib
 import hmac
 import math
 import re
@@ -14,9 +13,11 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
+from api.anthropic import render as anthropic_render
 from api.errors import (
     ApiError,
     Family,
+    anthropic,
     asking_broker,
     cut,
     failed,
@@ -27,12 +28,16 @@ from api.errors import (
     quoted,
     tgi,
 )
+from api.http.auth import key_of
 from api.http.sse import Feed, RestOfFeed
 from api.kserve import render as kserve_render
 from api.openai import respond, responses_object
+from api.pooling import render as pooling_render
+from api.requests.on_pool import pools_of
 from api.requests.pool import Pool
-from api.requests.pool_registry import PoolRegistry, pools_of
+from api.requests.pool_registry import PoolRegistry
 from api.requests.respond import AnswerRenderer, owner_of
+from api.resume.look_up import look_up
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
 from api.streams.fill import Filler, Sources
@@ -41,9 +46,8 @@ from api.streams.offers import supersede
 from api.streams.stream import Stream
 from api.tgi import render as tgi_render
 from common.broker import request_scripts
-from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
-from common.messages.codec import WireError, decode, encode
+from common.messages.codec import encode
 
 LAST_EVENT_ID = "Last-Event-ID"
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
@@ -51,6 +55,7 @@ RENDERERS: dict[Family, AnswerRenderer] = {
     tgi: tgi_render.RENDERER,
     kserve: kserve_render.RENDERER,
     openai: respond.RENDERER,
+    anthropic: anthropic_render.RENDERER,
 }
 """By the API family of the route that an answer was requested from."""
 READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
@@ -70,35 +75,24 @@ class Admitted(NamedTuple):
 
 
 async def find_own(request: Request, request_id: str) -> Admitted | None:
-    """The answer with this id, if it was requested with this request's API key. Raises ApiError (503)."""
+    """The answer with this id, if it belongs to this request's API key or to its tenant; an admin's key finds
+    those of all tenants. Raises ApiError: 503, and as `owner_of`.
+    """
     if not REQUEST_ID.fullmatch(request_id):
         return None
-    return await find(pools_of(request), request_id, owner_of(request, request_id))
+    key = key_of(request)
+    owner = None if key is not None and key.admin else owner_of(request, request_id)
+    return await find(pools_of(request), request_id, owner)
 
 
 async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -> Admitted | None:
     """The answer with this id, if it is the owner's; None means any owner. Raises ApiError (503)."""
-    async with asking_broker():
-        found = await look_up(pools.own, request_id)
-    if found is None:
+    if (found := await look_up(pools, request_id)) is None:
         return None
     name, answer, channel = found
     if owner is not None and not hmac.compare_digest(answer.terms.owner, owner):
         return None
     return Admitted(await pools.named(name), answer, channel)
-
-
-async def look_up(own: Pool, request_id: str) -> tuple[str, HttpAnswer, str] | None:
-    """The name of the pool, the answer and its channel. The own pool is tried first."""
-    others = [member.decode() for member in await own.client.redis.zrange(POOLS, 0, -1)]
-    for name in (own.settings.pool, *others):
-        for first_choice in (request_id, f"{request_id}.0"):
-            request_key = Keys(name).request(first_choice)
-            kept, channel = await own.client.redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
-            if kept is not None and channel is not None:
-                with contextlib.suppress(WireError):  # another program wrote to the key
-                    return name, decode(HttpAnswer, kept), channel.decode()
-    return None
 
 
 def unknown_answer(request_id: str) -> ApiError:
@@ -116,10 +110,17 @@ def cancelled_answer(request_id: str) -> ApiError:
     )
 
 
+def age_s(answer: HttpAnswer) -> float:
+    """Seconds since an answer's request was accepted, by the clocks of two machines."""
+    return max(0.0, time.time() - answer.created_s)
+
+
 def renderer_of(answer: HttpAnswer) -> AnswerRenderer:
     """The renderer of the route that an answer was requested from."""
     if answer.response is not None:
         return responses_object.RENDERER
+    if answer.vectors is not None:
+        return pooling_render.RENDERER
     return RENDERERS[family_of(answer.route)]
 
 

@@ -73,14 +73,13 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
             reader=reader,
             num_seen=kept.num_seen,
         )
-    arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
     return await respond_with_whole(
         request,
         answer,
         streams=streams,
         headers=dict(kept.extra),
         render=renderer.whole,
-        arrived_s=arrived_s,
+        arrived_s=time.monotonic() - attach.age_s(answer),
         release=release,
         reader=reader,
     )
@@ -118,7 +117,7 @@ async def offer_again(
     except WireError as error:  # of another version
         raise attach.unknown_answer(kept.request_id) from error
     streams = attach.new_streams(pool, answer, lost.channel)
-    age_ms = round(1000 * max(0.0, time.time() - answer.created_s))
+    age_ms = round(1000 * attach.age_s(answer))
     for stream, digest in zip(streams, lost.digests, strict=True):
         ttl_ms = stream.request.ttl_ms - age_ms
         if ttl_ms <= 0:

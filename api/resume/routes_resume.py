@@ -34,7 +34,10 @@ ERRORS |= error_responses(
     },
 )
 router = APIRouter(responses=ERRORS, tags=[RESUME])
-RESUMABLE = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+RESUMABLE = (
+    *("/", "/generate_stream"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+)
 """Routes whose POST may have `Last-Event-ID`; KServe's …/generate_stream, too."""
 
 

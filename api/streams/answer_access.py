@@ -21,6 +21,7 @@ def note_streams(record: AccessRecord, model: str, streams: Sequence[Stream], le
     record.note(
         {
             "model": model,
+            "key": request.key_id,
             "tenant": request.tenant,
             "class": request.service_class,
             "prompt_tokens": sum(map(len, {stream.request.prompt_ids for stream in streams})) // 4,

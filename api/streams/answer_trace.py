@@ -16,7 +16,7 @@ from common.traces import tracing
 from common.traces.span import TraceSpan, Value, derive_span, ids_of
 
 PROVIDER = "tokenfleet"
-CHATS = ("/v1/chat/completions", "/v1/responses")
+CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 SENT = "send_generation"
 
 

@@ -65,9 +65,10 @@ def address(settings: Settings, gateway: str, request: Generate, request_id: str
         gateway=gateway,
         grace_ms=round(settings.gateway_grace_s * 1000),
     )
-    digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
-    whole = request.prompt_logprobs is not None or request.logits or not settings.prefix_caching
-    hashes = b"" if whole else prompt_hashes(request.cache_salt, request.prompt_ids)
+    digest = hashlib.blake2b(encode(replace(content, account=None)), digest_size=16).hexdigest()
+    logits = request.logits and (request.pooling is None or request.logits.context)
+    whole = request.prompt_logprobs is not None or logits or not settings.prefix_caching
+    hashes = b"" if whole else prompt_hashes(request)
     return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
 
 
@@ -76,10 +77,12 @@ def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
     result is kept.
     """
     terms = answer.terms
-    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.stored_ms]
+    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.stored_ms, terms.repeat_ms]
     if len(answer.requests) > 1:  # the first choice that ends must outlive the last one
         kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
     if terms.detached:
-        return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(*kept_ms, RESULT_TTL_MS))
+        kept_ms.append(RESULT_TTL_MS)
+    if terms.needs_no_client:
+        return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(kept_ms))
     grace_ms = request.grace_ms if terms.resume_ms is None else terms.resume_ms
     return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))

@@ -187,13 +187,17 @@ class WholeAnswer(Response):
 
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
     """Wait until all streams have finished, or one has failed. Raises as `respond_with_whole`."""
-    gone = wait_for_disconnect(request.scope, request.receive, partial(probe_client, request.scope))
-    await run_until_one_ends(all_finished(streams), gone)
+    await run_until_one_ends(all_finished(streams), client_gone(request))
     for stream in streams:
         if stream.terminal and not stream.finished:
             raise failed(stream.terminal)
     if not all(stream.finished for stream in streams):
         raise ClientDisconnect
+
+
+async def client_gone(request: Request) -> None:
+    """Return when the client of an answer that is not streamed has gone."""
+    await wait_for_disconnect(request.scope, request.receive, partial(probe_client, request.scope))
 
 
 async def all_finished(streams: Sequence[Stream]) -> None:

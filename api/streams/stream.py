@@ -139,6 +139,7 @@ class Stream:
         attempt: the newest known attempt; events of older ones are dropped.
         left, released: its client has left and may come back; nobody reads it any more.
         reader, connection: numbers of its reader, and of the one on whose connection it is written.
+        limit_headers: what its API key has left of its rates.
         logits: those that the request returns. They are read once it has finished; only then the stream ends.
         ahead: index → (source, tokens) of events that came too early.
         awaited_end: the terminal, if it came before the last tokens.
@@ -166,6 +167,7 @@ class Stream:
         self.worker_attempt = 0
         self.reader = 0
         self.connection = 0
+        self.limit_headers: dict[str, str] = {}
         self.lineage = Lineage()
         self.ahead: dict[int, tuple[str, Tokens]] = {}
         self.awaited_end: Terminal | None = None

@@ -131,7 +131,7 @@ def render_end(stream: Stream) -> dict[str, Any]:
     """The first fields of all `details`."""
     assert stream.terminal is not None
     return {
-        "finish_reason": stream.terminal.reason,
+        "finish_reason": stream.terminal.known_reason,
         "generated_tokens": stream.num_tokens,
         "seed": seed_of(stream),
         **sequence_scores(stream),

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from api.errors import invalid
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
-from api.http.body import UnsupportedFields, reject_unsupported
+from api.http.body import reject_unsupported
 from api.openai.request_schemas import OPENAI_FIELDS
 from api.requests.beams import BeamFields
 from api.requests.fields import (
@@ -36,7 +36,6 @@ TGI_NAMES = {
     "prompt_logprobs": "decoder_input_details",
 }
 """`GenerationParams` → the names of TGI's parameters, where they differ."""
-UNSUPPORTED: UnsupportedFields = {"adapter_id": ()}
 
 
 class GenerateParameters(BeamFields):
@@ -108,7 +107,7 @@ class GenerateParameters(BeamFields):
         "generated (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
     )
     adapter_id: str | None = Field(
-        default=None, description="Not supported yet.", json_schema_extra={"enum": [None]}
+        default=None, description="The LoRA adapter to use: one that `GET /v1/models` lists."
     )
 
     @property
@@ -124,6 +123,11 @@ class GenerateRequest(Strict):
     resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
 
+    @property
+    def adapter_id(self) -> str | None:
+        """The adapter that its parameters name."""
+        return self.parameters.adapter_id if self.parameters else None
+
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""
         parameters = self.parameters or GenerateParameters()
@@ -133,12 +137,13 @@ class GenerateRequest(Strict):
             )
         check_not_streamed(parameters, streamed)
         reject_unsupported(
-            {name: getattr(parameters, name) for name in UNSUPPORTED} | (parameters.model_extra or {}),
-            UNSUPPORTED,
+            parameters.model_extra or {},
+            {},
             OPENAI_FIELDS,
         )
         return GenerationParams(
             text=self.inputs,
+            has_inline_pictures=True,
             truncate=parameters.truncate,
             cache_salt=parameters.salt(),
             max_new_tokens=parameters.max_new_tokens,

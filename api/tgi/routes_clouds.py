@@ -4,6 +4,7 @@ which Vertex AI sends to TGI: several prompts or chats.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -20,10 +21,17 @@ from api.openai.request_schemas import ChatRequest
 from api.openai.routes import chat_completions, completions
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
+from api.requests.on_pool import (
+    adapter_of,
+    allowed_adapter,
+    check_adapter_id,
+    on_pool,
+    own_pool,
+    pools_of,
+)
 from api.requests.params import GenerationParams, Limits
 from api.requests.pool import Pool
-from api.requests.pool_registry import own_pool, pools_of
-from api.requests.respond import new_answer, read_terms, submit_and_respond
+from api.requests.respond import new_answer, read_terms, submit_and_respond, with_adapter
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
 from api.tgi.render import RENDERER, VERTEX
@@ -54,7 +62,7 @@ async def invocations(request: Request) -> Response:
     """A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one with
     `prompt` as by `/v1/completions`. Errors are TGI's.
     """
-    data = await body.read_json(request, own_pool(request).settings.payload_limit)
+    data = await body.read_json(request, own_pool(request).max_body_bytes)
     names = await body.names_in(data)
     path, route = next((ROUTES[name] for name in ROUTES if name in names), ROUTES["inputs"])
     return await route(readdressed(request, path, data))
@@ -104,8 +112,12 @@ class UninspectedInstances(Strict):
 )
 async def vertex(request: Request) -> Response:
     """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
-    pool = own_pool(request)
-    data = await body.read_json(request, pool.settings.payload_limit)
+    data = await body.read_json(request, own_pool(request).max_body_bytes)
+    return await on_pool(request, None, partial(predict_on, request, data))
+
+
+async def predict_on(request: Request, data: bytes, pool: Pool) -> Response:
+    """Validate and submit the instances, and respond. Raises ApiError."""
     await pool.admission.check()
     limits = pool.workers.limits
     uninspected = await offload(len(data), lambda: body.parse_body(UninspectedInstances, data))
@@ -113,9 +125,10 @@ async def vertex(request: Request) -> Response:
     parsed = await offload(len(data), lambda: body.parse_body(VertexRequest, data))
     all_params, requests, pace = [], [], Pace()
     for i, one in enumerate(parsed.instances):
-        params = await read_instance(request, pool, one, i)
+        params, adapter = await read_instance(request, pool, one, i)
         all_params.append(params)
-        requests += await validate(params, limits, pool.tokenizer)
+        found = await validate(params, limits, pool.tokenizer, pool.pictures)
+        requests += with_adapter(found, adapter)
         await pace.step()
     answer = new_answer(
         request, pool, requests=requests, prefixes=[""] * len(requests), rendering=Rendering()
@@ -130,8 +143,10 @@ def check_number(instances: Sequence[object], limits: Limits) -> None:
         raise invalid(f"`instances` must have 1 to {max_items} items. Given: {len(instances)}", "instances")
 
 
-async def read_instance(request: Request, pool: Pool, instance: Instance, i: int) -> GenerationParams:
-    """The parameters of one instance. Raises ApiError that names the instance."""
+async def read_instance(
+    request: Request, pool: Pool, instance: Instance, i: int
+) -> tuple[GenerationParams, str]:
+    """The parameters of one instance, and the key of its adapter. Raises ApiError that names the instance."""
     where = f"instances[{i}]"
     try:
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
@@ -140,6 +155,7 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
         else:
             params = read_prompt(instance)
             num_texts = params.n
+        adapter = await instance_adapter(request, pool, instance)
         check_no_logits(params)
         if num_texts > 1:
             name = params.name("n")
@@ -149,7 +165,20 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error
-    return params if params.beams is None else replace(params, beams=replace(params.beams, num_returned=1))
+    if params.beams is not None:
+        params = replace(params, beams=replace(params.beams, num_returned=1))
+    return params, adapter
+
+
+async def instance_adapter(request: Request, pool: Pool, instance: Instance) -> str:
+    """The key of the adapter that an instance names; empty for none. Raises ApiError."""
+    if isinstance(instance, ChatRequest):
+        name = adapter_of(pools_of(request), instance.model)
+        return await allowed_adapter(request, pool, name) if name else ""
+    if instance.adapter_id is None:
+        return ""
+    await check_adapter_id(request, instance.adapter_id)
+    return await allowed_adapter(request, pool, instance.adapter_id)
 
 
 def read_prompt(instance: GenerateRequest) -> GenerationParams:
@@ -162,6 +191,8 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
     chat.check()
     if chat.stream:
         raise invalid("`stream` must be false: the answer has all predictions", "stream")
-    if await pools_of(request).find(chat.model) is not pool:
+    pools = pools_of(request)
+    if not pools.means_own(chat.model):
+        await pools.find(chat.model)  # raises, if there is no such model
         raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
     return (await read_chat(chat, pool)).params

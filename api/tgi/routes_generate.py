@@ -3,6 +3,7 @@ its limits.
 """
 
 import os
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,8 @@ from api.errors import unavailable
 from api.http import body
 from api.http.openapi import TGI, error_responses, event_stream
 from api.json import to_json
-from api.requests.pool_registry import own_pool
+from api.requests.on_pool import on_adapter, own_pool
+from api.requests.pool import Pool
 from api.requests.respond import new_answer, submit_and_respond
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
@@ -22,6 +24,8 @@ from api.tgi.render import RENDERER, check_best_of, with_own_seeds
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
 from common.messages.answer import Rendering
+from common.messages.pooling import EMBED
+from common.pooling import PoolingConfig
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 info_router = APIRouter(
@@ -80,15 +84,22 @@ async def respond(
         streamed: None means that the body's field `stream` decides.
         full_text: the default of `return_full_text`.
     """
-    pool = own_pool(request)
-    parsed = await body.read(request, shape, pool.settings.payload_limit)
-    parameters = parsed.parameters or GenerateParameters()
-    await pool.admission.check()
+    parsed = await body.read(request, shape, own_pool(request).max_body_bytes)
     if streamed is None:
         streamed = isinstance(parsed, CompatGenerateRequest) and bool(parsed.stream)
+    serve = partial(generate_on, request, parsed, streamed, full_text)
+    return await on_adapter(request, parsed.adapter_id, None, serve)
+
+
+async def generate_on(
+    request: Request, parsed: GenerateRequest, streamed: bool, full_text: bool, pool: Pool
+) -> Response:
+    """Validate and submit the request, and respond. Raises ApiError."""
+    parameters = parsed.parameters or GenerateParameters()
+    await pool.admission.check()
     params, limits = parsed.generation_params(streamed), pool.workers.limits
     check_best_of(params, limits, streamed)
-    requests = await validate(params, limits, pool.tokenizer)
+    requests = await validate(params, limits, pool.tokenizer, pool.pictures)
     requests = with_own_seeds(requests) if params.n > 1 else requests
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
@@ -118,7 +129,7 @@ async def info(request: Request) -> Response:
     known = Info(
         model_id=settings.model_name,
         model_sha=settings.revision,
-        model_pipeline_tag="text-generation",
+        model_pipeline_tag=pipeline_tag(pool),
         max_concurrent_requests=settings.max_concurrent_requests,
         max_best_of=settings.max_best_of,
         max_beam_width=limits.max_beam_width,
@@ -130,6 +141,35 @@ async def info(request: Request) -> Response:
         router="tokenfleet",
         version=version("tokenfleet"),
         sha=None,
+        adapters=[one.name for one in pool.adapters.registry.ready],
         docker_label=os.environ.get("DOCKER_LABEL"),
     )
-    return Response(to_json(known.model_dump()), media_type="application/json")
+    own = known.model_dump(exclude_unset=True) | (tei_fields(pool, pool.pooling) if pool.pooling else {})
+    return Response(to_json(own), media_type="application/json")
+
+
+def pipeline_tag(pool: Pool) -> str:
+    """The hub's word for what a model makes."""
+    pooling = pool.pooling
+    if pooling is None:
+        return "image-text-to-text" if pool.shows_pictures else "text-generation"
+    if pooling.kind == EMBED:
+        return "feature-extraction"
+    return "text-ranking" if pooling.size == 1 else "text-classification"
+
+
+def tei_fields(pool: Pool, pooling: PoolingConfig) -> dict[str, Any]:
+    """What TEI says of a model that makes vectors or scores."""
+    workers, limits = pool.workers, pool.workers.limits
+    labels = {str(i): label for i, label in enumerate(pooling.labels)}
+    classes = {"id2label": labels, "label2id": {label: i for i, label in enumerate(pooling.labels)}}
+    kind = {"embedding": {"pooling": pooling.method}} if pooling.kind == EMBED else {}
+    return {
+        "model_dtype": limits.dtype,
+        "model_type": kind or {"reranker" if pooling.size == 1 else "classifier": classes},
+        "served_model_name": pool.settings.model_name,
+        "max_input_length": limits.max_input_tokens,
+        "max_batch_tokens": workers.smallest.max_batch_prefill_tokens if workers.smallest else 0,
+        "auto_truncate": False,
+        "tokenization_workers": pool.tokenizer.budget.num_threads,
+    }

@@ -14,7 +14,7 @@ from api.openai.request_schemas import ChatRequest
 from api.openai.routes_vllm import TokenizeResponse, chat_prompt, tokenize_chat, tokenize_prompt
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
-from api.requests.pool_registry import own_pool, pool_and_body
+from api.requests.on_pool import pool_for, read_body
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
 
@@ -33,8 +33,8 @@ async def tokenize(request: Request) -> Response:
     """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt. A body
     with `prompt` or `messages` is vLLM's, and gets vLLM's answer.
     """
-    pool = own_pool(request)
-    data = await body.read_json(request, pool.settings.payload_limit)
+    pool = await pool_for(request)
+    data = await body.read_json(request, pool.max_body_bytes)
     names = await body.names_in(data)
     if "inputs" not in names and "messages" in names:
         return await tokenize_chat(request, data)
@@ -56,7 +56,8 @@ async def chat_tokenize(request: Request) -> Response:
     """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be
     longer than the model's context.
     """
-    pool, chat = await pool_and_body(request, ChatRequest)
+    chat = await read_body(request, ChatRequest)
+    pool = await pool_for(request, chat.model)
     prompt = await chat_prompt(chat, pool)
 
     def render() -> bytes:

@@ -56,6 +56,8 @@ class PrefixCache:
         idle: blocks that no row has, the least recently used first.
         expected: name of a block that is not here yet → the row that computes it.
         index: which caches know a name.
+        snapshots: blocks at whose ends the worker has kept the states of its model, so that rows can go on
+            from there; None if its model has no states, and rows can go on from each block.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class PrefixCache:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.expected: dict[bytes, PlacedRow] = {}
         self.index = PrefixIndex()
+        self.snapshots: set[int] | None = None
 
     def join_index(self, index: PrefixIndex) -> None:
         """Become one of the caches in which requests are looked up."""
@@ -77,12 +80,14 @@ class PrefixCache:
         self.index = PrefixIndex()
 
     def find(self, names: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix that is here."""
+        """Return the blocks of the longest prefix that is here, and from which a row can go on."""
         found = []
         for name in names:
             if (block := self.blocks.get(name)) is None:
                 break
             found.append(block)
+        while self.snapshots is not None and found and found[-1] not in self.snapshots:
+            found.pop()
         return found
 
     def find_expected(self, names: list[bytes]) -> tuple[int, int, PlacedRow | None]:
@@ -91,13 +96,21 @@ class PrefixCache:
         """
         num_here = end = len(self.find(names))
         row = None
+        if self.snapshots is not None:
+            ends = (end for end in range(len(names), num_here, -1) if names[end - 1] in self.expected)
+            end = next(ends, num_here)
+            return num_here, end, self.expected[names[end - 1]] if end > num_here else None
         while end < len(names) and (computes := self.expected.get(names[end])) is not None:
             row = computes
             end += 1
         return num_here, end, row
 
     def expect(self, names: Iterable[bytes], row: PlacedRow) -> None:
-        """Note that a row computes the blocks with these names."""
+        """Note that a row computes the blocks with these names. The states of a model are kept at the end of
+        the last one.
+        """
+        if self.snapshots is not None:
+            names = list(names)[-1:]
         for name in names:
             if name not in self.blocks and name not in self.expected:
                 self.expected[name] = row
@@ -118,6 +131,16 @@ class PrefixCache:
             self.names[block] = name
             if name not in self.expected:  # else the index, which is large, has it
                 self.index.add(name, self)
+
+    def note_snapshots(self, changes: Iterable[int]) -> None:
+        """Note blocks at whose ends states are kept, and negative those where they are no more."""
+        if self.snapshots is None:
+            return
+        for block in changes:
+            if block > 0:
+                self.snapshots.add(block)
+            else:
+                self.snapshots.discard(-block)
 
     def touch(self, name: bytes) -> None:
         """Mark the block of this name, if there is one, as used."""
@@ -171,6 +194,8 @@ class BlockPool:
         del self.free[-count:]
         while len(blocks) < count:
             blocks.append(self.cache.evict())
+        if self.cache.snapshots:
+            self.cache.snapshots.difference_update(blocks)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:

@@ -20,6 +20,8 @@ MAX_SPREAD = 1.25
 """Most rows of a worker that gets a request for what it has cached, as a multiple of the mean."""
 ROW_TOKENS = 32
 """One row more counts as much as this many prompt tokens that must be computed."""
+ADAPTER_TOKENS = 2 * ROW_TOKENS
+"""An adapter that must be copied to a worker's device counts as much as this many prompt tokens."""
 MAX_COMPARED = 8
 """Workers that are compared for one request: of equally many rows, and of those that know its beginning."""
 WORTH_WAITING = 32
@@ -53,7 +55,8 @@ class Placement:
         with_batch: workers with rows of the class `batch`; the one that changed last is at the end.
         changes: worker → number of its last change, the newest at the end.
         refusal: tokens, at the shortest and the longest horizon, that no worker had room for, and the number
-            of the last change before. A beam search leaves none: it needs more places than others.
+            of the last change before. A beam search leaves none: it needs more places than others. Nor does a
+            request with an adapter or with pictures, which some workers may not serve.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -107,17 +110,23 @@ class Placement:
             self.num_rows += num_rows
             self.levels.setdefault(num_rows, {})[replica] = None
 
+    def holds(self, adapter: str) -> bool:
+        """Whether one of them has loaded an adapter."""
+        return any(adapter in replica.adapters for replica in self.rows)
+
     def choose(self, sequence: Sequence, knowing: list[Replica]) -> tuple[Replica | None, PlacedRow | None]:
         """Return the worker that has most of the request computed, of those `knowing` its beginning, unless
         others have far fewer rows; None if none can start it. Return a row with it if the request should wait
-        until that row has computed its prompt.
+        until that row has computed its prompt. A request with an adapter prefers workers with the adapter on
+        their device.
 
         While another worker can start it, a request goes to none with more rows than MAX_SPREAD allows,
         whatever is cached there. While a worker has no rows, it waits for no row. Choices of one answer are
         the exception: they stay together for the prompt that they share.
         """
         fewest = self.fewest_rows(sequence)
-        sharing = [replica for replica in knowing if replica.can_start(sequence)]
+        near = dict.fromkeys([*knowing, *self.on_device(sequence)]) if sequence.request.adapter else knowing
+        sharing = [replica for replica in near if replica.can_start(sequence)]
         if not sharing:
             return fewest, None
         num_siblings = sequence.request.num_choices - 1
@@ -126,11 +135,16 @@ class Placement:
         weight = 0 if num_siblings else ROW_TOKENS
 
         def cost(replica: Replica) -> tuple[int, tuple[int, int]]:
-            return weight * replica.num_due - find_known(replica, sequence, waits)[0], replica.load
+            tokens = weight * replica.num_due - find_known(replica, sequence, waits)[0]
+            return tokens + ADAPTER_TOKENS * replica.must_copy(sequence), replica.load
 
         able = [replica for replica in sharing if replica.num_due < most]
         best = min([*able, fewest] if fewest else able or sharing, key=cost)
         return best, find_known(best, sequence, waits)[1]
+
+    def on_device(self, sequence: Sequence) -> Iterator[Replica]:
+        """Yield some workers that have the adapter of a request on their device."""
+        return islice((replica for replica in self.rows if not replica.must_copy(sequence)), MAX_COMPARED)
 
     def fewest_rows(self, sequence: Sequence) -> Replica | None:
         """Return a worker that can start a request, with the fewest rows, and of MAX_COMPARED workers with so
@@ -159,7 +173,8 @@ class Placement:
         sequence.refused_at = self.num_changes
         is_smaller = is_as_large(self.refusal[0], tokens)
         is_old = self.num_changes - self.refusal[1] > REFUSAL_CHANGES
-        if (is_smaller or is_old) and not sequence.crash_count and sequence.num_places == 1:
+        is_plain = sequence.num_places == 1 and not (sequence.request.adapter or sequence.request.pictures)
+        if (is_smaller or is_old) and not sequence.crash_count and is_plain:
             self.refusal = tokens, self.num_changes
 
     def first_changed(self, sequence: Sequence, after: int) -> Replica | None:
@@ -214,7 +229,8 @@ class WorkerSet:
         placement: workers that may be given rows.
         changed: workers that have changed since `take_changed`.
         joined: workers that have joined since `take_joined`.
-        largest: a worker for each block size, the one with the most blocks.
+        largest: a worker for each block size and kind of model, the one with the most blocks.
+        evacuating: workers that drain while others stay: their rows go to these.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
@@ -224,6 +240,7 @@ class WorkerSet:
         self.changed: dict[Replica, None] = {}
         self.joined: list[Replica] = []
         self.largest: list[Replica] = []
+        self.evacuating: list[Replica] = []
 
     def add(self, replica: Replica) -> None:
         self.replicas[replica.capacity.incarnation] = replica
@@ -251,17 +268,21 @@ class WorkerSet:
         self.review()
 
     def review(self) -> None:
-        """Decide which workers are given rows, and which give theirs away."""
+        """Decide which workers are given rows, and which give theirs away. The last ones keep the rows of
+        clients, not those of jobs.
+        """
         replicas = list(self.replicas.values())
         staying = [replica for replica in replicas if not replica.draining]
         for replica in replicas:
-            replica.evacuates = replica.draining and bool(staying)
-            if replica.draining:
+            replica.is_last = replica.draining and not staying
+            if replica.is_last:
                 replica.due_stops.extend(replica.running)
             self.changed[replica] = None
+        self.evacuating = [replica for replica in replicas if replica.draining and staying]
         self.placement.set_open(staying or (replicas if self.closing else []))
         by_blocks = sorted(replicas, key=lambda replica: replica.pool.num_blocks)
-        self.largest = list({replica.block_size: replica for replica in by_blocks}.values())
+        kinds = {(replica.block_size, replica.capacity.pooling): replica for replica in by_blocks}
+        self.largest = [*kinds.values()]
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
         """Whether one of them could hold a request if it held no other."""

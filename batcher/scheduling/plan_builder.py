@@ -174,7 +174,7 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
     replica.disowned = []
     due, replica.due_stops = replica.due_stops, []
     for row in due:
-        leaves = replica.evacuates or (replica.draining and not row.sequence.request.gateway)
+        leaves = replica.is_last and not row.sequence.request.gateway
         preempted = "preempted" if leaves or row.stopping == PREEMPT else ""
         why = row.sequence.stop_reason or preempted
         if not why or row.ended or row.stopping not in ("", PREEMPT):

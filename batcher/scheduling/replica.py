@@ -1,7 +1,7 @@
 """Replica: the batcher's model of one worker: its rows, its blocks, and how far it may run."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batcher.scheduling.kv_blocks import BlockPool
 from batcher.scheduling.pace import WorkerPace, horizon
@@ -56,7 +56,10 @@ class Replica:
         whole_steps_for, joins: why prompts took whole steps by the last plan, and why prompts joined with it
             rows that decode; empty if they did not.
         draining: it was told to end.
-        evacuates: it drains, and its rows go to other workers.
+        is_last: it drains, and no worker stays that could have its rows.
+        adapters: keys of the LoRA adapters that it has loaded.
+        recent: those whose rows started last, the newest at the end: they are on its device, as far as can be
+            told.
     """
 
     capacity: WorkerCapacity
@@ -84,12 +87,18 @@ class Replica:
     whole_steps_for: str = ""
     joins: str = ""
     draining: bool = False
-    evacuates: bool = False
+    is_last: bool = False
     next_row: int = 1
     pace: WorkerPace = field(default_factory=WorkerPace)
+    adapters: frozenset[str] = frozenset()
+    recent: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        places = self.capacity.places(self.limits.max_batch_size)
+        self.limits = replace(self.limits, max_batch_size=places)
         self.pool = BlockPool(self.capacity.num_blocks)
+        if self.capacity.max_rows:  # its model has states
+            self.pool.cache.snapshots = set()
         self.block_size = self.capacity.block_size
 
     @property
@@ -137,7 +146,15 @@ class Replica:
     def can_ever_hold(self, sequence: Sequence) -> bool:
         """Whether a row of this sequence fits if there is no other."""
         needed = sequence.blocks_for(sequence.max_kv, self.block_size)
-        return needed <= self.pool.num_blocks and sequence.num_places <= self.limits.max_batch_size
+        return (
+            self.computes(sequence)
+            and needed <= self.pool.num_blocks
+            and sequence.num_places <= self.limits.max_batch_size
+        )
+
+    def computes(self, sequence: Sequence) -> bool:
+        """Whether the worker's model makes what a request asks for: a vector or tokens."""
+        return bool(self.capacity.pooling) == (sequence.request.pooling is not None)
 
     def first_blocks(self, sequence: Sequence) -> int:
         """Number of blocks to start with: for the steps granted, and the progress before a preemption."""
@@ -149,13 +166,23 @@ class Replica:
         blame.
         """
         is_full = self.num_due + sequence.num_places > self.limits.max_batch_size
-        if is_full or (sequence.crash_count and self.has_suspect):
+        if is_full or (sequence.crash_count and self.has_suspect) or not self.computes(sequence):
             return False
-        return self.has_blocks(sequence)
+        return self.has_room(sequence)
 
-    def has_blocks(self, sequence: Sequence) -> bool:
-        """Whether a row can start with blocks that no running row may soon need."""
-        if self.starved:
+    def can_serve(self, sequence: Sequence) -> bool:
+        """Whether it computes pictures, if a request has some, and has the adapter that the request names."""
+        request = sequence.request
+        has_adapter = not request.adapter or request.adapter in self.adapters
+        return has_adapter and (self.capacity.pictures or not request.pictures)
+
+    def must_copy(self, sequence: Sequence) -> bool:
+        """Whether the adapter that a request names is not on its device."""
+        return bool(adapter := sequence.request.adapter) and adapter not in self.recent
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether a row can be computed here, and start with blocks that no running row may soon need."""
+        if self.starved or not self.can_serve(sequence):
             return False
         needed = self.first_blocks(sequence) + self.reserved
         if self.pool.can_allocate(needed):
@@ -164,13 +191,20 @@ class Replica:
         return bool(cached) and self.pool.can_allocate(needed - len(cached), cached)
 
     def names(self, sequence: Sequence) -> list[bytes]:
-        """Names of the blocks that a row of this sequence fills as it starts; none if it shares none."""
-        return sequence.names(self.block_size) if self.capacity.prefix_caching else []
+        """Names of the blocks that a row of this sequence fills as it starts; none if it shares none. States
+        are kept at the end of the last block after which a token is left to compute.
+        """
+        names = sequence.names(self.block_size) if self.capacity.prefix_caching else []
+        return names[: self.most_cached(sequence)] if self.pool.cache.snapshots is not None else names
+
+    def most_cached(self, sequence: Sequence) -> int:
+        """Blocks that a row can find computed: one token at least is left to compute, for logits."""
+        return (sequence.num_known - 1) // self.block_size
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks whose KV a row would find here; one token at least is left to compute, for logits."""
+        """Blocks whose KV a row would find here."""
         names = self.names(sequence)
-        return self.pool.cache.find(names)[: (sequence.num_known - 1) // self.block_size] if names else []
+        return self.pool.cache.find(names[: self.most_cached(sequence)]) if names else []
 
     def start(self, sequence: Sequence) -> PlacedRow:
         cached = self.cached_blocks(sequence)
@@ -191,11 +225,20 @@ class Replica:
         self.rows[row.number] = row
         row.added_at = self.step
         self.num_running += row.sequence.num_places
+        if adapter := row.sequence.request.adapter:
+            self.note_adapter(adapter)
         if row.sequence.class_index == LEAST_URGENT:
             self.batch_rows[row] = None
         if row.was_interrupted:
             self.interrupted[row] = None
         row.sequence.row = row
+
+    def note_adapter(self, adapter: str) -> None:
+        """Note that a row has this adapter, which may take the place of another one on the device."""
+        self.recent.pop(adapter, None)
+        self.recent[adapter] = None
+        if len(self.recent) > self.capacity.max_loras:
+            del self.recent[next(iter(self.recent))]
 
     def reserve(self, row: PlacedRow, horizon: int) -> None:
         """Reserve blocks for a horizon of a row and one block more, or for all that it can fill."""

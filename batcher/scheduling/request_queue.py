@@ -99,7 +99,8 @@ class ClassQueue:
     def account(self, sequence: Sequence) -> Account:
         tenant = sequence.request.tenant
         if (account := self.accounts.get(tenant)) is None:
-            account = self.accounts[tenant] = Account(self.weights.get(tenant, 1.0), self.level)
+            weight = sequence.request.weight or self.weights.get(tenant, 1.0)
+            account = self.accounts[tenant] = Account(weight, self.level)
             if len(self.accounts) > MANY_ACCOUNTS and len(self.accounts) % MANY_ACCOUNTS == 1:
                 self.forget_idle(account)
         return account

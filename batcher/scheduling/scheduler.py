@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from batcher.scheduling.hand_over import HandOver
 from batcher.scheduling.placement import WorkerSet
 from batcher.scheduling.plan_builder import PendingPlan, next_plan, set_lengths
 from batcher.scheduling.preemption import move_standby
@@ -59,6 +60,7 @@ class Scheduler:
         self.gateways: Counter[str] = Counter()
         self.workers = WorkerSet(limits)
         self.replicas = self.workers.replicas
+        self.hand_over = HandOver(self.workers)
         self.queue = RequestQueue(weights or {})
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
@@ -190,6 +192,7 @@ class Scheduler:
         replica.step = max(replica.step, report.step)
         replica.acknowledged = report.sequence
         replica.plan_seen = max(replica.plan_seen, report.plan)
+        replica.pool.cache.note_snapshots(report.snapshots)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
                 replica.on_prefilled(row, kv_len, step)
@@ -209,8 +212,18 @@ class Scheduler:
             replica.release(number, kv_len, hashes.get(number, b""))
         self.workers.note_change(replica)
 
+    def set_adapters(self, incarnation: str, adapters: frozenset[str]) -> None:
+        """Note which adapters a worker has loaded."""
+        replica = self.replicas.get(incarnation)
+        if replica is not None and replica.adapters != adapters:
+            replica.adapters = adapters
+            for adapter in [one for one in replica.recent if one not in adapters]:
+                del replica.recent[adapter]
+            self.workers.note_change(replica)
+
     def plans(self) -> Iterator[PendingPlan]:
         """Yield a plan for each worker that needs one."""
+        self.hand_over.stop_rows(self.sequences)
         placed = self.place_waiting()
         move_standby(self.workers)
         move_interrupted(self.workers)
@@ -229,12 +242,22 @@ class Scheduler:
             if self.replicas and not self.workers.can_ever_hold(sequence):
                 sequence.waiting = False
                 self.outcomes.to_finish.append((sequence, "capacity"))
-            elif self.workers.closing and not sequence.request.gateway:
+            elif self.may_not_start(sequence):
                 self.queue.skip(sequence)
             else:
                 self.place(sequence, turn, placed)
         self.queue.end_turn()
         return placed
+
+    def may_not_start(self, sequence: Sequence) -> bool:
+        """Whether a request waits for something else than room: a job for the next worker, since the pool
+        closes; a new request for the rows that are on their way; one with an adapter for a worker that has
+        loaded it.
+        """
+        waits_for_worker = self.workers.closing and not sequence.request.gateway
+        adapter = sequence.request.adapter
+        waits_for_adapter = bool(adapter) and not self.workers.placement.holds(adapter)
+        return waits_for_worker or waits_for_adapter or self.hand_over.holds_back(sequence)
 
     def place(self, sequence: Sequence, turn: Turn, placed: dict[Replica, list[PlacedRow]]) -> None:
         """Start the first request of the queue, or have it wait for a row, or for room."""

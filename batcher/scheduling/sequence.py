@@ -93,7 +93,8 @@ class Sequence:
         self.base = len(records) // (RECORD.size * self.request.width)
         if self.request.block_hashes:
             ids, *_ = unpack_columns(bytearray(records), 0, self.request.width)
-            self.block_hashes = extend_hashes(self.request.block_hashes, self.request.prompt_ids + ids)
+            known, pictures = self.request.block_hashes, self.request.pictures
+            self.block_hashes = extend_hashes(known, self.request.prompt_ids + ids, pictures)
             self.named_blocks = {}
 
     def names(self, block_size: int) -> list[bytes]:

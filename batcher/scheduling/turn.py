@@ -83,7 +83,7 @@ class Turn:
             may_hold = replica.capacity.standby and 0 <= num_standby < max_standby(
                 num_places, replica.pace.ends_per_trip
             )
-            if may_hold and replica.has_blocks(sequence):
+            if may_hold and replica.has_room(sequence):
                 yield replica
 
     def make_room(self, sequence: Sequence, knowing: list[Replica]) -> Replica | None:
@@ -97,9 +97,10 @@ class Turn:
         with_batch = self.placement.with_batch
         known = (replica for replica in knowing if replica in with_batch)
         for replica in dict.fromkeys((*known, *islice(with_batch, MAX_COMPARED))):
-            takes_place = may_stand_by(sequence) and replica.capacity.standby and replica.has_blocks(sequence)
+            takes_place = may_stand_by(sequence) and replica.capacity.standby and replica.has_room(sequence)
             may_wait = not has_victim and not any(row.stopping for row in replica.running)
-            if not (takes_place or may_wait) or not replica.can_ever_hold(sequence):
+            is_able = replica.can_serve(sequence) and replica.can_ever_hold(sequence)
+            if not (takes_place or may_wait) or not is_able:
                 continue  # before all rows are walked: several requests come here in each turn
             count, victims = rows_in_the_way(replica, self.promised[replica], sequence.num_places)
             if count > len(victims):

@@ -23,7 +23,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.pipeline import PipelineEngine
-from gpu_worker.protocol import Grant, PeerClosed
+from gpu_worker.protocol import Command, Grant, PeerClosed
 from tests.support.engine import tiny_models
 from tests.support.engine.start_rows import start_row
 
@@ -46,12 +46,12 @@ class Ranks(Communicator):
 
     engine: PipelineEngine
 
-    def receive_grants(self) -> Iterator[Grant]:
-        for grant in super().receive_grants():
-            if grant.until < 0:
-                self.engine.rows.num_micro_batches = -grant.until
+    def receive_commands(self) -> Iterator[Command]:
+        for command in super().receive_commands():
+            if isinstance(command, Grant) and command.until < 0:
+                self.engine.rows.num_micro_batches = -command.until
             else:
-                yield grant
+                yield command
 
 
 def make_engine(folder: Path, rank: int, stages: int, port: int) -> PipelineEngine:
@@ -74,7 +74,7 @@ def sleep(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
 def tokens_per_s(engine: PipelineEngine, groups: int, first_row: int) -> float:
     """Of rows that all decode: from the first token after all have begun."""
     communicator = engine.communicator
-    communicator.broadcast_grants([Grant(-groups, 0)])
+    communicator.broadcast_commands([Grant(-groups, 0)])
     engine.rows.num_micro_batches = groups
     blocks = -(-(NUM_TOKENS + 1) // engine.block_size)
     rows = ROWS * groups
@@ -91,8 +91,8 @@ def tokens_per_s(engine: PipelineEngine, groups: int, first_row: int) -> float:
     grants = [Grant(engine.rows.step + 2 * NUM_TOKENS, 64, starts)]
     sampled, began_s, counted = 0, 0.0, 0
     while engine.rows.rows or grants:
-        for grant in communicator.broadcast_grants(grants):
-            engine.apply(grant)
+        for command in communicator.broadcast_commands(grants):
+            engine.obey(command)
         grants = []
         step = engine.step()
         sampled += step.num_samples if step else 0

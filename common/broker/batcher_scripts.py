@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
 from common.messages.codec import encode
+from common.messages.directory import PoolEntry
 from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
 
@@ -129,6 +130,7 @@ class SavedRequest(NamedTuple):
         worker: that no longer holds the request, in this attempt.
         crash_count: including this worker's death.
         offset: the first byte of `records` in the request's string.
+        num_speculated: those of the tokens that are not counted yet that needed no step of their own.
     """
 
     request_id: str
@@ -137,6 +139,7 @@ class SavedRequest(NamedTuple):
     crash_count: int
     offset: int
     records: bytes
+    num_speculated: int = 0
 
 
 def save_committed(keys: Keys, *, own_epoch: int, requests: Sequence[SavedRequest]) -> ScriptCall[str]:
@@ -171,19 +174,16 @@ def heartbeat(keys: Keys, beat: ProcessBeat) -> ScriptCall[None]:
 
 
 def publish_state(
-    keys: Keys, beat: ProcessBeat, *, oldest: str, state_ttl_ms: int, pool_ttl_s: int | None, counts: Fields
+    keys: Keys, beat: ProcessBeat, *, oldest: str, state_ttl_ms: int, counts: Fields
 ) -> ScriptCall[None]:
-    """Write the counts of the active batcher, its pool's place among pools, and its heartbeat.
+    """Write the counts of the active batcher, and its heartbeat.
 
     Args:
         oldest: id of the oldest message of `control` to keep.
-        pool_ttl_s: None while no pool is removed.
     """
     args: Args = {
         "oldest": oldest,
         "state_ttl_ms": state_ttl_ms,
-        "pool": keys.pool,
-        "pool_ttl_s": "" if pool_ttl_s is None else pool_ttl_s,
         "num_counts": len(counts),
         **beat.args,
     }
@@ -196,3 +196,21 @@ def publish_state(
         args=args,
         more_args=[*in_pairs(counts), *in_pairs(beat.fields)],
     )
+
+
+def publish_pool(keys: Keys, entry: PoolEntry, *, silent_s: float, ttl_s: int) -> ScriptCall[str]:
+    """Write a pool's entry to the directory. The reply is the address of another broker that has a pool of
+    this name; empty if there is none.
+
+    Args:
+        silent_s: time after which a pool that says nothing has no right to its name any more.
+        ttl_s: time after which it leaves the directory.
+    """
+    args: Args = {
+        "pool": keys.pool,
+        "entry": encode(entry),
+        "address": entry.address,
+        "silent_s": silent_s,
+        "ttl_s": ttl_s,
+    }
+    return call_script("publish_pool", bytes.decode, keys, args=args)

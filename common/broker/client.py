@@ -8,8 +8,9 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import hiredis
 import redis.asyncio
@@ -19,6 +20,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     InvalidResponse,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -37,6 +39,8 @@ SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT = 26379
 SENTINEL_TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
 """Of one sentinel, so that the next one is asked while the caller still waits."""
+PASSWORD_FILE = "password_file"
+"""Option of a URL: a file with the password of its user, such as a mounted secret."""
 FIRST_PAUSE_S = 1.0
 """Times between two log lines about the same failure."""
 
@@ -99,17 +103,43 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
     noticed by TCP keep-alive within about 11 s. The client never repeats a command: callers retry, and
     scripts are safe to repeat. With TLS the broker's certificate must be trusted and name its host.
     """
-    defaults: dict[str, Any] = {"socket_connect_timeout": CONNECT_TIMEOUT_S}
+    # a user needs no right to say which library this is
+    defaults: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "lib_name": None,
+        "lib_version": None,
+    }
     if not url.startswith("unix:"):
         defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive_options()}
     if url.startswith("rediss"):
         defaults["ssl_check_hostname"] = True
+    url, password = take_password(url)
     make_client = connect_to_primary if is_sentinel_url(url) else redis.asyncio.Redis.from_url
-    client: redis.asyncio.Redis = make_client(url, **(defaults | options))
+    client: redis.asyncio.Redis = make_client(url, **(defaults | password | options))
     pool = client.connection_pool
     is_unix = pool.connection_class is UnixDomainSocketConnection
-    pool.connection_class = with_c_packing(UnixConnection if is_unix else pool.connection_class)
+    pool.connection_class = with_own_sending(UnixConnection if is_unix else pool.connection_class)
     return client
+
+
+def take_password(url: str) -> tuple[str, dict[str, str]]:
+    """Return a URL without its option `password_file`, and the password that the file has, if it names one.
+    Raises SettingError if the file cannot be read.
+    """
+    address, _, query = url.partition("?")
+    given = parse_qsl(query, keep_blank_values=True)
+    paths = [value for name, value in given if name == PASSWORD_FILE]
+    if not paths:
+        return url, {}
+    rest = urlencode([(name, value) for name, value in given if name != PASSWORD_FILE])
+    try:
+        password = Path(paths[-1]).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SettingError("redis_url", f"cannot read {PASSWORD_FILE} {paths[-1]}: {cause}") from error
+    if not password:
+        raise SettingError("redis_url", f"{PASSWORD_FILE} {paths[-1]} is empty")
+    return f"{address}?{rest}", {"password": password}
 
 
 class UnixConnection(UnixDomainSocketConnection):
@@ -122,14 +152,23 @@ class UnixConnection(UnixDomainSocketConnection):
             self._reader, self._writer = await asyncio.open_unix_connection(self.path)
 
 
-def with_c_packing(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    """Return a connection class that packs commands in C; redis-py does so in its synchronous client only."""
+def with_own_sending(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    """Return a connection class that packs commands in C, which redis-py does in its synchronous client only,
+    and that raises ConnectionError for a closed connection, where uvloop raises RuntimeError.
+    """
 
-    def pack_command(_: AbstractConnection, *command: Any) -> list[bytes]:
-        # redis-py passes names of two words, such as "XGROUP CREATE", as one argument
-        return [hiredis.pack_command((*command[0].split(), *command[1:]))]
+    class OwnSending(kind):  # type: ignore[misc,valid-type]
+        def pack_command(self, *command: Any) -> list[bytes]:
+            # redis-py passes names of two words, such as "XGROUP CREATE", as one argument
+            return [hiredis.pack_command((*command[0].split(), *command[1:]))]
 
-    return type(f"CPacking{kind.__name__}", (kind,), {"pack_command": pack_command})
+        async def send_packed_command(self, *args: Any, **options: Any) -> None:
+            try:
+                await super().send_packed_command(*args, **options)
+            except RuntimeError as error:
+                raise redis.exceptions.ConnectionError("Connection closed by server.") from error
+
+    return OwnSending
 
 
 def keepalive_options() -> dict[int, int]:
@@ -150,6 +189,8 @@ def describe_error(error: BaseException) -> str:
     match error:
         case AuthenticationError():
             return f"the broker refused user name or password ({text})"
+        case RedisError() if is_denied(error):
+            return f"the broker's user lacks a right (NOPERM: {text}); `tokenfleet doctor --acl` prints them"
         case OutOfMemoryError():
             return f"the broker is out of memory ({text})"
         case BusyLoadingError():
@@ -164,6 +205,15 @@ def describe_error(error: BaseException) -> str:
             return f"no connection to the broker ({text or type(error).__name__})"
         case _:
             return f"the broker refused ({text or type(error).__name__})"
+
+
+DENIED = ("ACL failure in script", "The user executing the script can't")
+"""What Redis says of a script whose caller may not do what it does: since 7.2 (and Valkey), and before."""
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether the user of the broker lacks a right."""
+    return isinstance(error, NoPermissionError) or any(words in str(error) for words in DENIED)
 
 
 def describe_tls(text: str) -> str:
@@ -185,21 +235,27 @@ def broker_url(settings: Settings) -> str:
     return settings.redis_url
 
 
+def connect_setting(name: str, url: str) -> redis.asyncio.Redis:
+    """A client of the broker that the setting `name` leads to. Raises SettingError if it is no URL."""
+    try:
+        return connect(url)
+    except ValueError as error:  # its text may hold the password
+        raise SettingError(
+            name,
+            "is not a URL like redis://[user:password@]host:port/db (rediss://, unix://, redis+sentinel://)",
+        ) from error
+
+
 async def check_broker(url: str) -> str:
     """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url`. Returns what
     it would lose at its end; empty if that is nothing.
     """
-    try:
-        client = connect(url)
-    except ValueError as error:  # its text may hold the password
-        raise SettingError(
-            "redis_url",
-            "is not a URL like redis://[user:password@]host:port/db (rediss://, unix://, redis+sentinel://)",
-        ) from error
+    client = connect_setting("redis_url", url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             server = await client.info()
-            snapshots = await has_snapshots(client)
+            has_file = bool(server.get("aof_enabled"))
+            snapshots = None if has_file else await has_snapshots(client)
     except ERRORS as error:
         raise SettingError("redis_url", describe_error(error)) from error
     finally:
@@ -211,13 +267,17 @@ async def check_broker(url: str) -> str:
             f"the broker speaks Redis {version}; {MIN_VERSION[0]}.{MIN_VERSION[1]} or later is needed",
         )
     if server.get("cluster_enabled"):
-        raise SettingError("redis_url", "the broker is a node of a Redis Cluster; a single primary is needed")
+        raise SettingError(
+            "redis_url",
+            "the broker is a node of a Redis Cluster, which would part keys that change together; let it be "
+            "a single primary (Sentinel may watch it), and for more load give pools brokers of their own",
+        )
     policy = str(server.get("maxmemory_policy", NO_EVICTION))
     if policy != NO_EVICTION:
         raise SettingError(
             "redis_url", f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
         )
-    return describe_losses(has_file=bool(server.get("aof_enabled")), has_snapshots=snapshots)
+    return describe_losses(has_file=has_file, has_snapshots=snapshots)
 
 
 async def has_snapshots(client: redis.asyncio.Redis) -> bool | None:

@@ -32,7 +32,8 @@ LOGITS_PIECES_IN_ONE_READ = 16
 AFTER_SEAL = f"({2**64 - 1}-"
 """How a position after a seal begins: nothing follows it."""
 FIELDS = (
-    "digest worker attempt base crash_count cancel terminal num_tokens error error_type width prompt cached"
+    "digest worker attempt base crash_count cancel terminal num_tokens error error_type width prompt cached "
+    "counted"
 ).split()
 """Fields of a request's hash, as `parse_state` takes them."""
 NO_FIELDS: list[bytes | None] = [None] * len(FIELDS)
@@ -50,6 +51,7 @@ class Committed:
         records: packed records of all committed tokens; none are kept of a request that ended without an
             answer.
         spilled_bytes: how many bytes of `records` are in the string.
+        num_counted: tokens that usage has; `num_speculated` of the others needed no step of their own.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them; they are
             committed with the first generated token.
         num_cached: prompt tokens whose KV was cached when the run began that makes the first token; None if
@@ -69,6 +71,8 @@ class Committed:
     width: int = 1
     records: bytes = b""
     spilled_bytes: int = 0
+    num_counted: int = 0
+    num_speculated: int = 0
     prompt: bytes | None = None
     num_cached: int | None = None
 
@@ -89,6 +93,7 @@ class Committed:
         have = self.num_tokens - tokens.index
         if 0 <= have < len(tokens.ids) // 4:
             self.records += pack_tokens(tokens)[have * self.token_bytes :]
+            self.num_speculated += tokens.num_speculated if tokens.index >= self.num_counted else 0
 
 
 async def read(pool: PoolClient, request_ids: Iterable[str]) -> dict[str, Committed]:
@@ -126,7 +131,7 @@ async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]
 def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Committed:
     """Return the state of a request from its FIELDS and its string."""
     digest, worker, attempt, base, crashes, cancel, terminal, num_tokens, *rest = fields or NO_FIELDS
-    error, error_type, width, prompt, num_cached = rest
+    error, error_type, width, prompt, num_cached, num_counted = rest
     state = Committed(
         known=digest is not None,
         worker=(worker or b"").decode(),
@@ -141,6 +146,7 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Com
         width=int(width or 1),
         prompt=prompt,
         num_cached=None if num_cached is None else int(num_cached),
+        num_counted=int(num_counted or 0),
     )
     if not records:
         return state

@@ -1,4 +1,5 @@
-"""Heartbeat: what a process reports about itself in Redis at an interval while it lives.
+"""Heartbeat: what a process reports about itself in Redis at an interval while it lives; and readers of a
+pool's messages: gateways and batchers, and the wire version that all of them read.
 
 Workers have a script of their own, `worker_heartbeat`, which a seal refuses.
 """
@@ -15,6 +16,7 @@ from common.broker.batcher_scripts import ProcessBeat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.outage import OUTAGE
 from common.broker.pool_client import PoolClient
+from common.messages.wire_version import WIRE_VERSION
 from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
@@ -25,8 +27,8 @@ HeartbeatFields = dict[str, str | int]
 
 
 def process_fields() -> HeartbeatFields:
-    """Return process id and host name, which say where this process runs."""
-    return {"pid": os.getpid(), "host": socket.gethostname()}
+    """Return process id and host name, which say where this process runs, and what it reads."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "wire": WIRE_VERSION}
 
 
 class Heartbeat:
@@ -82,3 +84,43 @@ class Heartbeat:
             pipe.delete(self.pool.keys.process(self.kind, self.name))
             pipe.zrem(self.pool.keys.processes, f"{self.kind}:{self.name}")
             await pipe.execute()
+
+
+# --- readers ------------------------------------------------------------------------------------------------
+
+READING_KINDS = ("gateway", "batcher")
+
+
+class Readers:
+    """Readers of a pool's workers.
+
+    Attributes:
+        current: readers that read all that this release writes. They are asked once: a process keeps its
+            version.
+    """
+
+    def __init__(self, pool: PoolClient) -> None:
+        self.pool = pool
+        self.current: set[str] = set()
+
+    async def lowest_version(self) -> int:
+        """Return the lowest wire version of the readers that are alive; this release's if there are none."""
+        names = {
+            self.pool.keys.process(kind, name)
+            for kind in READING_KINDS
+            for name in await self.pool.processes(kind)
+        }
+        self.current &= names
+        asked = sorted(names - self.current)
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
+            for key in asked:
+                pipe.hmget(key, ["pid", "wire"])
+            answers = await pipe.execute()
+        alive = {key: read_version(wire) for key, (pid, wire) in zip(asked, answers, strict=True) if pid}
+        self.current |= {key for key, version in alive.items() if version >= WIRE_VERSION}
+        return min(alive.values(), default=WIRE_VERSION)
+
+
+def read_version(text: bytes | None) -> int:
+    """Return the version that a heartbeat tells. Releases before the first that tells it read version 1."""
+    return int(text) if text and text.isdigit() else 1

@@ -1,9 +1,9 @@
-"""Scripts of jobs: one function for each Lua script of `common/scripts/jobs.lua`."""
+"""Scripts of jobs and batches: one function for each Lua script of `common/scripts/jobs.lua`."""
 
 from collections.abc import Iterable, Sequence
 
-from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
-from common.broker.lua import Args, ScriptCall, call_script, decode_all
+from common.broker.keys import BATCH_TTL_MS, JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
+from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
 
 NOT_A_JOB = -1
 FRAMES_LOST = -2
@@ -12,15 +12,19 @@ before these.
 """
 
 
-def register_job(keys: Keys, job_id: str, *, digest: str, channel: str, in_stream: bool) -> ScriptCall[str]:
+def register_job(
+    keys: Keys, job_id: str, *, digest: str, tenant: str, channel: str, in_stream: bool
+) -> ScriptCall[str]:
     """Register a job. The reply is `live`, `ended`, `conflict` or `spoiled`.
 
     Args:
+        tenant: of its API key, or "".
         channel: that gets the frames, or "".
         in_stream: whether the job's stream gets them, too.
     """
     args: Args = {
         "digest": digest,
+        "tenant": tenant,
         "ttl_ms": JOB_TTL_MS,
         "channel": channel,
         "in_stream": int(in_stream),
@@ -36,13 +40,15 @@ def claim_jobs(keys: Keys, *, group: str, dead: bytes, claimer: str, max_jobs: i
     return call_script("claim_jobs", decode_all, keys, gateway, args=args)
 
 
-def cancel_job(keys: Keys, job_id: str, *, mark_ttl_ms: int) -> ScriptCall[int]:
-    """Cancel a job. The reply is as how many requests it was admitted, or -1 when it has ended.
+def cancel_job(keys: Keys, job_id: str, *, tenant: str, mark_ttl_ms: int) -> ScriptCall[int]:
+    """Cancel a job. The reply is as how many requests it was admitted, or -1 when it has ended or is another
+    tenant's.
 
     Args:
+        tenant: whose job it must be, or "" for any.
         mark_ttl_ms: how long the cancel of an unknown job is kept.
     """
-    return call_script("cancel_job", int, keys, job_id, args={"mark_ttl_ms": mark_ttl_ms})
+    return call_script("cancel_job", int, keys, job_id, args={"tenant": tenant, "mark_ttl_ms": mark_ttl_ms})
 
 
 def reply(
@@ -86,3 +92,56 @@ def reply(
         more_keys=[*request_keys(keys, request_ids), *map(keys.logits, request_ids)],
         more_args=[part for frame in frames for part in frame],
     )
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def create_batch(
+    keys: Keys,
+    batch_id: str,
+    member: str,
+    fields: Fields,
+    *,
+    made_ms: int,
+    deadline_ms: int,
+    max_batches: int,
+) -> ScriptCall[bool]:
+    """Keep a new batch. False if there are too many that have not ended."""
+    args: Args = {
+        "member": member,
+        "made_ms": made_ms,
+        "deadline_ms": deadline_ms,
+        "ttl_ms": BATCH_TTL_MS,
+        "max_batches": max_batches,
+    }
+    return call_script("create_batch", bool, keys, batch_id, args=args, more_args=in_pairs(fields))
+
+
+def claim_batch(keys: Keys, batch_id: str, member: str, *, lease_ms: int) -> ScriptCall[int]:
+    """Become the writer of a batch. The reply is the writer's epoch, or 0 when it has another writer."""
+    return call_script("claim_batch", int, keys, batch_id, args={"member": member, "lease_ms": lease_ms})
+
+
+def write_batch(
+    keys: Keys, batch_id: str, member: str, fields: Fields, *, epoch: int, lease_ms: int, ended: bool
+) -> ScriptCall[str]:
+    """Write fields, and renew the lease. The reply is `lost`, `cancelled` or `live`.
+
+    Args:
+        lease_ms: 0 gives the batch up to another writer.
+    """
+    args: Args = {
+        "member": member,
+        "epoch": epoch,
+        "lease_ms": lease_ms,
+        "ttl_ms": BATCH_TTL_MS,
+        "ended": int(ended),
+    }
+    return call_script("write_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
+
+
+def cancel_batch(keys: Keys, batch_id: str, member: str, *, cancelling_at: int) -> ScriptCall[bool]:
+    """Ask the writer of a batch to end it. False if it has ended."""
+    args: Args = {"member": member, "cancelling_at": cancelling_at}
+    return call_script("cancel_batch", bool, keys, batch_id, args=args)

@@ -21,13 +21,49 @@ LEASE_S = 2.0
 """Of the active batcher's lease, which is renewed several times in that time."""
 METRICS_TTL_MS = 7 * 86_400_000
 """Of a pool's metrics, after they were last counted."""
+BATCH_TTL_MS = 30 * 86_400_000
+"""Of a batch, after its last change."""
+ADAPTERS_TTL_MS = 7 * 86_400_000
+"""Of a pool's registry of adapters, after its batcher last looked at it."""
 
 POOLS = "tf:pools"
+"""Sorted set: pool → Redis time at which its batcher last wrote to the directory, in s; members leave after
+an hour. This and the next two are the directory, and belong to no pool.
+"""
+POOL_ENTRIES = "tf:pools:entries"
+"""Hash: pool → what its batcher says of it."""
+MODEL_SHARES = "tf:models"
+"""Hash: model name → the pools that get its requests, with their weights."""
 STARTING = "starting"
 """Kind of the heartbeats of a worker that still loads its model."""
-"""Sorted set: pool → Redis time of its batcher's last heartbeat, in s; members leave after an hour. It is the
-only key that belongs to no pool.
-"""
+API_KEYS = "tf:keys"
+"""Hash: key id → record of an API key; `version` changes with each. A key counts in all pools."""
+USAGE = "tf:usage"
+"""How the names of all keys of usage begin: they belong to no pool."""
+
+
+def usage_hour(number: int | str) -> str:
+    """Hash: what was used in an hour, by its number since 1970; `usage.lua` builds the same names."""
+    return f"{USAGE}:hour:{number}"
+
+
+def usage_month(month: str) -> str:
+    """Hash: what was used in a month, by its name, as 2026-11."""
+    return f"{USAGE}:month:{month}"
+
+
+def usage_spent(month: str) -> str:
+    """Hash: tokens and money that each API key has spent in a month."""
+    return f"{USAGE}:spent:{month}"
+
+
+def usage_pending() -> str:
+    """Hash: tokens and money that live requests of each API key with a budget have set aside."""
+    return f"{USAGE}:pending"
+
+
+SLEEPER = "sleeper"
+"""Kind of the heartbeats of a worker that serves several pools in turns, in each of them."""
 
 
 def pool_of(key: str) -> str:
@@ -47,6 +83,27 @@ class Keys:
     @property
     def pools(self) -> str:
         return POOLS
+
+    @property
+    def pool_entries(self) -> str:
+        return POOL_ENTRIES
+
+    @property
+    def model_shares(self) -> str:
+        return MODEL_SHARES
+
+    @property
+    def api_keys(self) -> str:
+        return API_KEYS
+
+    def key_use(self, key_id: str) -> str:
+        """Hash: live requests of an API key in each pool, and what is left of its rates."""
+        return f"{API_KEYS}:{key_id}"
+
+    @property
+    def usage(self) -> str:
+        """How the names of the keys of usage begin; `usage.lua` adds the rest."""
+        return USAGE
 
     @property
     def requests(self) -> str:
@@ -95,6 +152,11 @@ class Keys:
         return self.key("metrics")
 
     @property
+    def adapters(self) -> str:
+        """Hash: the pool's LoRA adapters by key, `version`, which changes with each, and `seeded`."""
+        return self.key("adapters")
+
+    @property
     def timeline(self) -> str:
         """Stream: what happened to requests; the batcher writes it for people."""
         return self.key("timeline")
@@ -121,6 +183,15 @@ class Keys:
     def starting(self, incarnation: str) -> str:
         return self.process(STARTING, incarnation)
 
+    def sleeper(self, incarnation: str) -> str:
+        """Hash: the model that a worker serves here in its turn, whether it sleeps, and what a swap takes."""
+        return self.process(SLEEPER, incarnation)
+
+    @property
+    def waking(self) -> str:
+        """String: the worker that wakes the pool's model: others leave it to that one."""
+        return self.key("waking")
+
     def plans(self, incarnation: str) -> str:
         return self.key("plans", incarnation)
 
@@ -140,6 +211,19 @@ class Keys:
     def request(self, request_id: str) -> str:
         """Hash: state of one request: who asked, which worker holds it, its cancel and its terminal."""
         return self.key("request", request_id)
+
+    def picture(self, digest: str) -> str:
+        """String: the bytes of a picture, for all live requests that have it in their prompts."""
+        return self.key("picture", digest)
+
+    @property
+    def pictures(self) -> str:
+        """Sorted set: digest and size of each picture → Redis time at which it expires, in ms."""
+        return self.key("pictures")
+
+    def picture_holders(self, digest: str) -> str:
+        """Sorted set: live request with the picture → Redis time at which it has ended for sure, in ms."""
+        return self.key("picture", digest, "holders")
 
     def result(self, job_id: str) -> str:
         """String: the answer to a job, as JSON."""
@@ -162,6 +246,20 @@ class Keys:
     def reply(self, job_id: str) -> str:
         """Stream: the frames of a job with `"reply": "stream"`."""
         return self.key("reply", job_id)
+
+    def batch(self, batch_id: str) -> str:
+        """Hash: state of a batch: who may write it, how far it is, and what is committed of its files."""
+        return self.key("batch", batch_id)
+
+    @property
+    def batches(self) -> str:
+        """Sorted set: owner/id of each batch → when it was made, in ms."""
+        return self.key("batches")
+
+    @property
+    def live_batches(self) -> str:
+        """Sorted set: owner/id of each batch that has not ended → its deadline, in ms."""
+        return self.key("batches", "live")
 
     def channel(self, name: str) -> str:
         """Pub/sub channel of another service; `name` begins with `ext:`."""

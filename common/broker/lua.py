@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoPermissionError, NoScriptError
 
 from common.broker.keys import Keys
 
@@ -46,7 +46,7 @@ that do not take what this process sends.
 
 Argument = str | bytes | int | float
 Args = dict[str, Argument]
-Fields = Mapping[str, str | int]
+Fields = Mapping[str, str | int | bytes]
 """Fields of a hash."""
 T = TypeVar("T")
 Reply = TypeVar("Reply")
@@ -114,7 +114,7 @@ def call_script(
     return ScriptCall(name, all_keys, all_args, read)
 
 
-def in_pairs(fields: Fields) -> list[str | int]:
+def in_pairs(fields: Fields) -> list[str | int | bytes]:
     return [part for pair in fields.items() for part in pair]
 
 
@@ -126,6 +126,8 @@ async def run_script(redis: Redis, call: ScriptCall[Reply]) -> Reply:
     """Return what a script's reply means; the broker is sent a script that it does not know."""
     try:
         reply = await redis.execute_command(*call.command)  # type: ignore[no-untyped-call]
+    except NoPermissionError as error:  # it does not say to which key
+        raise NoPermissionError(f"{error}; script {call.name}, keys {' '.join(call.keys)}") from error
     except NoScriptError:
         reply = await redis.execute_command(*call.command_with_text)  # type: ignore[no-untyped-call]
     return call.read(reply)

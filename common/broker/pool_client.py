@@ -41,6 +41,10 @@ class PoolClient:
         """Raises SettingError where no broker is set."""
         return cls(connect(broker_url(settings)), Keys(settings.pool))
 
+    def of_pool(self, pool: str) -> "PoolClient":
+        """Another pool of the same broker, over the same connection."""
+        return PoolClient(self.redis, Keys(pool))
+
     async def __aenter__(self) -> "PoolClient":
         return self
 

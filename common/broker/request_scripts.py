@@ -6,10 +6,34 @@ A function returns the call; a client sends it, as `PoolClient.run` does, and re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from common.api_keys import ApiKey
 from common.broker.keys import TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, ScriptCall, call_script, decode_all
 from common.messages.codec import encode
 from common.messages.request import Cancel, Generate, Resume
+
+
+class KeyCharge(NamedTuple):
+    """What a request takes of the rates of its API key.
+
+    Attributes:
+        key: its record.
+        num_requests: 1, or 0 for a further choice of a request that was counted.
+        num_asked, num_answer: tokens of its prompt, unless another choice has counted them, and of its answer
+            at most.
+    """
+
+    key: ApiKey
+    num_requests: int
+    num_asked: int
+    num_answer: int
+
+
+class LeftOfRates(NamedTuple):
+    """What is left of the rates of an API key in this minute."""
+
+    requests: float
+    tokens: float
 
 
 class AdmitReply(NamedTuple):
@@ -17,15 +41,17 @@ class AdmitReply(NamedTuple):
 
     Attributes:
         outcome: `admitted`, `attached`, `conflict`; or what there is no room for: `requests`, `tokens`,
-            `bytes`, `tenant`.
+            `bytes`, `tenant`; and of its API key `key_live`, `key_requests`, `key_tokens`, `budget`.
         entry_id: of one that was admitted.
         num_counted, wait_ms: of one without room: what was counted, and when there may be room.
+        left: None without an API key.
     """
 
     outcome: str
     entry_id: str = ""
     num_counted: int = 0
     wait_ms: int = 0
+    left: LeftOfRates | None = None
 
 
 def admit(
@@ -38,13 +64,15 @@ def admit(
     max_requests: int,
     max_tokens: int | None,
     max_bytes: int,
+    charge: KeyCharge | None = None,
 ) -> ScriptCall[AdmitReply]:
-    """Admit a request if its class and its tenant have room.
+    """Admit a request if its class, its tenant and its API key have room.
 
     Args:
         payload: the request as its entry has it.
         answer: the answer that it begins, or b"".
         weight: of its tenant.
+        charge: None without an API key.
     """
     args: Args = {
         "payload": payload,
@@ -53,7 +81,7 @@ def admit(
         "max_bytes": max_bytes,
         "answer": answer,
         "weight": weight,
-        **request_args(request),
+        **request_args(keys, request),
     }
     return call_script(
         "admit",
@@ -62,12 +90,20 @@ def admit(
         request.request_id,
         args=args,
         more_keys=[keys.tenants(request.service_class)],
+        more_args=charge_args(charge) if charge else (),
     )
 
 
-def request_args(request: Generate) -> Args:
+def charge_args(charge: KeyCharge) -> Sequence[int]:
+    key = charge.key
+    limits = (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute)
+    return (*limits, charge.num_requests, charge.num_asked, charge.num_answer)
+
+
+def request_args(keys: Keys, request: Generate) -> Args:
     """What both `admit` and `offer` store of a request."""
     return {
+        "key": keys.key_use(request.key_id) if request.key_id else "",
         "digest": request.digest,
         "channel": request.channel,
         "gateway": request.gateway,
@@ -76,14 +112,20 @@ def request_args(request: Generate) -> Args:
         "tenant": request.tenant,
         "num_prompt": request.num_prompt,
         "logits_bytes": request.logits_bytes,
+        "account": request.account_text,
     }
 
 
 def read_admit_reply(reply: list[Any]) -> AdmitReply:
     outcome, *rest = reply
+    if not rest:
+        return AdmitReply(outcome.decode())
+    *found, requests, tokens = rest
+    left = LeftOfRates(float(requests), float(tokens)) if requests else None
     if outcome == b"admitted":
-        return AdmitReply("admitted", rest[0].decode())
-    return AdmitReply(outcome.decode(), "", *rest)
+        return AdmitReply("admitted", found[0].decode(), left=left)
+    num_counted, wait_ms = found
+    return AdmitReply(outcome.decode(), "", num_counted, wait_ms, left)
 
 
 class OfferReply(NamedTuple):
@@ -137,7 +179,7 @@ def offer(
         "answer": answer,
         "reader": reader,
         "connection": connection,
-        **request_args(request),
+        **request_args(keys, request),
     }
     return call_script(
         "offer", lambda reply: OfferReply(reply[0].decode(), *reply[1:]), keys, request.request_id, args=args
@@ -215,11 +257,11 @@ def read_requests(
 
 
 def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
-    """Delete a stored response. False if it has not ended yet."""
+    """Delete a kept answer. False if it has not ended yet."""
     return call_script("delete_response", bool, keys, request_id, args={"request_id": request_id})
 
 
 def keep_response(keys: Keys, request_id: str, *, ttl_s: int, max_kept: int) -> ScriptCall[list[str]]:
-    """Note a stored response. The reply names those that are to be deleted, as there are too many."""
+    """Note an answer that is kept. The reply names those that are to be deleted, as there are too many."""
     args: Args = {"request_id": request_id, "ttl_s": ttl_s, "max_kept": max_kept}
     return call_script("keep_response", decode_all, keys, args=args)

@@ -36,7 +36,9 @@ class FlushedPrompt(NamedTuple):
 
 
 class FlushedTerminal(NamedTuple):
-    """The end of a request on its worker, as `finish` takes it; `base`: where the attempt began."""
+    """The end of a request on its worker, as `finish` takes it; `base`: where the attempt began. Of this
+    attempt's tokens, `num_speculated` needed no step of their own, here and below.
+    """
 
     request_id: str
     attempt: int
@@ -46,12 +48,13 @@ class FlushedTerminal(NamedTuple):
     ttl_ms: int
     channel: str
     payload: bytes
+    num_speculated: int = 0
 
     @property
     def args(self) -> tuple[Argument, ...]:
         end = self.end
         kept = (end.reason, end.num_tokens, end.error, end.error_type, kept_records(end, self.records))
-        return (self.attempt, self.base, *kept, self.ttl_ms, self.channel, self.payload)
+        return (self.attempt, self.base, *kept, self.ttl_ms, self.channel, self.payload, self.num_speculated)
 
 
 class FlushedSpill(NamedTuple):
@@ -62,6 +65,18 @@ class FlushedSpill(NamedTuple):
     base: int
     offset: int
     records: bytes
+    num_speculated: int = 0
+
+
+class FlushedCount(NamedTuple):
+    """How many tokens a request has whose API key has a budget."""
+
+    key_id: str
+    request_id: str
+    attempt: int
+    base: int
+    num_tokens: int
+    num_speculated: int = 0
 
 
 class FlushReply(NamedTuple):
@@ -69,11 +84,12 @@ class FlushReply(NamedTuple):
 
     Attributes:
         status: `OK`, `GAP`, `MISSING` or `SEALED`.
-        spilled: for each spill 1, 0 where it would leave a hole, or -1 where it was refused.
+        results: for each spill 1, 0 where it would leave a hole, or -1 where it was refused; then for each
+            count the tokens that the request's API key may still get, 0 or less for none.
     """
 
     status: str
-    spilled: list[int]
+    results: list[int]
 
 
 def flush(
@@ -88,6 +104,7 @@ def flush(
     prompts: Sequence[FlushedPrompt],
     terminals: Sequence[FlushedTerminal],
     spills: Sequence[FlushedSpill],
+    counts: Sequence[FlushedCount] = (),
 ) -> ScriptCall[FlushReply]:
     """Append a flush to log and reports, then publish it.
 
@@ -99,10 +116,12 @@ def flush(
     """
     more_keys = [keys.request(prompt.request_id) for prompt in prompts]
     more_keys += request_keys(keys, [one.request_id for part in (terminals, spills) for one in part])
+    more_keys += [keys.request(one.request_id) for one in counts]
     more_args: list[Argument] = [part for message in messages for part in message]
     more_args += [prompt.records for prompt in prompts]
     more_args += [part for end in terminals for part in end.args]
     more_args += [part for spilled in spills for part in spilled[1:]]
+    more_args += [part for one in counts for part in one[2:]]
     args: Args = {
         "sequence": sequence,
         "report": report,
@@ -113,6 +132,7 @@ def flush(
         "num_prompts": len(prompts),
         "num_terminals": len(terminals),
         "num_spills": len(spills),
+        "num_counts": len(counts),
         "mode": mode,
     }
     return call_script(

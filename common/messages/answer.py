@@ -80,17 +80,26 @@ class ResumeTerms:
             GATEWAY_GRACE_S after the death of the gateway.
         detached: it needs no client.
         stored_ms: time that it is kept after its end, although it was answered; 0 if it is not stored.
+        repeat_ms: the same, for repetitions of its request with the same `Idempotency-Key`; 0 without one.
+        body: digest of that request's route and body.
     """
 
     owner: str = wire_field("ow", default="")
     resume_ms: int | None = wire_field("rs", default=None)
     detached: bool = wire_field("de", default=False)
     stored_ms: int = wire_field("so", default=0)
+    repeat_ms: int = wire_field("rt", default=0)
+    body: str = wire_field("bo", default="")
+
+    @property
+    def needs_no_client(self) -> bool:
+        """Whether the request goes on up to its deadline, whoever has gone."""
+        return self.detached or self.repeat_ms > 0
 
     @property
     def keep_s(self) -> float:
         """Seconds for which the request goes on after a hang-up; with 0, what it has made is deleted."""
-        if self.detached:
+        if self.needs_no_client:
             return math.inf
         return max((self.resume_ms or 0) / 1000, STORED_KEEP_S if self.stored_ms else 0.0)
 
@@ -121,6 +130,36 @@ class InferOutputs:
 
     id: str | None = wire_field("i")
     outputs: list[tuple[str, bool, list[int]]] = wire_field("o")
+
+
+@dataclass(frozen=True, slots=True)
+class VectorAnswer:
+    """What an answer shows of vectors or scores (api/pooling/render.py).
+
+    Attributes:
+        form: the shape of its JSON.
+        base64: vectors are the base64 of their float32 values.
+        dimensions: the first values that are kept of a vector; 0 keeps all.
+        normalized: vectors have the length 1.
+        num_queries: scores are cosines of vectors, of which this many come first and are compared with the
+            others; 0 where the model scores pairs itself.
+        raw: scores are as the model computes them.
+        top_n: the best that are shown; 0 shows all.
+        texts: what is shown beside the scores.
+        labels: names of the scores.
+        is_single: the request had one input, and no list of them.
+    """
+
+    form: str = wire_field("f")
+    base64: bool = wire_field("b", default=False)
+    dimensions: int = wire_field("d", default=0)
+    normalized: bool = wire_field("n", default=True)
+    num_queries: int = wire_field("q", default=0)
+    raw: bool = wire_field("r", default=False)
+    top_n: int = wire_field("t", default=0)
+    texts: list[str] = wire_field("x", default_factory=list)
+    labels: list[str] = wire_field("l", default_factory=list)
+    is_single: bool = wire_field("s", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +196,7 @@ class HttpAnswer:
         prefixes: for each prompt, the text with which its choices begin.
         response: of the Responses API.
         infer: of KServe's …/infer.
+        vectors: None for an answer of tokens.
         trace: None where it is not sampled.
     """
 
@@ -175,6 +215,7 @@ class HttpAnswer:
     response: ResponseParts | None = wire_field("rp", default=None)
     infer: InferOutputs | None = wire_field("in", default=None)
     trace: AnswerTrace | None = wire_field("tr", default=None)
+    vectors: VectorAnswer | None = wire_field("ve", default=None)
 
     @property
     def numbered(self) -> bool:

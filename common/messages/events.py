@@ -14,7 +14,9 @@ from common.messages.records import (
     unpack_records,
 )
 
-FINISHED = ("length", "eos_token", "stop_sequence")
+BUDGET = "budget"
+"""Reason of a request that ended because its API key has reached its budget: what it has is its answer."""
+FINISHED = ("length", "eos_token", "stop_sequence", BUDGET)
 """Reasons of rows whose request is complete."""
 INTERRUPTED = ("preempted", "takeover")
 """Reasons of rows whose request goes on in another row."""
@@ -24,6 +26,8 @@ ERRORS = {
     "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "forward": ("generation", "the model's forward failed for this request"),
+    "picture": ("validation", "a picture of the request cannot be shown to the model"),
+    "picture_gone": ("generation", "the broker has lost a picture of the request: send it again"),
     "beam_length": (
         "validation",
         "this model computes its keys anew at a length that a beam search may not cross",
@@ -33,6 +37,7 @@ ERRORS = {
         "grammar",
         "the request's grammar is too complex: the tokens that it allows next take too much work to find",
     ),
+    "adapter": ("generation", "the request's adapter is not loaded any more"),
     "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
     "malformed": ("generation", "the queued request cannot be read"),
 }
@@ -55,6 +60,7 @@ class Tokens:
         texts: the text that each token adds.
         since_start_ms: with the request's first token, the time since this worker got it; else 0.
         num_cached: with the request's first token, tokens of the prompt whose KV this worker had; else 0.
+        num_speculated: those of these tokens that needed no step of their own.
     """
 
     request_id: str = wire_field("id")
@@ -67,6 +73,7 @@ class Tokens:
     top_logprobs: bytes = wire_field("tl", default=b"")
     since_start_ms: int = wire_field("ss", default=0)
     num_cached: int = wire_field("nc", default=0)
+    num_speculated: int = wire_field("sp", default=0)
 
 
 TokenRow = tuple[str, int, int, tuple[int, float], str]
@@ -107,7 +114,7 @@ class TokenColumns:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The one end of a request. `reason` is `length`, `eos_token`, `stop_sequence`, `cancelled` or `error`.
+    """The one end of a request. `reason` is one of FINISHED, `cancelled` or `error`.
 
     Attributes:
         num_tokens: number of generated tokens; a gateway that has fewer fills the gap first.
@@ -119,6 +126,11 @@ class Terminal:
     num_tokens: int = wire_field("n")
     error: str = wire_field("e", default="")
     error_type: str = wire_field("y", default="")
+
+    @property
+    def known_reason(self) -> str:
+        """The reason in the words that TGI has, so that its clients can read it."""
+        return "length" if self.reason == BUDGET else self.reason
 
 
 @dataclass(slots=True)

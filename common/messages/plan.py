@@ -118,6 +118,8 @@ class Report:
             until a report says more.
         round_trips: ms from the step at which a report was due until the engine had the next grant, of each
             since the last report.
+        snapshots: blocks at whose ends the worker has kept the states of its model, and negative those of
+            which it has them no more.
     """
 
     sequence: int = wire_field("q")
@@ -135,6 +137,7 @@ class Report:
     step_times: list[tuple[int, int, int, float]] = wire_field("st", default_factory=list)
     lengths: list[tuple[int, int, int]] = wire_field("ln", default_factory=list)
     round_trips: list[float] = wire_field("rt", default_factory=list)
+    snapshots: list[int] = wire_field("sn", default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,13 @@ class WorkerCapacity:
         prefix_caching: whether rows can start with blocks that other rows have computed.
         standby: whether it obeys `max_rows` of a plan, so that rows can stand by.
         vocab_size: logits of one position; 0 if it returns none.
+        served_names: the model's names, by which clients may ask for it.
+        max_loras, max_lora_rank: LoRA adapters that the rows of one step may have, and their largest rank; 0
+            if it serves none.
+        pictures: whether it computes rows with pictures.
+        max_rows: rows whose states have room, in a model that has states; 0: as many as MAX_BATCH_SIZE.
+        pooling: EMBED or CLASSIFY (pooling.py) if its requests pool, with `vocab_size` values each; empty if
+            they generate.
     """
 
     incarnation: str = wire_field("i")
@@ -167,6 +177,16 @@ class WorkerCapacity:
     standby: bool = wire_field("sb", default=False)
     tokenizer_name: str = wire_field("tn", default="")
     vocab_size: int = wire_field("vs", default=0)
+    served_names: list[str] = wire_field("sn", default_factory=list)
+    max_loras: int = wire_field("la", default=0)
+    max_lora_rank: int = wire_field("lr", default=0)
+    pictures: bool = wire_field("pi", default=False)
+    max_rows: int = wire_field("mr", default=0)
+    pooling: str = wire_field("po", default="")
+
+    def places(self, max_batch_size: int) -> int:
+        """Rows that it runs at a time, with this MAX_BATCH_SIZE."""
+        return min(max_batch_size, self.max_rows or max_batch_size)
 
     @property
     def max_total_tokens(self) -> int:

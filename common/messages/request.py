@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from common.messages.codec import wire_field
 from common.messages.logits import LogitsParams
+from common.messages.pooling import PoolingParams
 
 SERVICE_CLASSES = ("interactive", "standard", "batch")
 """The most urgent first."""
@@ -121,6 +122,46 @@ class StoppingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageAccount:
+    """Who pays for a request, at what prices, and what its API key may spend.
+
+    Attributes:
+        model: the name by which its tokens are counted.
+        pays_prompt: whether it pays for its prompt: the first choice of a prompt does.
+        prompt_price, cached_price, output_price: of a token, in billionths of the currency's unit.
+        budget_tokens, budget_money: of the API key for a calendar month (UTC), money in billionths; 0 is
+            none.
+    """
+
+    model: str = wire_field("m")
+    pays_prompt: bool = wire_field("pp", default=True)
+    prompt_price: int = wire_field("p", default=0)
+    cached_price: int = wire_field("c", default=0)
+    output_price: int = wire_field("o", default=0)
+    budget_tokens: int = wire_field("bt", default=0)
+    budget_money: int = wire_field("bm", default=0)
+
+    @property
+    def has_budget(self) -> bool:
+        return self.budget_tokens > 0 or self.budget_money > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a prompt: its placeholders are tokens of the prompt like any others.
+
+    Attributes:
+        digest: SHA-256 of its bytes, in hexadecimal digits; names the key that has them.
+        start: position in the prompt of its first placeholder.
+        num_tokens: number of its placeholders, counting those between its parts.
+    """
+
+    digest: str = wire_field("d")
+    start: int = wire_field("s")
+    num_tokens: int = wire_field("n")
+
+
+@dataclass(frozen=True, slots=True)
 class Generate:
     """A request; an entry of the stream `requests` exists exactly while the request is live.
 
@@ -146,6 +187,13 @@ class Generate:
         beams: None is no beam search. One has no tokens before its end, then those of all its sequences
             (beams.py).
         traceparent: the span that it is part of, by W3C's name; empty where its trace is not sampled.
+        key_id: public id of the API key that its client sent; empty where there are no keys.
+        weight: of its tenant, from the API key; 0 is that of TENANT_WEIGHTS.
+        account: None where a gateway of an earlier version has admitted it: then it is not counted.
+        adapter: name of the LoRA adapter with which it is computed; empty for the model alone.
+        pictures: those of its prompt, in the order of their places.
+        pooling: it ends with its prompt, and its answer is a vector, which travels as its `logits`; None
+            generates tokens.
     """
 
     request_id: str = wire_field("id")
@@ -169,6 +217,12 @@ class Generate:
     beams: BeamParams | None = wire_field("bm", default=None)
     logits: LogitsParams | None = wire_field("lo", default=None)
     traceparent: str = wire_field("tr", default="")
+    key_id: str = wire_field("ky", default="")
+    weight: float = wire_field("we", default=0.0)
+    account: UsageAccount | None = wire_field("ac", default=None)
+    adapter: str = wire_field("ad", default="")
+    pictures: list[Picture] = wire_field("pi", default_factory=list)
+    pooling: PoolingParams | None = wire_field("po", default=None)
 
     @property
     def service_class(self) -> str:
@@ -178,6 +232,18 @@ class Generate:
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_ids) // 4
+
+    @property
+    def account_text(self) -> str:
+        """Its account as the scripts read it (`read_account` in usage.lua); empty without one."""
+        if (account := self.account) is None:
+            return ""
+        num_paid = self.num_prompt if account.pays_prompt else 0
+        num_first = self.stopping.max_new_tokens * self.beams.num_returned if self.beams else 1
+        num_first = 0 if self.pooling else num_first
+        prices = f"{account.prompt_price} {account.cached_price} {account.output_price}"
+        budgets = f"{account.budget_tokens} {account.budget_money}"
+        return f"{num_paid} {num_first} {prices} {budgets}\n{self.key_id}\n{self.tenant}\n{account.model}"
 
     @property
     def max_kv(self) -> int:

@@ -7,9 +7,20 @@ serves one pool.
 
 from common.messages.request import SERVICE_CLASSES
 from common.metrics.primitives import INFINITY, Counter, Gauge, Histogram, Metric, exponential
+from common.settings.speculation import (
+    DRAFT_MODEL,
+    EAGLE3,
+    GRAMMAR,
+    MAX_SPECULATED,
+    MEDUSA,
+    MLP_SPECULATOR,
+    NGRAM,
+    SUFFIX,
+)
 
 POOL = "pool"
 METHODS = {"method": ("prefill", "decode")}
+PROPOSERS = {"method": (NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, MLP_SPECULATOR, EAGLE3, GRAMMAR)}
 CLASSES = {"class": SERVICE_CLASSES}
 DURATION_S = exponential(0.00015, 1.5, 35)
 LATENCY_S = (
@@ -64,7 +75,7 @@ HOLD_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 
 SIZES = (*map(float, range(1, 1025)), INFINITY)
 SKIPPED = (*map(float, range(16)), INFINITY)
 """SPECULATE is 15 at most."""
-REASONS = ("length", "eos_token", "stop_sequence", "cancelled", "error")
+REASONS = ("length", "eos_token", "stop_sequence", "budget", "cancelled", "error")
 FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template")
 
 # Requests, counted by gateways. Durations are in seconds, as in TGI.
@@ -140,6 +151,13 @@ BATCH_CONCAT = Counter(
 # The present state, read from the broker.
 QUEUE_SIZE = Gauge("tgi_queue_size", "Number of requests in the queue")
 BATCH_SIZE = Gauge("tgi_batch_current_size", "Number of running requests")
+ADAPTER_ROWS = Gauge(
+    "tokenfleet_adapter_running_requests", "Number of running requests with a LoRA adapter", {"adapter": ()}
+)
+ADAPTER_WAITING = Gauge(
+    "tokenfleet_adapter_waiting_requests", "Number of waiting requests with a LoRA adapter", {"adapter": ()}
+)
+MAX_LORAS = Gauge("tokenfleet_max_loras", "Number of LoRA adapters that the rows of one step may have")
 BATCH_MAX_TOKENS = Gauge("tgi_batch_current_max_tokens", "Tokens in the KV blocks that running requests hold")
 BATCH_TOTAL_TOKENS = Gauge("tgi_batch_total_tokens", "Tokens in all KV blocks in use")
 MAX_TOTAL_TOKENS = Gauge("tgi_batch_max_total_tokens", "Capacity of all KV caches, in tokens")
@@ -184,10 +202,21 @@ PREFILLED_TOKENS = Counter(
 )
 PROPOSED_TOKENS = Counter(
     "tokenfleet_proposed_tokens",
-    "Number of tokens proposed by speculation, and by grammars that allow no other",
+    "Number of tokens proposed by speculation, and by grammars that allow no other, by method",
+    PROPOSERS,
+)
+PROPOSALS = Counter(
+    "tokenfleet_proposals", "Number of times that tokens were proposed for a row, by method", PROPOSERS
+)
+ACCEPTED_AT = Counter(
+    "tokenfleet_accepted_tokens_at",
+    "Number of right proposals, by their place after the row's own token",
+    {"position": tuple(map(str, range(MAX_SPECULATED)))},
 )
 ACCEPTED_TOKENS = Counter(
-    "tokenfleet_accepted_tokens", "Number of those that were right: they came without a step of their own"
+    "tokenfleet_accepted_tokens",
+    "Number of those that were right: they came without a step of their own",
+    PROPOSERS,
 )
 PREFIX_QUERIES = Counter(
     "tokenfleet_prefix_cache_queries",
@@ -201,6 +230,12 @@ RESUMES = Counter(
 )
 PLANS = Counter("tokenfleet_plans", "Number of plans sent to workers")
 WORKERS_LOST = Counter("tokenfleet_workers_lost", "Number of workers that ended, for any reason")
+MODEL_SWAP = Histogram(
+    "tokenfleet_model_swap_seconds",
+    "Time in which a worker woke this pool's model, from memory or from disk, in seconds",
+    {"from": ("memory", "disk")},
+    FIRST_TOKEN_S,
+)
 UNDECODABLE = Counter(
     "tokenfleet_undecodable_entries", "Number of stream entries and plans that could not be decoded"
 )
@@ -216,7 +251,7 @@ BROKER_MEMORY = Gauge(
 WORKERS = Gauge(
     "tokenfleet_workers",
     "Number of live workers, by state",
-    {"state": ("starting", "ready", "draining")},
+    {"state": ("starting", "ready", "draining", "asleep")},
 )
 BATCHERS = Gauge(
     "tokenfleet_batchers",
@@ -242,6 +277,39 @@ LOOP_HOLD = Histogram(
 SPANS_DROPPED = Counter(
     "tokenfleet_trace_spans_dropped",
     "Number of spans that were not sent: the receiver of traces was away or slow",
+)
+USED_TOKENS = Counter(
+    "tokenfleet_used_tokens",
+    "Number of committed tokens of this calendar month, by tenant and model, as GET /usage counts them",
+    {"tenant": (), "model": (), "kind": ()},
+)
+USED_MONEY = Counter(
+    "tokenfleet_used_cost",
+    "Number of units of money that this month's tokens cost, by tenant and model, as GET /usage counts it",
+    {"tenant": (), "model": ()},
+)
+POOL_REQUESTS = Counter(
+    "tokenfleet_pool_requests",
+    "Number of requests that this pool's gateways have sent to each pool, by model",
+    {"model": (), "to": ()},
+)
+BATCH_LINES = Counter(
+    "tokenfleet_batch_lines",
+    "Number of requests of batches that were answered, by outcome",
+    {"outcome": ("completed", "failed")},
+)
+POOL_UP = Gauge(
+    "tokenfleet_pool_up",
+    "Whether a pool of the directory has a live batcher and worker, as this gateway knows it: 1 or 0",
+    {"to": ()},
+)
+POOL_WAITING = Gauge(
+    "tokenfleet_pool_waiting_requests", "Number of waiting requests of a pool of the directory", {"to": ()}
+)
+POOL_DEPTH = Gauge(
+    "tokenfleet_pool_depth_ratio",
+    "Number of live requests of a pool of the directory for each row that its workers can run",
+    {"to": ()},
 )
 BROKER_UP = Gauge("tokenfleet_broker_up", "Whether this gateway could read the broker: 1 or 0")
 

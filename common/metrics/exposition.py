@@ -4,13 +4,16 @@ METRICS_PORT.
 TGI's counters have no suffix `_total`.
 """
 
+import contextlib
 import http.server
 import logging
+import os
 import re
 import socket
 import socketserver
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
@@ -28,6 +31,9 @@ log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 10.0
 """Time after which a client that sends nothing is disconnected."""
+WAITS_FOR_PORT = "WAITS_FOR_METRICS_PORT"
+"""Variable of a process that starts beside the one that it replaces: METRICS_PORT becomes free later."""
+RETRY_S = 0.5
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TGI_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) tgi_\w+)_total ", re.MULTILINE)
 
@@ -159,7 +165,7 @@ def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> No
     """Serve this process's own `GET /metrics` and probes, from a thread until the process ends. `/readyz`
     (and `/health`) asks `is_ready`; `/livez` is 200 as long as the process is there.
 
-    Raises SettingError if METRICS_PORT is taken.
+    Raises SettingError if METRICS_PORT is taken, unless the process waits for its predecessor's port.
     """
     if not settings.metrics_port:
         return
@@ -199,11 +205,22 @@ def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> No
             if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
                 log.exception("the answer to %s failed", client_address)
 
+    def listen() -> MetricsServer:
+        return MetricsServer((settings.listen_host, settings.metrics_port), MetricsHandler)
+
+    def serve_later() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                return listen().serve_forever()
+            time.sleep(RETRY_S)
+
+    serve: Callable[[], None] = serve_later
     try:
-        server = MetricsServer((settings.listen_host, settings.metrics_port), MetricsHandler)
+        serve = listen().serve_forever
     except OSError as error:
-        raise SettingError(
-            "metrics_port",
-            f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}",
-        ) from error
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+        if not os.environ.get(WAITS_FOR_PORT):
+            raise SettingError(
+                "metrics_port",
+                f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}",
+            ) from error
+    threading.Thread(target=serve, name="metrics", daemon=True).start()

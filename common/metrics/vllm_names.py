@@ -4,6 +4,7 @@ Each is a view of metrics of the catalogue. What is not counted here has no name
 that vLLM had before are there too, since dashboards still ask for them.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from common.metrics.primitives import Histogram, Labels, Metric
 
 ENGINE = "0"
 """The label `engine`: a pool is one server, as vLLM with one engine."""
-REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "cancelled": "abort"}
+REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"} | {
+    "budget": "length",
+    "cancelled": "abort",
+}
 """Our reasons → vLLM's; all others are `error`."""
 
 Pick = Callable[[dict[str, str]], dict[str, str] | None]
@@ -47,8 +51,14 @@ TABLE = (
     *named("generation_tokens", sources=[catalogue.TOKENS]),
     *named("prefix_cache_queries", "gpu_prefix_cache_queries", sources=[catalogue.PREFIX_QUERIES]),
     *named("prefix_cache_hits", "gpu_prefix_cache_hits", sources=[catalogue.PREFIX_HITS]),
+    *named("spec_decode_num_drafts", sources=[catalogue.PROPOSALS]),
     *named("spec_decode_num_draft_tokens", sources=[catalogue.PROPOSED_TOKENS]),
     *named("spec_decode_num_accepted_tokens", sources=[catalogue.ACCEPTED_TOKENS]),
+    *named(
+        "spec_decode_num_accepted_tokens_per_pos",
+        sources=[catalogue.ACCEPTED_AT],
+        pick=lambda labels: {"position": labels["position"]},
+    ),
     *named(
         "num_preemptions",
         sources=[catalogue.RESUMES],
@@ -92,6 +102,23 @@ class VllmCollector(Collector):
             first = metric.sources[0]
             if first.name in self.gauges if first.kind == "gauge" else self.has_sums:
                 yield self.family(metric)
+        if catalogue.MAX_LORAS.name in self.gauges:
+            yield self.adapters()
+
+    def adapters(self) -> Family:
+        """The adapters of running and of waiting requests: names in labels, and the present as the value."""
+
+        def names(metric: Metric) -> str:
+            return ",".join(sorted(name for (name,), number in self.gauges[metric.name].items() if number))
+
+        family = Family("vllm:lora_requests_info", "Adapters of running and waiting requests", "gauge")
+        labels = {
+            "max_lora": f"{self.gauges[catalogue.MAX_LORAS.name][()]:.0f}",
+            "waiting_lora_adapters": names(catalogue.ADAPTER_WAITING),
+            "running_lora_adapters": names(catalogue.ADAPTER_ROWS),
+        }
+        family.add_sample(family.name, labels, time.time())
+        return family
 
     def family(self, metric: VllmMetric) -> Family:
         first = metric.sources[0]

@@ -98,40 +98,49 @@ return_places(requests, places, ended)
 return replies
 
 --- finish
--- needs: lib/terminal
--- Publish the batcher's terminal of a request that no worker holds.
--- KEYS request, tokens
+-- needs: lib/terminal, lib/usage
+-- Publish the batcher's terminal of a request that no worker holds, and count its tokens.
+-- KEYS request, tokens, usage
 -- ARGV reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
 -- Returns 1, or 0 when it has ended already.
 local is_first = finish(
   request, tokens, reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
 )
-return is_first and 1 or 0
+if not is_first then return 0 end
+local meter = load_usage()
+meter.count_end(usage, request, tonumber(num_tokens))
+meter.write(usage)
+return 1
 
 --- save_committed
--- needs: lib/fenced, lib/spill
--- Save what the log of a worker has of requests that it holds no more. Where it still stands for the holder,
--- no worker does afterwards, and the crash count is stored: so a death is counted once. A request that has
--- another attempt than when it was read is left alone: its gateway has offered what it showed meanwhile.
--- KEYS epoch, ...
+-- needs: lib/fenced, lib/spill, lib/usage
+-- Save and count what the log of a worker has of requests that it holds no more. Where it still stands for
+-- the holder, no worker does afterwards, and the crash count is stored: so a death is counted once. A request
+-- that has another attempt than when it was read is left alone: its gateway has offered what it showed
+-- meanwhile.
+-- KEYS epoch, usage, ...
 -- ARGV own_epoch, ttl_ms, ...
--- More keys: request, tokens of each. More arguments: worker, attempt, crash_count, offset, records of each.
+-- More keys: request, tokens of each. More arguments: worker, attempt, crash_count, offset, records,
+-- num_speculated of each: of tokens that are not counted yet, how many needed no step of their own.
 -- Returns 'OK' or 'FENCED'.
 if fenced(epoch, own_epoch) then return 'FENCED' end
-local arg = first_arg
+local arg, meter = first_arg, load_usage()
 for key = first_key, #KEYS, 2 do
   local request, tokens = KEYS[key], KEYS[key + 1]
-  local worker, attempt, crash_count, offset, records = unpack(ARGV, arg, arg + 4)
-  arg = arg + 5
+  local worker, attempt, crash_count, offset, records, num_speculated = unpack(ARGV, arg, arg + 5)
+  arg = arg + 6
   local is_live = redis.call('TYPE', request).ok == 'hash' and redis.call('HEXISTS', request, 'terminal') == 0
   if is_live and (redis.call('HGET', request, 'attempt') or '0') == attempt then
     if redis.call('HGET', request, 'worker') == worker then
       redis.call('HSET', request, 'worker', '', 'crash_count', crash_count)
     end
     local width = tonumber(redis.call('HGET', request, 'width') or '1')
-    spill(tokens, tonumber(offset), records, ttl_ms, width)
+    if spill(tokens, tonumber(offset), records, ttl_ms, width) == 1 then
+      meter.count_saved(usage, request, tokens, width, tonumber(num_speculated))
+    end
   end
 end
+meter.write(usage)
 return 'OK'
 
 --- heartbeat
@@ -144,18 +153,40 @@ return write_heartbeat(process, processes, member, ttl_ms, {unpack(ARGV, first_a
 
 --- publish_state
 -- needs: lib/heartbeat
--- What the active batcher tells at an interval: the counts of its scheduler, that its pool is in use, and its
--- heartbeat. Messages of `control` that it has handled are trimmed.
--- KEYS control, state, pools, process, processes
--- ARGV oldest, state_ttl_ms, pool, pool_ttl_s, num_counts, member, ttl_ms, ...
--- `oldest` message to keep; `pool_ttl_s` is '' while no pool is removed; `process`, `member`, `ttl_ms` as in
--- `heartbeat`. More arguments: name, number of each of the counts, then field, value of the heartbeat.
+-- What the active batcher tells at an interval: the counts of its scheduler, and its heartbeat. Messages of
+-- `control` that it has handled are trimmed.
+-- KEYS control, state, process, processes
+-- ARGV oldest, state_ttl_ms, num_counts, member, ttl_ms, ...
+-- `oldest` message to keep; `process`, `member`, `ttl_ms` as in `heartbeat`. More arguments: name, number of
+-- each of the counts, then field, value of the heartbeat.
 local first_field = first_arg + 2 * num_counts
 local counts, fields = {unpack(ARGV, first_arg, first_field - 1)}, {unpack(ARGV, first_field)}
-local now_s = write_heartbeat(process, processes, member, ttl_ms, fields) / 1000
+write_heartbeat(process, processes, member, ttl_ms, fields)
 redis.call('XTRIM', control, 'MINID', '~', oldest)
 redis.call('HSET', state, unpack(counts))
 redis.call('PEXPIRE', state, state_ttl_ms)
-redis.call('ZADD', pools, now_s, pool)
-if pool_ttl_s ~= '' then redis.call('ZREMRANGEBYSCORE', pools, 0, now_s - pool_ttl_s) end
 return 1
+
+--- publish_pool
+-- needs: lib/now
+-- Write what the active batcher of a pool says of it to the directory. Pools that are silent for `ttl_s`
+-- leave.
+-- KEYS pools, pool_entries
+-- ARGV pool, entry, address, silent_s, ttl_s
+-- `entry`: a map whose field `a` is `address`, of the pool's broker.
+-- Returns '', or the address of another broker with a pool of this name that wrote within `silent_s`.
+local now_s = now_ms() / 1000
+local seen_s, other = redis.call('ZSCORE', pools, pool), redis.call('HGET', pool_entries, pool)
+if seen_s and other and now_s - tonumber(seen_s) < tonumber(silent_s) then
+  local theirs = cmsgpack.unpack(other).a
+  if theirs ~= address then return theirs end
+end
+redis.call('HSET', pool_entries, pool, entry)
+redis.call('ZADD', pools, now_s, pool)
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', pools, '-inf', now_s - ttl_s)) do
+  redis.call('HDEL', pool_entries, gone)
+  redis.call('ZREM', pools, gone)
+end
+redis.call('EXPIRE', pools, ttl_s)
+redis.call('EXPIRE', pool_entries, ttl_s)
+return ''

@@ -1,12 +1,13 @@
 --- register_job
 -- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
 -- KEYS job, reply
--- ARGV digest, ttl_ms, channel, in_stream, reply_ttl_ms
--- `in_stream` is '1' where the stream `reply` gets the frames, too.
+-- ARGV digest, tenant, ttl_ms, channel, in_stream, reply_ttl_ms
+-- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''.
 -- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
 local kind = redis.call('TYPE', job).ok
 if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
-local known, last = unpack(redis.call('HMGET', job, 'digest', 'last'))
+local known, last, owner = unpack(redis.call('HMGET', job, 'digest', 'last', 'tenant'))
+if not known and owner and owner ~= tenant then redis.call('DEL', job) end -- another tenant's cancel
 if known and known ~= digest then return 'conflict' end
 if last then
   if channel ~= '' then redis.call('PUBLISH', channel, last) end
@@ -17,6 +18,7 @@ if last then
   return 'ended'
 end
 redis.call('HSET', job, 'digest', digest)
+if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
 redis.call('PEXPIRE', job, ttl_ms)
 return 'live'
 
@@ -100,11 +102,80 @@ return num_new
 --- cancel_job
 -- Cancel a job. One that is not known yet is marked, as its entry may still come.
 -- KEYS job
--- ARGV mark_ttl_ms
--- Returns as how many requests it was admitted, or -1 when it has ended or the key has another type.
+-- ARGV tenant, mark_ttl_ms
+-- `tenant` whose job it must be, or '' for any.
+-- Returns as how many requests it was admitted, or -1 when it has ended, is another tenant's or the key has
+-- another type.
 local kind = redis.call('TYPE', job).ok
 if kind ~= 'hash' and kind ~= 'none' then return -1 end
 if redis.call('HEXISTS', job, 'last') == 1 then return -1 end
+if tenant ~= '' and kind == 'hash' and redis.call('HGET', job, 'tenant') ~= tenant then return -1 end
 redis.call('HSET', job, 'cancel', 1)
-if kind == 'none' then redis.call('PEXPIRE', job, mark_ttl_ms) end
+if kind == 'none' then
+  if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+  redis.call('PEXPIRE', job, mark_ttl_ms)
+end
 return tonumber(redis.call('HGET', job, 'choices') or '0')
+
+--- create_batch
+-- Keep a new batch, which has no lease. Of too many, the oldest that has ended leaves.
+-- KEYS batch, batches, live_batches
+-- ARGV member, made_ms, deadline_ms, ttl_ms, max_batches, ...
+-- More arguments: name, value of each field.
+-- Returns 1, or 0 when there are `max_batches` that have not ended.
+if redis.call('ZCARD', live_batches) >= tonumber(max_batches) then return 0 end
+for i = first_arg, #ARGV, 2 do redis.call('HSET', batch, ARGV[i], ARGV[i + 1]) end
+redis.call('PEXPIRE', batch, ttl_ms)
+redis.call('ZADD', batches, made_ms, member)
+redis.call('ZADD', live_batches, deadline_ms, member)
+local surplus = redis.call('ZCARD', batches) - tonumber(max_batches)
+local oldest = surplus > 0 and redis.call('ZRANGE', batches, 0, -1) or {}
+for _, other in ipairs(oldest) do
+  if surplus > 0 and not redis.call('ZSCORE', live_batches, other) then
+    redis.call('ZREM', batches, other)
+    surplus = surplus - 1
+  end
+end
+redis.call('PEXPIRE', batches, ttl_ms)
+redis.call('PEXPIRE', live_batches, ttl_ms)
+return 1
+
+--- claim_batch
+-- needs: lib/now
+-- Become the one writer of a batch that nobody writes.
+-- KEYS batch, live_batches
+-- ARGV member, lease_ms
+-- Returns the writer's epoch, or 0 when the batch has another writer, or has ended.
+if redis.call('EXISTS', batch) == 0 then
+  redis.call('ZREM', live_batches, member)
+  return 0
+end
+if not redis.call('ZSCORE', live_batches, member) then return 0 end
+local present_ms = now_ms()
+if tonumber(redis.call('HGET', batch, 'leased_until_ms') or '0') > present_ms then return 0 end
+redis.call('HSET', batch, 'leased_until_ms', present_ms + tonumber(lease_ms))
+return redis.call('HINCRBY', batch, 'epoch', 1)
+
+--- write_batch
+-- needs: lib/now
+-- Write fields of a batch, and renew its lease; only its newest writer may.
+-- KEYS batch, batches, live_batches
+-- ARGV member, epoch, lease_ms, ttl_ms, ended, ...
+-- `ended` is '1' with the last write. A `lease_ms` of 0 gives the batch up. More arguments: name, value of
+-- each field.
+-- Returns 'lost' when there is a newer writer, 'cancelled' when a client has cancelled it, else 'live'.
+if redis.call('HGET', batch, 'epoch') ~= epoch then return 'lost' end
+for i = first_arg, #ARGV, 2 do redis.call('HSET', batch, ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', batch, 'leased_until_ms', lease_ms == '0' and 0 or now_ms() + tonumber(lease_ms))
+for _, key in ipairs({batch, batches, live_batches}) do redis.call('PEXPIRE', key, ttl_ms) end
+if ended == '1' then redis.call('ZREM', live_batches, member) end
+return redis.call('HEXISTS', batch, 'cancelling_at') == 1 and 'cancelled' or 'live'
+
+--- cancel_batch
+-- Ask the writer of a batch to end it.
+-- KEYS batch, live_batches
+-- ARGV member, cancelling_at
+-- Returns 1, or 0 when the batch has ended.
+if not redis.call('ZSCORE', live_batches, member) then return 0 end
+redis.call('HSETNX', batch, 'cancelling_at', cancelling_at)
+return 1

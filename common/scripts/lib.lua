@@ -24,28 +24,42 @@ end
 --- lib/places
 -- needs: lib/now
 -- Places of live requests: how many of each class and tenant the stream `requests` has, and what they weigh.
--- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant; and
--- in `logits`, if it returns some, the most bytes of them. So what an entry took comes back when it is
--- deleted, whichever script does it. A sum that does not fit the stream, as after entries of an older
+-- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant; in
+-- `logits`, if it returns some, the most bytes of them; and in `key`, if it has an API key, the hash of what
+-- that key has of its limits, which counts its live requests by pool. So what an entry took comes back when
+-- it is deleted, whichever script does it. A sum that does not fit the stream, as after entries of an older
 -- version, is counted anew.
 local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
 local CLASS_INDEX = {}
 for index, class in ipairs(CLASSES) do CLASS_INDEX[class] = index end
+local KEY_USE_TTL_MS = 7 * 86400000
 
 local function read_place(entry)
-  local payload, place, logits = '', '', 0
+  local payload, place, logits, key = '', '', 0, ''
   for i = 1, #entry[2], 2 do
     if entry[2][i] == 'place' then place = entry[2][i + 1] end
     if entry[2][i] == 'generate' then payload = entry[2][i + 1] end
     if entry[2][i] == 'logits' then logits = tonumber(entry[2][i + 1]) end
+    if entry[2][i] == 'key' then key = entry[2][i + 1] end
   end
   local class, tokens, tenant = string.match(place, '^(%a+) (%d+) (.*)$')
-  if not CLASS_INDEX[class] then return 'standard', 0, '', #payload, logits end
-  return class, tonumber(tokens), tenant, #payload, logits
+  if not CLASS_INDEX[class] then return 'standard', 0, '', #payload, logits, key end
+  return class, tonumber(tokens), tenant, #payload, logits, key
+end
+
+-- Have the hash of an API key say how many live requests this pool has of it.
+local function show_live(places, key)
+  local field, number = 'live:' .. places, redis.call('HGET', places, 'key:' .. key)
+  if number then
+    redis.call('HSET', key, field, number)
+    redis.call('PEXPIRE', key, KEY_USE_TTL_MS)
+  else
+    redis.call('HDEL', key, field)
+  end
 end
 
 -- Count `number` requests of a tenant, and what they take together; negative numbers take them away.
-local function add_places(places, number, class, tokens, tenant, bytes, logits)
+local function add_places(places, number, class, tokens, tenant, bytes, logits, key)
   redis.call('HINCRBY', places, 'all', number)
   redis.call('HINCRBY', places, 'requests:' .. class, number)
   redis.call('HINCRBY', places, 'tokens:' .. class, tokens + 0) -- Redis 7.0 takes no -0
@@ -53,22 +67,36 @@ local function add_places(places, number, class, tokens, tenant, bytes, logits)
   if logits ~= 0 then redis.call('HINCRBY', places, 'logits', logits) end
   local own = 'tenant:' .. class .. ':' .. tenant
   if redis.call('HINCRBY', places, own, number) <= 0 then redis.call('HDEL', places, own) end
+  if key == '' then return end
+  local live = 'key:' .. key
+  if redis.call('HINCRBY', places, live, number) <= 0 then redis.call('HDEL', places, live) end
+  show_live(places, key)
+end
+
+local function drop_places(places)
+  local keys = {}
+  for i, field in ipairs(redis.call('HKEYS', places)) do
+    if string.sub(field, 1, 4) == 'key:' then keys[#keys + 1] = string.sub(field, 5) end
+  end
+  redis.call('DEL', places)
+  for _, key in ipairs(keys) do show_live(places, key) end
 end
 
 local function count_places(requests, places)
-  redis.call('DEL', places)
+  drop_places(places)
   for _, entry in ipairs(redis.call('XRANGE', requests, '-', '+')) do
     add_places(places, 1, read_place(entry))
   end
 end
 
 -- Append the entry of a request. Returns its id.
-local function take_place(requests, places, payload, clock, class, tokens, tenant, logits)
+local function take_place(requests, places, payload, clock, class, tokens, tenant, logits, key)
   local entry = {'generate', payload, 'place', class .. ' ' .. tokens .. ' ' .. tenant}
   if clock then entry[5], entry[6] = 'clock', clock end
   if logits > 0 then entry[#entry + 1], entry[#entry + 2] = 'logits', logits end
+  if key ~= '' then entry[#entry + 1], entry[#entry + 2] = 'key', key end
   local id = redis.call('XADD', requests, '*', unpack(entry))
-  add_places(places, 1, class, tokens, tenant, #payload, logits)
+  add_places(places, 1, class, tokens, tenant, #payload, logits, key)
   return id
 end
 
@@ -78,16 +106,16 @@ local function return_places(requests, places, ids)
   for _, id in ipairs(ids) do
     local entry = redis.call('XRANGE', requests, id, id)[1]
     if entry and redis.call('XDEL', requests, id) > 0 then
-      local class, tokens, tenant, bytes, logits = read_place(entry)
-      local own = class .. ' ' .. tenant
-      local sum = sums[own] or {0, class, 0, tenant, 0, 0}
-      sums[own] = {sum[1] - 1, class, sum[3] - tokens, tenant, sum[5] - bytes, sum[6] - logits}
+      local class, tokens, tenant, bytes, logits, key = read_place(entry)
+      local own = class .. ' ' .. tenant .. ' ' .. key
+      local sum = sums[own] or {0, class, 0, tenant, 0, 0, key}
+      sums[own] = {sum[1] - 1, class, sum[3] - tokens, tenant, sum[5] - bytes, sum[6] - logits, key}
       number = number + 1
     end
   end
   if number == 0 then return end
   if redis.call('XLEN', requests) == 0 then
-    redis.call('DEL', places)
+    drop_places(places)
     return
   end
   for _, sum in pairs(sums) do add_places(places, unpack(sum)) end
@@ -100,6 +128,38 @@ local function return_places(requests, places, ids)
     redis.call('HSET', places, 'interval_ms', string.format('%.1f', mean))
   end
   redis.call('HSET', places, 'freed_ms', freed_ms)
+end
+
+--- lib/rates
+-- needs: lib/now
+-- Limits of an API key. Its rates are two buckets, of requests and of tokens, which hold what a minute allows
+-- and fill evenly. A request takes the tokens that it may need; at its end, what it has not needed comes back
+-- (`lib/terminal`). One that may need more than a minute allows takes all, and its end may leave a debt.
+
+-- What is left of the buckets of a key, or a whole minute's of one that is not known -> requests, tokens.
+local function left_of_rates(key, per_minute)
+  local requests, tokens, at_ms = unpack(redis.call('HMGET', key, 'requests', 'tokens', 'at_ms'))
+  local passed_ms = now_ms() - tonumber(at_ms or '0')
+  if passed_ms < -60000 then passed_ms = 60000 end -- the clock was set back
+  local share = math.max(0, passed_ms) / 60000
+  local function left(limit, known)
+    return known and math.min(limit, tonumber(known) + limit * share) or limit
+  end
+  return left(per_minute.requests, requests), left(per_minute.tokens, tokens)
+end
+
+-- The live requests of a key, in all pools.
+local function live_of_key(key)
+  local live, fields = 0, redis.call('HGETALL', key)
+  for i = 1, #fields, 2 do
+    if string.sub(fields[i], 1, 5) == 'live:' then live = live + tonumber(fields[i + 1]) end
+  end
+  return live
+end
+
+local function set_rates(key, requests, tokens)
+  redis.call('HSET', key, 'requests', string.format('%.3f', requests), 'tokens',
+    string.format('%.3f', tokens), 'at_ms', now_ms())
 end
 
 --- lib/heartbeat

@@ -1,19 +1,25 @@
 --- admit
--- needs: lib/places
+-- needs: lib/places, lib/rates, lib/usage
 -- Admit a request if there is room for it: append one entry to the queue.
 -- A class counts itself and the more urgent ones, so the others never take its room. Where several tenants of
 -- a class have asked within the last half minute, none has more than its share, by weight, of what the more
 -- urgent classes leave.
 -- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
--- KEYS requests, places, request, clock, ...
+-- An API key has limits of its own, over all pools of the broker.
+-- KEYS requests, places, request, clock, usage, ...
 -- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer,
---      service_class, tenant, weight, num_prompt, logits_bytes
+--      service_class, tenant, weight, num_prompt, logits_bytes, account, key, ...
 -- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
 -- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
 -- `logits_bytes`: the most bytes of logits that it returns; those of all requests are at most `max_bytes`.
+-- `account`: who pays for it, at what prices, with what budget (`read_account`), or ''.
 -- A prompt of more tokens than may wait is admitted when no other waits, and so are more logits.
--- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant',
--- what was counted, ms until there may be room}.
+-- `key`: the hash of what its API key has of its limits, or ''. More arguments, with a key: its most live
+-- requests, its requests and tokens a minute (0 is no limit), and what the request takes of these two: tokens
+-- of its prompt, and of its answer at most.
+-- Returns {'admitted', entry id, left requests, left tokens}, {'attached'}, {'conflict'}, {'budget'}, or
+-- {'requests', 'tokens', 'bytes', 'tenant', 'key_live', 'key_requests' or 'key_tokens', what was counted, ms
+-- until there may be room, left requests, left tokens}; what is left are texts, '' without a key.
 local tenants = KEYS[first_key]
 local known = redis.call('HGET', request, 'digest')
 if known then return {known == digest and 'attached' or 'conflict'} end
@@ -72,9 +78,26 @@ local function held(what)
   return sum, above
 end
 
+local max_live, per_minute, left_requests, left_tokens
+if key ~= '' then
+  max_live = tonumber(ARGV[first_arg])
+  per_minute = {requests = tonumber(ARGV[first_arg + 1]), tokens = tonumber(ARGV[first_arg + 2])}
+  left_requests, left_tokens = left_of_rates(key, per_minute)
+end
+
+local function with_rates(reply)
+  reply[#reply + 1] = left_requests and string.format('%.3f', left_requests) or ''
+  reply[#reply + 1] = left_tokens and string.format('%.3f', left_tokens) or ''
+  return reply
+end
+
 local function refuse(why, count, excess)
   local interval_ms = tonumber(redis.call('HGET', places, 'interval_ms') or '1000')
-  return {why, count, math.ceil(excess * interval_ms)}
+  return with_rates({why, count, math.ceil(excess * interval_ms)})
+end
+
+local function refuse_rate(why, left, needed, limit)
+  return with_rates({why, math.ceil(limit - left), math.ceil((needed - left) * 60000 / limit)})
 end
 
 local count, above = held(REQUESTS)
@@ -99,28 +122,62 @@ if own > 0 and num_tenants > 1 then -- each may have one
   if own >= share then return refuse('tenant', own, own - share + 1) end
 end
 
+local reserved = false
+if key ~= '' then
+  if max_live > 0 then
+    local live = live_of_key(key)
+    if live >= max_live then return refuse('key_live', live, live - max_live + 1) end
+  end
+  local num_requests, num_asked, num_answer = unpack(ARGV, first_arg + 3, first_arg + 5)
+  num_requests, num_asked = tonumber(num_requests), tonumber(num_asked)
+  if per_minute.requests > 0 then
+    if left_requests < num_requests then
+      return refuse_rate('key_requests', left_requests, num_requests, per_minute.requests)
+    end
+    left_requests = left_requests - num_requests
+  end
+  if per_minute.tokens > 0 then
+    local needed = math.min(per_minute.tokens, num_asked + tonumber(num_answer))
+    if left_tokens < needed then
+      return refuse_rate('key_tokens', left_tokens, needed, per_minute.tokens)
+    end
+    left_tokens = left_tokens - needed
+    reserved = needed - num_asked
+  end
+end
+
+if key ~= '' then -- without one there is no budget
+  if account ~= '' and not load_usage().set_aside(usage, request, account) then return {'budget'} end
+  if per_minute.requests > 0 or reserved then set_rates(key, left_requests, left_tokens) end
+end
+if account ~= '' then redis.call('HSET', request, 'account', account) end
 local shown_ms = redis.call('GET', clock)
-local id = take_place(requests, places, payload, shown_ms, service_class, num_prompt, tenant, logits_bytes)
+local id = take_place(
+  requests, places, payload, shown_ms, service_class, num_prompt, tenant, logits_bytes, key
+)
+if reserved then redis.call('HSET', request, 'key', key, 'reserved', reserved) end
 redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gateway, 'entry', id,
   'attempt', 0, 'base', 0, 'crash_count', 0, 'width', width)
 if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
-return {'admitted', id}
+return with_rates({'admitted', id})
 
 --- offer
--- needs: lib/places, lib/spill
+-- needs: lib/places, lib/spill, lib/usage
 -- Offer a request as its gateway knows it: what was shown to a client is a fact, whatever the broker has
 -- lost. A request that is gone, and with `reopen` one that ended with other tokens, is queued again, after
 -- its tokens. A run that began before the last of them, and did not make them, is void: its attempt is over,
 -- and the batcher is told.
--- KEYS request, tokens, requests, places, clock, control
+-- KEYS request, tokens, requests, places, clock, control, usage
 -- ARGV payload, digest, channel, gateway, width, made_by, made_in, num_tokens, records, prompt_records,
 --      num_cached, ttl_ms, resume, reopen, answer, reader, connection, service_class, num_prompt,
---      tenant, logits_bytes
+--      tenant, logits_bytes, account, key
 -- `width`: records of a token. `made_by`, `made_in`: worker and attempt that made the last token.
 -- `records` of the tokens, kept for `ttl_ms`; `prompt_records` and `num_cached`, of the prompt, may be ''.
 -- `resume`: the message to the batcher. `reopen` is '1' or ''. `answer` that this request begins, or ''.
 -- `reader`, `connection`: numbers of the reader, and of the one on whose connection it is written.
 -- `num_prompt`: tokens of its prompt. `logits_bytes`: the most bytes of logits that it returns.
+-- `account`: who pays for it, or ''. Tokens that this broker has not counted are counted.
+-- `key`: as in `admit`; its rates are not asked again.
 -- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
 -- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
 -- longer count.
@@ -143,11 +200,17 @@ local function set_tokens()
   if records ~= '' then redis.call('SET', tokens, records, 'PX', ttl_ms) end
 end
 
+local meter = load_usage()
+local function count_shown()
+  meter.count_tokens(usage, request, num_tokens, 0)
+  meter.write(usage)
+end
+
 if not known or terminal then
   local attempt = math.max(made_in, tonumber(last or '0'))
   local shown_ms = redis.call('GET', clock)
   local id = take_place(
-    requests, places, payload, shown_ms, service_class, tonumber(num_prompt), tenant, logits_bytes
+    requests, places, payload, shown_ms, service_class, tonumber(num_prompt), tenant, logits_bytes, key
   )
   redis.call('HDEL', request, 'terminal', 'num_tokens', 'error', 'error_type')
   redis.call('PERSIST', request)
@@ -157,7 +220,10 @@ if not known or terminal then
   if prompt_records ~= '' then redis.call('HSET', request, 'prompt', prompt_records) end
   if num_cached ~= '' then redis.call('HSET', request, 'cached', num_cached) end
   if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
+  if account ~= '' then redis.call('HSET', request, 'account', account) end
+  if account ~= '' and not known and num_tokens == 0 then meter.set_aside(usage, request, account, true) end
   set_tokens()
+  count_shown()
   return {'queued', attempt}
 end
 
@@ -168,6 +234,7 @@ worker, last, base = worker or '', tonumber(last or '0'), tonumber(base or '0')
 local had_all = redis.call('TYPE', tokens).ok == 'string' and redis.call('STRLEN', tokens) >= #records
 local differs = spill(tokens, 0, records, ttl_ms, width) == -1
 if differs then set_tokens() end
+count_shown()
 if last < made_in and not differs then -- the broker has lost where it was placed
   redis.call('HSET', request, 'worker', made_by, 'attempt', made_in, 'base', num_tokens)
   return {'kept'}
@@ -266,7 +333,8 @@ redis.call('DEL', request, tokens, logits)
 return 1
 
 --- keep_response
--- Note a stored response, and take the oldest out of the note while there are too many.
+-- Note an answer that is kept after it was read, and take the oldest out of the note while there are too
+-- many.
 -- KEYS responses
 -- ARGV request_id, ttl_s, max_kept
 -- Returns the ids of those that are to be deleted.
@@ -274,7 +342,8 @@ local time = redis.call('TIME')
 local now_s = time[1] + time[2] / 1e6
 redis.call('ZREMRANGEBYSCORE', responses, '-inf', now_s)
 redis.call('ZADD', responses, now_s + tonumber(ttl_s), request_id)
-redis.call('EXPIRE', responses, ttl_s)
+local last_s = redis.call('ZRANGE', responses, -1, -1, 'WITHSCORES')[2]
+redis.call('EXPIRE', responses, math.ceil(tonumber(last_s) - now_s))
 local surplus = redis.call('ZCARD', responses) - tonumber(max_kept)
 if surplus <= 0 then return {} end
 local oldest = redis.call('ZRANGE', responses, 0, surplus - 1)
@@ -282,13 +351,13 @@ redis.call('ZREMRANGEBYRANK', responses, 0, surplus - 1)
 return oldest
 
 --- delete_response
--- Delete a stored response that has ended.
--- KEYS request, tokens, responses
+-- Delete an answer that is kept and has ended.
+-- KEYS request, tokens, logits, responses
 -- ARGV request_id
 -- Returns 1, or 0 when it has not ended yet.
 if redis.call('TYPE', request).ok == 'hash' and redis.call('HEXISTS', request, 'terminal') == 0 then
   return 0
 end
-redis.call('DEL', request, tokens)
+redis.call('DEL', request, tokens, logits)
 redis.call('ZREM', responses, request_id)
 return 1

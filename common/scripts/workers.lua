@@ -14,23 +14,29 @@ end
 return 1
 
 --- flush
--- needs: lib/sealed, lib/terminal, lib/spill, lib/holds
+-- needs: lib/sealed, lib/terminal, lib/spill, lib/holds, lib/usage
 -- Flush of a worker: append to log and reports, and only then publish.
 -- A sealed or missing log refuses all of it, and so do streams to which somebody else has written, and a log
 -- without the flush before this one: the broker has lost it, and what else was written last.
 -- A repeated flush appends and publishes nothing.
--- KEYS log, reports, ...
--- ARGV sequence, report, oldest, ttl_ms, worker, num_messages, num_prompts, num_terminals, num_spills, mode,
---      ...
+-- Spilled tokens are counted, those of terminals, and those of requests whose keys have a budget.
+-- KEYS log, reports, usage, ...
+-- ARGV sequence, report, oldest, ttl_ms, worker, num_messages, num_prompts, num_terminals, num_spills,
+--      num_counts, mode, ...
 -- `report` is '' for none; `oldest` report to keep; `ttl_ms` of spilled tokens. `mode`: 'trim' trims the log,
 -- 'whole' follows whatever it has (tokens of requests whose end is lost stand nowhere else), or ''.
--- More keys: request of each prompt; request, tokens of each terminal; request, tokens of each spill.
+-- More keys: request of each prompt; request, tokens of each terminal; request, tokens of each spill; request
+-- of each count.
 -- More arguments: channel, payload of each message: the log has all of them, those with a channel are
 -- published; records of each prompt; attempt, base, reason, num_tokens, error_text, error_type, records,
--- ttl_ms, channel, payload of each terminal; attempt, base, offset, records of each spill.
+-- ttl_ms, channel, payload, num_speculated of each terminal; attempt, base, offset, records,
+-- num_speculated of each spill; attempt, base, num_tokens, num_speculated of each count. `num_speculated`:
+-- tokens of this attempt that needed no step of their own.
 -- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is
--- another worker's, has ended or has other tokens; or {'GAP'}, {'MISSING'} or {'SEALED'}.
+-- another worker's, has ended or has other tokens; then one for each count: the tokens that its key may still
+-- get, 0 or less when its budget is reached; or {'GAP'}, {'MISSING'} or {'SEALED'}.
 local id, key, arg = sequence .. '-0', first_key, first_arg
+local meter = num_terminals .. num_spills .. num_counts ~= '000' and load_usage()
 
 local entry = {}
 for i = 1, tonumber(num_messages) do
@@ -73,9 +79,13 @@ for _ = 1, tonumber(num_prompts) do
 end
 for _ = 1, tonumber(num_terminals) do
   if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
-    pcall(finish, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 9))
+    local _, is_first = pcall(finish, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 9))
+    local number, speculated = tonumber(ARGV[arg + 3]), tonumber(ARGV[arg + 10])
+    if is_first == true then
+      meter.count_end(usage, KEYS[key], number, ARGV[arg], speculated, ARGV[arg + 2])
+    end
   end
-  key, arg = key + 2, arg + 10
+  key, arg = key + 2, arg + 11
 end
 local answer, all_spilled = {'OK'}, true
 for _ = 1, tonumber(num_spills) do
@@ -83,12 +93,28 @@ for _ = 1, tonumber(num_spills) do
   if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
     local width = tonumber(redis.call('HGET', KEYS[key], 'width') or '1')
     spilled = spill(KEYS[key + 1], tonumber(ARGV[arg + 2]), ARGV[arg + 3], ttl_ms, width)
+    if spilled == 1 then
+      local speculated = meter.speculated_since(KEYS[key], ARGV[arg], tonumber(ARGV[arg + 4]))
+      meter.count_saved(usage, KEYS[key], KEYS[key + 1], width, speculated)
+    end
   end
   answer[#answer + 1] = spilled
   all_spilled = all_spilled and spilled ~= 0
-  key, arg = key + 2, arg + 4
+  key, arg = key + 2, arg + 5
 end
 if all_spilled and mode == 'trim' then redis.call('XTRIM', log, 'MINID', id) end
+local accounts = {}
+for i = 1, tonumber(num_counts) do
+  local is_held = holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1])
+  if is_held then
+    local speculated = meter.speculated_since(KEYS[key], ARGV[arg], tonumber(ARGV[arg + 3]))
+    accounts[i] = meter.count_tokens(usage, KEYS[key], tonumber(ARGV[arg + 2]), speculated)
+  end
+  accounts[i] = accounts[i] or false
+  key, arg = key + 1, arg + 4
+end
+if meter then meter.write(usage) end
+for _, account in ipairs(accounts) do answer[#answer + 1] = meter.tokens_left(usage, account) end
 return answer
 
 --- write_logits

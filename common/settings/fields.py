@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.settings.lora import LoraAdapters
 from common.settings.types import (
     MAX_PROCESSES,
     Count,
@@ -15,12 +16,16 @@ from common.settings.types import (
     LogprobsMode,
     MetricsNames,
     Number,
+    NumPictures,
+    PoolUrls,
     Port,
     Processes,
     Quantize,
     ReasoningParser,
     RopeScaling,
+    Runner,
     Seconds,
+    SleepLevel,
     ToolCallParser,
     Url,
     Words,
@@ -40,12 +45,22 @@ class SettingFields(BaseModel):
     """revision of a hub model"""
     served_model_name: Words = ()
     """the model's names: the first is in responses, requests may use any (default: MODEL_ID as given)"""
+    models: Words = ()
+    """further models that a worker serves in turns, as small=Qwen/Qwen3-0.6B; those not asked for sleep"""
+    sleep_level: SleepLevel | None = None
+    """sleeping models keep their weights in memory (1) or on disk only (2) (default: 1 while memory lasts)"""
     any_model_name: bool = False
     """requests that name a model which no pool serves are answered by this one (default: 404)"""
+    lora_adapters: LoraAdapters = ()
+    """LoRA adapters served from the start, as sql=/adapters/sql,org/adapter@revision (folder or hub id)"""
+    allow_runtime_lora_updating: bool | None = None
+    """requests may load and unload adapters: true, also without a key; false, never (default: an admin's)"""
+    runner: Runner = "auto"
+    """generate, pooling (vectors, from a generating model those of last tokens) or auto: as its files say"""
     load_format: LoadFormat = "auto"
     """auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed"""
     quantize: Quantize | None = None
-    """how the checkpoint is quantised (awq, gptq …), refused if it is not; fp8 also rounds plain weights"""
+    """how the checkpoint is quantised (awq, gptq …), or what its plain weights become (docs/quantizing.md)"""
     trust_remote_code: bool = False
     """run the Python code that a checkpoint brings along"""
     huggingface_hub_cache: str | None = None
@@ -62,6 +77,8 @@ class SettingFields(BaseModel):
     """a JSON object of values that replace those of GENERATION_CONFIG"""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """log-probabilities of /v1 are raw_logprobs, processed_logprobs, raw_logits or processed_logits"""
+    strip_billing_header: bool = True
+    """system prompts on /v1/messages lose the changing line x-anthropic-billing-header of Claude Code"""
     continue_final_message: bool = False
     """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
     control_tokens_in_messages: bool = False
@@ -83,6 +100,8 @@ class SettingFields(BaseModel):
     """this gateway's own port (0: any free one)"""
     api_key: str | None = None
     """key that `Authorization: Bearer` carries on routes that take a prompt, and on /fleet (default: none)"""
+    api_keys_file: str | None = None
+    """YAML file with API keys, read again when it changes (default: those of `tokenfleet keys`, in Redis)"""
     cors_allow_origin: Words = ()
     """origins that browsers may call from; * is any (default: any with API_KEY, else this machine's)"""
     compute_type: str | None = None
@@ -112,6 +131,8 @@ class SettingFields(BaseModel):
     """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
+    model_prices: Words = ()
+    """prices of a million tokens (prompt/cached/output), as smollm2=0.15/0.075/0.6: for budgets and /usage"""
     max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
     """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
     validation_workers: Processes | None = None
@@ -132,6 +153,20 @@ class SettingFields(BaseModel):
     """most likely tokens listed with each token"""
     max_logits_bytes: Count = 64 * 2**20
     """logits that one answer may return (bytes); the broker and the gateway hold them until it is sent"""
+    allowed_media_domains: Words = ()
+    """hosts from which pictures are fetched, as pics.example.com,*.example.org (default: none is fetched)"""
+    max_pictures: NumPictures = 8
+    """pictures of one request, for models that see (0: none)"""
+    max_picture_bytes: Count = 10_000_000
+    """size of one picture (bytes)"""
+    max_picture_pixels: Annotated[Count, Field(le=2**27)] = 2**25
+    """pixels of one picture; it is refused before it is decoded"""
+    picture_fetch_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 10.0
+    """time in which a picture must be fetched, redirects included (s)"""
+    picture_payload_limit: Count = 24_000_000
+    """largest request body where the model sees pictures, which are sent in it as base64 (bytes)"""
+    max_kept_pictures_bytes: Count = 512 * 2**20
+    """pictures of all live requests in the broker (bytes); each is there once"""
     watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
     """share of the vocabulary that a `watermark` favours at each token"""
     watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0
@@ -147,18 +182,36 @@ class SettingFields(BaseModel):
     response_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
     """how long a stored response of /v1/responses is kept after its end (s)"""
     max_stored_responses: Count = 10_000
-    """stored responses of the pool; beyond it the oldest are deleted"""
+    """responses that are stored and answers that are kept for an Idempotency-Key; the oldest are deleted"""
+    idempotency_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
+    """how long after its end an answer is kept for requests with the same Idempotency-Key (s)"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
     max_jobs: Count = 256
     """arq jobs that one job worker waits for at once"""
+    files_dir: str | None = None
+    """folder or fsspec URL of /v1/files, the same for all gateways (default: none, so no files or batches)"""
+    max_file_bytes: Count = 200 * 2**20
+    """size of one file of /v1/files (bytes)"""
+    max_files: Count = 10_000
+    """files that one tenant may keep"""
+    max_batch_lines: Count = 50_000
+    """requests of one batch"""
+    max_batches: Count = 10_000
+    """batches that the pool keeps; those that have ended leave first"""
+    batch_window: Count = 256
+    """requests of one batch that are queued or computed at once"""
 
     pool: str = "default"
     """the set of workers that serve one model; part of every Redis key"""
     redis_url: str | None = None
     """the broker (default: `serve` starts an embedded one, for this user alone)"""
-    num_workers: Processes = 1
-    """worker processes that `serve` starts"""
+    directory_url: str | None = None
+    """the broker with the directory of pools, one for all pools of a company (default: REDIS_URL)"""
+    pool_urls: PoolUrls = ()
+    """brokers of other pools, as a=redis://…,b=… (default: by the directory, with the user of REDIS_URL)"""
+    num_workers: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
+    """worker processes that `serve` starts (0: all are elsewhere, at the same REDIS_URL)"""
     preload_worker: bool | None = None
     """`serve` keeps a process that is ready to become the next worker (default: where memory allows)"""
     preload_gateway: bool | None = None
@@ -183,7 +236,7 @@ class SettingFields(BaseModel):
     """gateway processes that `serve` starts"""
     num_batchers: Processes = 1
     """batcher processes that `serve` starts (one is active, others stand by)"""
-    num_jobs: Annotated[Number, Field(le=1024)] = 1
+    num_jobs: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
     """arq job worker processes that `serve` starts"""
 
     max_batch_size: Count = 256
@@ -204,6 +257,16 @@ class SettingFields(BaseModel):
     """most steps granted ahead; 32 are usual, more where grants take long to arrive"""
     speculate: Annotated[Number, Field(le=15)] = 0
     """tokens that a step checks beyond a row's next, found in what the row has so far (0: none)"""
+    enable_lora: bool | None = None
+    """LoRA adapters may be loaded (default: on CPU; on CUDA their memory is taken with LORA_ADAPTERS only)"""
+    max_loras: Count = 8
+    """LoRA adapters that the rows of one step may have; others are kept in memory of the host"""
+    max_lora_rank: Count = 64
+    """largest rank of a LoRA adapter; on CUDA memory for MAX_LORAS adapters of this rank is taken at start"""
+    max_cpu_loras: Count | None = None
+    """LoRA adapters kept in memory of the host; others are read again (default: 4 * MAX_LORAS)"""
+    speculative_config: str | None = None
+    """how these are found, in vLLM's JSON: {"method": "suffix"} or {"model": …} (docs/speculation.md)"""
 
     device: Device = "auto"
     """cpu, cuda or auto"""
@@ -215,6 +278,8 @@ class SettingFields(BaseModel):
     """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what CUDA_MEMORY_FRACTION leaves on CUDA)"""
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto (DTYPE), or 8-bit floats, with a checkpoint's k_scale and v_scale: fp8_e4m3 (fp8), fp8_e5m2"""
+    picture_cache_bytes: Count = 256 * 2**20
+    """encoded pictures that a worker's engine keeps for further requests, of a model that sees"""
     block_size: Count | None = None
     """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
     cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0
@@ -251,6 +316,12 @@ class SettingFields(BaseModel):
     """logs as one JSON object a line"""
     access_log_rate: Number = 1000
     """most lines a second of a gateway's access log, one for each request; the rest are counted (0: none)"""
+    audit_log: str | None = None
+    """file of the audit log (JSON lines; of gateway g0 audit.json is audit.g0.json), or - (default: none)"""
+    audit_log_bytes: Number = 100 * 2**20
+    """size at which the audit log begins a new file (0: never; whoever moves it away begins one)"""
+    audit_log_files: Count = 10
+    """older files of the audit log that are kept, with AUDIT_LOG_BYTES"""
     otlp_endpoint: Url | None = None
     """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)"""
     otlp_service_name: str | None = None

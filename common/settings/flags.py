@@ -8,6 +8,7 @@ which a test must not.
 
 import argparse
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -16,6 +17,9 @@ from common.settings.fields import SettingFields
 from common.settings.help import OF_OTHERS, SECTIONS, help_texts
 from common.settings.option import ANY, IMPLIED, OTHERS, GivenValue
 from common.settings.types import SettingError
+
+OBJECTS = ("-sc", "--speculative-config")
+"""Flags of an object whose parts may be flags, too."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -97,7 +101,7 @@ def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[st
             raise SettingError(
                 flag_of(name), f"means the same as {flag_of(given[target].name)}, which is given, too"
             )
-        text = ",".join(texts) if is_list(name) else texts[-1]
+        text = ",".join(texts) if is_list(target) else texts[-1]
         given[target] = GivenValue(name if name == target else flag_of(name), text.strip())
     return given
 
@@ -106,7 +110,7 @@ def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
     """The words of a command line with underscores in flags as dashes, `--no-x` of a switch as `--x=false`,
     and `--config FILE` as the flags that the file has.
     """
-    words = [spelled for word in argv for spelled in spell_flag(word, parser)]
+    words = [spelled for word in join_parts(argv) for spelled in spell_flag(word, parser)]
     if "--config" not in words:
         return words
     i = words.index("--config")
@@ -116,6 +120,28 @@ def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
     return [*(flag for flag in in_file if flag.split("=")[0] not in given), *rest]
 
 
+def join_parts(argv: Sequence[str]) -> list[str]:
+    """The words of a command line with `--speculative-config.method suffix` and its like as one object."""
+    words: list[str] = []
+    parts: dict[str, Any] = {}
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        whole, dot, part = name.partition(".")
+        if dot and whole.replace("_", "-") in OBJECTS:
+            parts[part.replace("-", "_")] = json_or_text(value if equals else next(rest, ""))
+        else:
+            words.append(word)
+    return [*words, *([f"{OBJECTS[-1]}={json.dumps(parts)}"] if parts else [])]
+
+
+def json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
     if not word.startswith("-"):
         return [word]
@@ -123,7 +149,8 @@ def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
     if name.startswith("--"):
         name = name.replace("_", "-")
     whole, dot, _ = name.partition(".")
-    if dot and whole in parser._option_string_actions:  # --structured-outputs-config.backend: a part of it
+    known = parser._option_string_actions
+    if dot and name not in known and whole in known:  # --structured-outputs-config.backend: a part of it
         name = whole
     if name == "--config" and equals:
         return [name, value]
@@ -206,7 +233,7 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
             nargs = "?" if option.kind is bool else None
             add(others, option.name, option.outcome if everything else None, nargs)
     for name, target in OTHERS.flags.items():
-        nargs = "?" if is_switch(target) else None
+        nargs = "?" if is_switch(target) else "+" if is_list(target) else None
         add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
     return parser
 

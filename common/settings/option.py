@@ -124,6 +124,12 @@ IMPLIED = {
     ("cuda_graphs", "0"): ("enforce_eager", "true"),
     ("disable_uvicorn_access_log", "true"): ("access_log_rate", "0"),
     ("disable_access_log", "true"): ("access_log_rate", "0"),
+    ("task", "generate"): ("runner", "generate"),
+    **{
+        ("task", kind): ("runner", "pooling")
+        for kind in ("embed", "embedding", "classify", "score", "reward")
+    },
+    ("convert", "embed"): ("runner", "pooling"),
 }
 """An option and its value → the setting of ours that it gives a value."""
 

@@ -11,16 +11,38 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 
+from common.prices import Prices, prices_of, read_prices
 from common.settings import flags
 from common.settings.fields import SettingFields
+from common.settings.lora import AdapterSource, read_adapters
 from common.settings.option import OTHERS, check_option
 from common.settings.ranges import read_overrides
+from common.settings.speculation import Speculation, read_speculation
 from common.settings.types import SettingError, one_line_errors
 
 __all__ = ["SettingError", "Settings"]
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000
+POOL_NAME = re.compile(r"[\w./:@-]{1,200}")
+OF_ONE_MODEL = (
+    "revision",
+    "runner",
+    "quantize",
+    "tokenizer_config_path",
+    "chat_template",
+    "override_generation_config",
+    "speculative_config",
+    "rope_scaling",
+    "rope_factor",
+    "max_total_tokens",
+    "max_input_tokens",
+    "tool_call_parser",
+    "reasoning_parser",
+    "lora_adapters",
+)
+"""Settings that belong to MODEL_ID; other models of MODELS have the defaults."""
 ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
@@ -50,6 +72,8 @@ class Settings(SettingFields):
         }
         with one_line_errors({name: value.name for name, value in given.items()}, texts):
             settings = cls.model_validate(texts)
+        if settings.models:
+            settings = with_models(settings, has_model="model_id" in texts)
         for name, value in given.items():
             if (option := OTHERS.options.get(name)) is not None:
                 check_option(option, value)
@@ -83,11 +107,42 @@ class Settings(SettingFields):
             )
         for word in self.tenant_weights:
             read_weight(word)
+        for word in self.pool_urls:
+            read_pool_url(word)
+        for word in self.model_prices:
+            check_prices(word)
+        self.check_models()
+        self.check_adapters()
         read_overrides(self.override_generation_config or "{}")
+        self.check_speculation()
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError(
                 "demo", "lets everybody who sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
             )
+
+    def check_models(self) -> None:
+        """Check that MODELS are pools of their own, whose workers are on one machine."""
+        names = [name for name, _ in map(read_model, self.models)]
+        for name in names:
+            if names.count(name) > 1 or name == self.pool:
+                cause = f"{name!r} is the name of two models: give one another name, as other={name}"
+                raise SettingError("models", cause)
+        if self.models and self.nnodes > 1:
+            cause = f"a worker on several machines (NNODES {self.nnodes}) serves one model"
+            raise SettingError("models", cause)
+
+    def check_adapters(self) -> None:
+        """Check the names of adapters, and that memory of the host has room for those of one step."""
+        read_adapters(self.lora_adapters)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            cause = f"{self.max_cpu_loras} is less than MAX_LORAS ({self.max_loras})"
+            raise SettingError("max_cpu_loras", cause)
+
+    def check_speculation(self) -> None:
+        """Check what proposes tokens. Raises SettingError."""
+        if self.speculation.model and self.pipeline_parallel_size > 1:
+            cause = "a model that proposes tokens cannot be combined with PIPELINE_PARALLEL_SIZE"
+            raise SettingError("speculative_config", cause)
 
     def check_tokens(self) -> None:
         """Check that a request has room for a new token, and a worker for a request."""
@@ -108,14 +163,65 @@ class Settings(SettingFields):
         return (self.num_shard or 1) * self.pipeline_parallel_size
 
     @property
+    def has_keys(self) -> bool:
+        """Whether settings say that a request needs an API key; keys in Redis may say so later."""
+        return bool(self.api_key or self.api_keys_file)
+
+    @property
     def weights(self) -> dict[str, float]:
         """The weights of tenants; a tenant that is not there has 1."""
         return dict(map(read_weight, self.tenant_weights))
 
     @property
+    def urls_of_pools(self) -> dict[str, str]:
+        """The URLs of other pools' brokers, where they are set."""
+        return dict(map(read_pool_url, self.pool_urls))
+
+    @property
+    def adapters(self) -> list[AdapterSource]:
+        """The adapters that are served from the start."""
+        return read_adapters(self.lora_adapters)
+
+    @property
+    def prices(self) -> Prices:
+        """What a token of this pool's model costs."""
+        return prices_of(self.model_prices, self.model_name)
+
+    def adapter_prices(self, name: str) -> Prices:
+        """What a token costs with an adapter: by its own name, or else as its model's."""
+        return prices_of(self.model_prices, name, self.model_name)
+
+    @property
     def sampling_overrides(self) -> dict[str, float]:
         """Sampling values of /v1 that replace the model's."""
         return read_overrides(self.override_generation_config or "{}")
+
+    @property
+    def speculation(self) -> Speculation:
+        """How tokens are proposed. Raises SettingError."""
+        return read_speculation(self.speculate, self.speculative_config)
+
+    @property
+    def other_models(self) -> dict[str, str]:
+        """The pools of MODELS, and the model of each."""
+        return dict(map(read_model, self.models))
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """All pools that a worker with these settings serves in turns, MODEL_ID's own first."""
+        return (self.pool, *self.other_models)
+
+    def of_pool(self, pool: str) -> "Settings":
+        """The settings of one of `pools`."""
+        return self if pool == self.pool else self.of_model(pool, self.other_models[pool])
+
+    def of_model(self, pool: str, model_id: str, tokenizer_name: str | None = None) -> "Settings":
+        """The settings of another model's pool: without what belongs to our own model. Its requests wait
+        while it has no worker.
+        """
+        own = {name: type(self).model_fields[name].default for name in OF_ONE_MODEL}
+        changed = {"pool": pool, "model_id": model_id, "tokenizer_name": tokenizer_name, "models": ()}
+        return self.model_copy(update=own | changed | {"served_model_name": (pool,), "scale_to_zero": True})
 
     @property
     def makes_weights(self) -> bool:
@@ -143,16 +249,49 @@ class Settings(SettingFields):
             return "127.0.0.1" if self.hostname == "localhost" else "0.0.0.0"
 
     def environ(self) -> dict[str, str]:
-        """The variables that give a child process these settings."""
+        """The variables that give a child process these settings; an empty one gives none."""
         return {
-            name.upper(): ",".join(value) if isinstance(value, tuple) else str(value)
-            for name, value in self.model_dump(exclude_none=True).items()
+            name.upper(): ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+            for name, value in self.model_dump().items()
         }
+
+
+def with_models(settings: Settings, has_model: bool) -> Settings:
+    """Settings with MODELS. Without MODEL_ID the first of them is it. Requests wait while a model sleeps."""
+    changed: dict[str, object] = {"scale_to_zero": True}
+    if not has_model:
+        name, model_id = read_model(settings.models[0])
+        names = (*settings.served_model_name, *(() if name == model_id else (name,)))
+        changed |= {"model_id": model_id, "models": settings.models[1:], "served_model_name": names}
+    return settings.model_copy(update=changed)
+
+
+def read_model(word: str) -> tuple[str, str]:
+    """A pool and its model, of `small=Qwen/Qwen3-0.6B`. A model without a name has its id's, or that of its
+    file or folder. Raises SettingError.
+    """
+    name, equals, model_id = word.partition("=")
+    if not equals:
+        name, model_id = word, word
+        if word.startswith(("/", ".", "~")) or word.endswith(".gguf"):
+            name = PurePath(word).name.removesuffix(".gguf")
+    if not POOL_NAME.fullmatch(name) or not model_id:
+        cause = f"{word!r} is not a model, or a name and a model as small=Qwen/Qwen3-0.6B"
+        raise SettingError("models", cause)
+    return name, model_id
 
 
 def is_header(text: str) -> bool:
     """Whether a text arrives as the value of a header as it was sent."""
     return text.isascii() and text.isprintable()
+
+
+def check_prices(word: str) -> None:
+    """Raises SettingError unless a word of MODEL_PRICES is a model with its prices."""
+    try:
+        read_prices(word)
+    except ValueError as error:
+        raise SettingError("model_prices", str(error)) from error
 
 
 def read_weight(word: str) -> tuple[str, float]:
@@ -164,3 +303,13 @@ def read_weight(word: str) -> tuple[str, float]:
     raise SettingError(
         "tenant_weights", f"{word!r} is not a tenant and a weight of {MIN_WEIGHT} to {MAX_WEIGHT}, as alice=4"
     )
+
+
+def read_pool_url(word: str) -> tuple[str, str]:
+    """A pool and its broker's URL, of `a=redis://host`. Raises SettingError, without the URL: it may hold a
+    password.
+    """
+    pool, _, url = word.partition("=")
+    if pool and "://" in url:
+        return pool, url
+    raise SettingError("pool_urls", f"pool {pool!r} has no URL, as in a=redis://host:6379,b=redis://…")

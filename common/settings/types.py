@@ -1,6 +1,8 @@
 """Types of settings: the range and the spellings of a value, checked by pydantic."""
 
 import contextlib
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +16,10 @@ MAX_NUMBER = 2**53
 """Lua scripts count in doubles, which are exact up to here."""
 MAX_PROCESSES = 1024
 """Processes of one kind, or threads: more than a machine can use, but too few to stop it."""
+LIMIT = re.compile(r"([a-z]+)=(\d+)")
+"""vLLM's older form of `limit_mm_per_prompt`."""
+NEXT_URL = re.compile(r",(?=[^,=/:?]+=)")
+"""The comma before the next `pool=`."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
@@ -22,6 +28,7 @@ LOAD_FORMATS = dict.fromkeys(("safetensors", "fastsafetensors", "runai_streamer"
 """vLLM's names of ways to read files of safetensors."""
 UNSERVED_METHODS = {
     "exl2": "ExLlamaV2's layout of weights is not read; checkpoints of GPTQ and AWQ are",
+    "exl3": "ExLlamaV3's layout of weights is not read; checkpoints of GPTQ and AWQ are",
     "marlin": "weights packed for Marlin's kernel are not read; checkpoints of GPTQ and AWQ are",
 }
 """Methods of TGI without transformers' quantizer → the reason why they are refused."""
@@ -51,8 +58,28 @@ def to_number(value: Any) -> Any:
     return value
 
 
+def to_num_pictures(value: Any) -> Any:
+    """The number of pictures in vLLM's limits, as `{"image": 2}` or `image=2`; others stay as they are."""
+    if not isinstance(value, str) or value.isdecimal():
+        return value
+    pairs = LIMIT.sub(r'"\1":\2', value)
+    text = value if value.lstrip().startswith("{") else f"{{{pairs}}}"
+    with contextlib.suppress(ValueError):
+        limits = json.loads(text)
+        found = limits.get("image", limits)
+        return found.get("count", value) if isinstance(found, dict) else found
+    return value
+
+
 def to_list(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def to_urls(value: Any) -> Any:
+    """The words of `a=redis://…,b=…`. A URL of Sentinel has commas itself: no name follows those."""
+    return (
+        [word.strip() for word in NEXT_URL.split(value) if word.strip()] if isinstance(value, str) else value
+    )
 
 
 def to_level(text: str) -> str:
@@ -78,10 +105,13 @@ def spelled(names: Mapping[str, str]) -> BeforeValidator:
 
 Number = Annotated[int, BeforeValidator(to_number), Field(ge=0, le=MAX_NUMBER)]
 Count = Annotated[Number, Field(ge=1)]
+NumPictures = Annotated[Number, BeforeValidator(to_num_pictures)]
 Processes = Annotated[Number, Field(ge=1, le=MAX_PROCESSES)]
 Port = Annotated[Number, Field(le=MAX_PORT)]
+SleepLevel = Annotated[Number, Field(ge=1, le=2)]
 Seconds = Annotated[float, Field(ge=0, le=WEEK_S)]
 Words = Annotated[tuple[str, ...], BeforeValidator(to_list)]
+PoolUrls = Annotated[tuple[str, ...], BeforeValidator(to_urls)]
 Url = Annotated[str, BeforeValidator(lambda text: text.strip().replace("grpc://", "http://", 1))]
 """A URL of HTTP; `grpc://` is vLLM's spelling of a receiver of traces."""
 Device = Annotated[Literal["auto", "cpu", "cuda"], spelled({})]
@@ -92,6 +122,7 @@ LogprobsMode = Annotated[
     Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"], spelled({})
 ]
 MetricsNames = Annotated[Literal["tgi", "vllm"], spelled({})]
+Runner = Annotated[Literal["auto", "generate", "pooling"], spelled({})]
 RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
 Quantize = Annotated[

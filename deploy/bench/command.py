@@ -19,7 +19,7 @@ from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.bench import load, measure, report
 from deploy.bench.measure import figures
-from deploy.cli.client import ServerError, add_url, api_key, new_client, parse_url, print_error
+from deploy.cli.client import ServerError, add_url, api_key, new_client, parse_url, print_error, write_file
 
 READ_TIMEOUT_S = 60.0
 MAX_USERS = 1024
@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     console.print(report.view(result, console.width))
     if flags.svg:
-        write("--svg", flags.svg, report.draw(result).encode())
+        write_file("--svg", flags.svg, report.draw(result).encode())
     if flags.json:
-        write("--json", flags.json, orjson.dumps(as_json(result), option=orjson.OPT_INDENT_2))
+        write_file("--json", flags.json, orjson.dumps(as_json(result), option=orjson.OPT_INDENT_2))
     return 0 if all(it.tokens_per_s for it in result.figures.values()) else 1
 
 
@@ -86,17 +86,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         report.check_matplotlib()
     for name, path in (("--svg", flags.svg), ("--json", flags.json)):
         if path is not None:
-            write(name, path, b"", "ab")  # fails now, and not after a minute
+            write_file(name, path, b"", "ab")  # fails now, and not after a minute
     return flags
-
-
-def write(name: str, path: Path, content: bytes, mode: str = "wb") -> None:
-    """Write a file. Raises SettingError with the name of the flag."""
-    try:
-        with path.open(mode) as file:
-            file.write(content)
-    except OSError as error:
-        raise SettingError(name, f"{path} cannot be written: {error.strerror}") from error
 
 
 async def compare(urls: Sequence[str], plan: load.LoadPlan) -> report.Comparison:

@@ -1,10 +1,13 @@
-"""What commands share: the HTTP client of a fleet, its errors in one line, and output for terminals."""
+"""What commands share: the HTTP client of a fleet, its errors in one line, output for terminals
+and files.
+"""
 
 import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -55,6 +58,15 @@ def parse_url(text: str) -> str:
     except ValueError:
         pass
     raise SettingError("url", f"{text!r} is not the address of a server, such as http://127.0.0.1:3000")
+
+
+def write_file(name: str, path: Path, content: bytes, mode: str = "wb") -> None:
+    """Write a file. Raises SettingError with the name of the flag."""
+    try:
+        with path.open(mode) as file:
+            file.write(content)
+    except OSError as error:
+        raise SettingError(name, f"{path} cannot be written: {error.strerror}") from error
 
 
 def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> Client:
@@ -117,7 +129,8 @@ def frame_errors(frame: Any) -> Iterator[None]:
 def check_status(status: int, body: bytes) -> None:
     """Raise ServerError with the server's own message, unless the status is 200."""
     if status != 200:
-        raise ServerError(f"the server answers {status}: {error_message(body)}")
+        cure = "; set API_KEY to a key of this server" if status == 401 else ""
+        raise ServerError(f"the server answers {status}: {error_message(body)}{cure}")
 
 
 def error_message(body: bytes) -> str:

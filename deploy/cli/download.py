@@ -18,7 +18,7 @@ SWITCHES = {
     "trust_remote_code": "accepted: Python code of a checkpoint is fetched, but only "
     "`serve --trust-remote-code` runs it",
     "json_output": "accepted: the output is one line",
-    "merge_lora": "refused: adapters are not built yet",
+    "merge_lora": "refused: an adapter is served as it is (LORA_ADAPTERS)",
 }
 DESCRIPTION = (
     "Fetch a model from the hub, or convert a GGUF file. A model that is here already stays as it is."
@@ -51,7 +51,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
             f"{flags.extension} is not served: only .safetensors, and GGUF files, which are converted",
         )
     if switches["merge_lora"]:
-        raise SettingError("--merge-lora", "adapters are not built yet; merge the adapter into the model")
+        raise SettingError("--merge-lora", "an adapter is not merged: it is served as it is (LORA_ADAPTERS)")
     words = ("revision", "logger_level", "huggingface_hub_cache", "model_id")
     given = [
         f"--{word.replace('_', '-')}={getattr(flags, word)}"

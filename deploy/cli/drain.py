@@ -2,10 +2,7 @@
 
 import argparse
 import asyncio
-import os
 from collections.abc import Sequence
-
-import setproctitle
 
 from common.broker import worker_scripts
 from common.broker.client import ERRORS, describe_error
@@ -13,9 +10,8 @@ from common.broker.pool_client import PoolClient
 from common.process.logs import first_incarnation, plural
 from common.settings.flags import FlagParser
 from common.settings.settings import Settings
+from deploy.cli.broker import add_redis_url, broker_settings
 from deploy.cli.client import ServerError, print_error
-from deploy.launcher import prepare
-from deploy.launcher.embedded_broker import running_url
 
 POLL_S = 0.5
 DESCRIPTION = """
@@ -35,21 +31,10 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("worker", help="its id in `tokenfleet status`, or its name, if only one has it")
-    parser.add_argument(
-        "--redis-url",
-        metavar="URL",
-        help="the fleet's broker (default: REDIS_URL, or that of the `tokenfleet serve` on this machine)",
-    )
+    add_redis_url(parser)
     parser.add_argument("--pool", help="the worker's pool (default: POOL)")
     flags = parser.parse_args(list(argv))
-    setproctitle.setproctitle(
-        "tokenfleet drain"
-    )  # other users can read a command line, and a password may be in it
-    given = {"REDIS_URL": flags.redis_url, "POOL": flags.pool}
-    settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
-    if settings.redis_url is None:
-        settings = settings.model_copy(update={"redis_url": running_url()})
-    prepare.check_broker(settings)
+    settings = broker_settings("tokenfleet drain", REDIS_URL=flags.redis_url, POOL=flags.pool)
     try:
         asyncio.run(drain(settings, flags.worker))
     except ServerError as error:

@@ -30,6 +30,7 @@ ENDS = {
     "length": "max_new_tokens was reached (length)",
     "eos_token": "the model generated its end-of-sequence token (eos_token)",
     "stop_sequence": "a stop sequence was reached (stop_sequence)",
+    "budget": "its API key reached its budget of the month (budget)",
     "client": "its client left or cancelled it (client)",
     "gateway": "its gateway died and its client did not come back in time (gateway)",
     "cancelled": "it was cancelled",

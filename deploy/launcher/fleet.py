@@ -95,25 +95,31 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
 
 def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
     """Make a fleet, not started yet. `counts`: processes of each kind."""
-    environ, keeper = settings.environ(), SocketKeeper(settings.gateway_grace_s)
+    keeper = SocketKeeper(settings.gateway_grace_s)
+    users = {kind: {"REDIS_URL": broker.url_of(kind)} if broker else {} for kind in MODULES}
+    environs = {kind: settings.environ() | users[kind] for kind in MODULES}
+    pools = [settings.of_pool(pool).environ() | users["batcher"] for pool in settings.pools]
     preloaded: dict[str, PreloadedProcess] = {}
     if settings.preload_gateway is not False:
         preloaded["gateway"] = PreloadedProcess(
             "gateway",
             command(MODULES["gateway"]),
-            environ,
+            environs["gateway"],
             lambda: gateway_flags(settings),
             keeper.open_channel,
         )
     if settings.preload_worker is not False:
         preloaded["worker"] = PreloadedProcess(
-            "worker", command(MODULES["worker"]), environ, lambda: worker_flags(settings, worker_bytes(fleet))
+            "worker",
+            command(MODULES["worker"]),
+            environs["worker"],
+            lambda: worker_flags(settings, worker_bytes(fleet)),
         )
 
     def members(kind: str) -> list[SupervisedProcess]:
         return [
             SupervisedProcess(
-                kind, f"{kind[0]}{number}", command(MODULES[kind]), environ, preloaded.get(kind)
+                kind, f"{kind[0]}{number}", command(MODULES[kind]), environs[kind], preloaded.get(kind)
             )
             for number in range(counts.get(kind, 0))
         ]
@@ -121,7 +127,10 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
     fleet = LocalFleet(
         settings=settings,
         brokers=[supervised_broker(broker)] if broker else [],
-        batchers=members("batcher"),
+        batchers=[
+            SupervisedProcess("batcher", f"b{number}", command(MODULES["batcher"]), own)
+            for number, own in enumerate(pools * counts.get("batcher", 0))
+        ],
         workers=members("worker"),
         gateways=members("gateway"),
         jobs=members("jobs"),
@@ -166,6 +175,7 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     """
     num_ranks = -(-settings.num_ranks // settings.nnodes)
     may_load = num_ranks == settings.nnodes == 1 and not prepare.caches_on_gpu(settings) and worker_bytes > 0
+    may_load &= not settings.models  # which of them is needed is not known yet
     if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
         return [PRELOAD_FLAG, LOAD_FLAG]
     return (

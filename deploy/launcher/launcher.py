@@ -25,9 +25,11 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
+from deploy.launcher.control_socket import Order, OrderFailed, Say, listening
 from deploy.launcher.embedded_broker import embedded
 from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet, sharing_weights
 from deploy.launcher.preloaded_process import PROC, family
+from deploy.launcher.roll import Roll
 from deploy.launcher.shutdown import FleetEnded, end_on_signals
 from deploy.launcher.startup import are_ready, last_lines, wait_for_broker, wait_until_ready
 from deploy.launcher.supervised_process import SupervisedProcess, describe, kill
@@ -58,13 +60,14 @@ def serve(settings: Settings) -> int:
         SettingError: the settings cannot be served; nothing was started.
     """
     prepare.check_ranks(settings)
+    prepare.check_workers(settings)
     prepare.check_port(settings)
     prepare.check_memory(settings)
     if settings.redis_url is not None:
         prepare.warn_of_broker(settings)
     settings = prepare.with_model(settings)
     prepare.say_access(settings)
-    own = embedded(settings.port) if settings.redis_url is None else contextlib.nullcontext()
+    own = embedded(settings.port, settings.pools) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:
             log.info("the broker is at %s, for this user alone", broker.url)
@@ -103,6 +106,7 @@ async def run(fleet: LocalFleet) -> int:
                 tasks.create_task(end_on_signals(fleet))
                 tasks.create_task(end_stopped(fleet))
                 tasks.create_task(launch(fleet, tasks))
+                tasks.create_task(take_orders(fleet, tasks))
     except* FleetEnded as group:
         over = next(error for error in group.exceptions if isinstance(error, FleetEnded))
     finally:
@@ -129,6 +133,23 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
             tasks.create_task(preloaded.keep_one_waiting(partial(are_ready, fleet, preloaded.kind)))
 
 
+async def take_orders(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
+    """Take orders of this user, one at a time. Never returns."""
+    is_busy = asyncio.Lock()
+
+    async def carry_out(order: Order, say: Say) -> None:
+        if is_busy.locked():
+            raise OrderFailed("another roll is under way")
+        async with is_busy:
+            await Roll.prepare(fleet, order, start, say).run()
+
+    def start(process: SupervisedProcess) -> None:
+        tasks.create_task(supervise(process, fleet, tasks))
+
+    async with listening(carry_out):
+        await asyncio.Future()
+
+
 def say_ready(settings: Settings) -> None:
     """Print how to use the fleet; with JSON_OUTPUT log it."""
     if settings.json_output:
@@ -144,7 +165,9 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         if not process.should_run or (fleet.is_ending and returncode == 0):
             return
         if process.kind in DEATHS and not fleet.follows:
-            tasks.create_task(report_death(fleet.settings, process.kind, process.incarnation))
+            for pool in pools_of(process, fleet.settings):
+                settings = fleet.settings.of_pool(pool)
+                tasks.create_task(report_death(settings, process.kind, process.incarnation))
         if not fleet.was_ready and (returncode == os.EX_CONFIG or not fleet.follows):
             if returncode == os.EX_CONFIG:  # it has printed the setting itself
                 raise FleetEnded(os.EX_CONFIG)
@@ -158,6 +181,11 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
             pause_s,
         )
         await asyncio.sleep(pause_s)
+
+
+def pools_of(process: SupervisedProcess, settings: Settings) -> Sequence[str]:
+    """The pools that a process may have been in: a worker serves all models in turns, others have one."""
+    return settings.pools if process.kind == "worker" else (process.environ.get("POOL", settings.pool),)
 
 
 async def report_worker(pool: PoolClient, incarnation: str) -> None:

@@ -196,7 +196,9 @@ class PreloadedProcess:
                 await self.waiting.kill()
 
     async def wait_until_taken(self, flags: Sequence[str]) -> bool:
-        """Start a process, and wait until it was taken. Returns False if it ends by itself."""
+        """Start a process, and wait until it was taken, or ended to be renewed. Returns False if it ends by
+        itself.
+        """
         command = [*self.command, *flags]
         environ = {**self.environ, "PARENT_PID": str(os.getpid())}
         try:
@@ -211,12 +213,19 @@ class PreloadedProcess:
             how = ", its model loaded" if LOAD_FLAG in flags else ""
             log.info("a preloaded %s waits%s: process %d", self.kind, how, waiting.process.pid)
             await run_until_one_ends(waiting.taken.wait(), waiting.process.wait())
-        if waiting.taken.is_set():
+        if waiting.taken.is_set() or self.waiting is not waiting:
             return True
         self.waiting = None
         await waiting.kill()
         log.warning("the preloaded %s ended with %s", self.kind, waiting.process.returncode)
         return False
+
+    async def renew(self, changed: Mapping[str, str]) -> None:
+        """End the waiting process; the next one reads files anew and has these variables changed."""
+        self.environ = {**self.environ, **changed}
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            await waiting.kill()
 
     async def become(self, variables: Mapping[str, str]) -> Process | None:
         """Give the waiting process its place, with these variables, and return it. None: none waits, or it

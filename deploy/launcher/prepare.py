@@ -111,6 +111,12 @@ def check_ranks(settings: Settings) -> None:
         )
 
 
+def check_workers(settings: Settings) -> None:
+    """Check that a fleet without workers has a broker that workers elsewhere reach. Raises SettingError."""
+    if settings.redis_url is None and not settings.num_workers:
+        raise SettingError("num_workers", "0, but no worker elsewhere reaches this fleet: set REDIS_URL")
+
+
 class TakenByFleet(SettingError):
     """A port at which a gateway answers."""
 
@@ -188,8 +194,26 @@ def with_model(settings: Settings) -> Settings:
     if settings.tokenizer_name is not None:
         read_other_tokenizer(own, path)  # refuses one that does not fit
         changed["tokenizer_name"] = os.fspath(own)
+    if settings.models:
+        others = (settings.of_pool(pool) for pool in settings.other_models)
+        changed["models"] = tuple(f"{other.pool}={find_other(other)}" for other in others)
     names = tuple(dict.fromkeys((*settings.served_model_name, settings.model_id)))
     return settings.model_copy(update=changed | {"served_model_name": names})
+
+
+def find_other(settings: Settings) -> Path:
+    """Find the model of another pool, download or convert it where needed. Raises SettingError of MODELS."""
+    dtype = weights_dtype(settings)
+    try:
+        with progress(settings.json_output) as show:
+            path = model_files.resolve(
+                settings.model_id, None, show, weightless=settings.makes_weights, dtype=dtype
+            )
+            return model_files.find_tokenizer(None, path, show, dtype)
+    except model_files.NotConverted:
+        raise
+    except SettingError as error:
+        raise SettingError("models", error.cause) from error
 
 
 def wait_for_model(settings: Settings) -> Settings:
@@ -223,10 +247,10 @@ def prepare(settings: Settings, kind: str) -> Settings:
 def say_access(settings: Settings) -> None:
     """Log who may send requests; a warning, if that is everybody who reaches this machine."""
     log.info("%s", describe_access(settings))
-    if not settings.api_key and not ipaddress.ip_address(settings.listen_host).is_loopback:
+    if not settings.has_keys and not ipaddress.ip_address(settings.listen_host).is_loopback:
         log.warning(
-            "everybody who reaches %s:%d may use this fleet: set API_KEY, or HOSTNAME=127.0.0.1 for this "
-            "machine alone (docs/security.md)",
+            "everybody who reaches %s:%d may use this fleet, unless it has keys (docs/keys.md): set API_KEY, "
+            "or HOSTNAME=127.0.0.1 for this machine alone (docs/security.md)",
             settings.listen_host,
             settings.port,
         )
@@ -235,12 +259,14 @@ def say_access(settings: Settings) -> None:
 def describe_access(settings: Settings) -> str:
     """Say who may send requests, without the key itself."""
     key = "must carry the key in API_KEY" if settings.api_key else "need no key (API_KEY is not set)"
+    if settings.api_keys_file:
+        key = "must carry a key of API_KEYS_FILE" + (", or API_KEY" if settings.api_key else "")
     return f"requests {key}; of web pages, {describe_pages(settings)} may send them (CORS_ALLOW_ORIGIN)"
 
 
 def describe_pages(settings: Settings) -> str:
     """Say which web pages may send requests."""
-    if "*" in settings.cors_allow_origin or (settings.api_key and not settings.cors_allow_origin):
+    if "*" in settings.cors_allow_origin or (settings.has_keys and not settings.cors_allow_origin):
         return "any"
     named = " and ".join(settings.cors_allow_origin) or "those of this machine"
     return f"only the fleet's own and {named}"

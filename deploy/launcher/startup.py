@@ -103,9 +103,11 @@ async def describe_wait(fleet: LocalFleet, pool: PoolClient, last: dict[str, str
 
 async def is_ready(fleet: LocalFleet) -> bool:
     """Whether the fleet can do its part: answer if it has gateways, compute if it has only workers."""
-    if fleet.gateways:
-        return await is_healthy(fleet.settings)
-    return not fleet.workers or await are_ready(fleet, "worker")
+    if fleet.gateways and not await is_healthy(fleet.settings):
+        return False
+    # gateways accept requests of models that sleep, so they do not tell whether a worker is ready
+    asks_workers = fleet.workers and (fleet.settings.models or not fleet.gateways)
+    return not asks_workers or await are_ready(fleet, "worker")
 
 
 async def are_ready(fleet: LocalFleet, kind: str) -> bool:
@@ -114,9 +116,11 @@ async def are_ready(fleet: LocalFleet, kind: str) -> bool:
     """
     running = {process.incarnation for process in fleet.ours if process.kind == kind and process.should_run}
     try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(fleet.settings) as pool:
-            ready = await (ready_workers(pool) if kind == "worker" else pool.processes(kind))
-            return bool(running) and running <= {*ready}
+        async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(fleet.settings) as own:
+            ready: set[str] = set()
+            for pool in map(own.of_pool, fleet.settings.pools):
+                ready |= {*(await (ready_workers(pool) if kind == "worker" else pool.processes(kind)))}
+            return bool(running) and running <= ready
     except ERRORS:
         return False
 

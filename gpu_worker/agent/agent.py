@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from common.broker import worker_scripts
 from common.broker.client import FailureLog
-from common.broker.heartbeat import process_fields
+from common.broker.heartbeat import Readers, process_fields
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S
@@ -18,9 +18,11 @@ from common.messages.plan import WorkerCapacity
 from common.process.event_loop import run_until_one_ends, until_beat
 from common.process.logs import next_incarnation, plural
 from common.settings.settings import Settings
+from gpu_worker.agent.engine_adapters import AdapterFollower
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.grants import PlanHandler, PlanStream
+from gpu_worker.agent.pictures import PictureReader
 from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
@@ -59,13 +61,29 @@ class Agent:
         self.state = state
         self.state.idle.set()
         self.publisher = Publisher(pool, worker.incarnation)
+        self.readers = Readers(pool)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
-        self.plans = PlanHandler(plans, engine, self.state, self.steps)
+        self.plans = PlanHandler(plans, PictureReader(pool, engine), engine, self.state, self.steps)
         steps = self.steps
-        self.flusher = Flusher(self.publisher, self.state, steps.drop, steps.compute_again, worker.block_size)
+        self.flusher = Flusher(
+            self.publisher,
+            self.state,
+            drop=steps.drop,
+            cut=steps.cut_at_budgets,
+            compute_again=steps.compute_again,
+            block_size=worker.block_size,
+        )
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.heartbeat_now = asyncio.Event()
+        self.adapters = AdapterFollower(
+            pool,
+            engine,
+            self.state.adapters,
+            interval_s=min(REPEAT_S, settings.heartbeat_s),
+            used=lambda: {row.request.adapter for row in self.state.table.rows.values()},
+            note_change=self.heartbeat_now.set,
+        )
 
     async def run(self) -> bool:
         """Serve until the worker is drained, or the streams are gone → whether it is drained. Raises Sealed,
@@ -80,6 +98,7 @@ class Agent:
                 self.send_heartbeats(),
                 self.watchdog.run(),
                 self.drain(),
+                *([self.adapters.run()] if self.worker.max_loras else []),
             )
         except StreamsGone:
             log.warning("the streams of incarnation %s are gone", self.worker.incarnation)
@@ -90,13 +109,24 @@ class Agent:
             self.engine.metrics.count_steps()
             self.publisher.client.close()
 
-    async def next_incarnation(self) -> "Agent":
-        """Return the agent of the next incarnation, which uses the same engine, once the engine holds no row
-        of this one. Raises EngineDied, EngineStuck.
+    def leave(self) -> None:
+        """Take no more rows: the worker is to serve another model."""
+        self.state.leaving.set()
+        self.heartbeat_now.set()
+
+    async def stop_rows(self) -> None:
+        """Return once the engine holds no row of this incarnation, which is over. Raises EngineDied,
+        EngineStuck.
         """
         rows = self.state.table.rows
         watchdog = Watchdog(self.step_timeout_s, lambda: bool(rows), self.engine.run_delay_s)
         await run_until_one_ends(self.steps.stop_all(watchdog), watchdog.run())
+
+    async def next_incarnation(self) -> "Agent":
+        """Return the agent of the next incarnation, which uses the same engine. Raises EngineDied,
+        EngineStuck.
+        """
+        await self.stop_rows()
         worker = replace(self.worker, incarnation=next_incarnation(self.worker.incarnation))
         return Agent(self.settings, self.pool, self.engine, self.state.next_incarnation(), worker)
 
@@ -142,25 +172,27 @@ class Agent:
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:
-        """Write to Redis that the worker is alive, what it can hold and what it holds; the answer may ask it
-        to drain. Raises Sealed or StreamsGone when the incarnation is over.
+        """Learn what readers read, and write to Redis that the worker is alive, what it can hold and what it
+        holds; the answer may ask it to drain. Raises Sealed or StreamsGone when the incarnation is over.
         """
+        self.publisher.set_wire_version(await self.readers.lowest_version())
         state, table = self.state, self.state.table
         call = worker_scripts.worker_heartbeat(
             self.pool.keys,
             self.worker.incarnation,
             capacity=encode(self.worker),
             ttl_ms=int(self.settings.worker_ttl_s * 1000),
-            state="draining" if state.draining.is_set() else "ready",
+            state="draining" if state.takes_no_rows else "ready",
             step=state.step,
             fields=process_fields()
             | {
                 "rows": len(table.live),
-                "max_rows": self.settings.max_batch_size,
+                "max_rows": self.worker.places(self.settings.max_batch_size),
                 "blocks": table.num_blocks(self.worker.block_size),
                 "tokens": state.num_tokens,
                 "known": table.num_known,
                 "cached": table.num_cached,
+                **({"adapters": encode(state.adapters.message)} if self.worker.max_loras else {}),
             },
         )
         reply = await self.pool.run(call)

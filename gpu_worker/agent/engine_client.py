@@ -19,18 +19,23 @@ from common.process.preload import shared_handles
 from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.agent.metrics import BatchMetrics
+from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import (
+    AdapterAnswer,
+    Asleep,
     Begin,
     End,
     EngineFailure,
     Frame,
-    FrameDecoder,
     Grant,
+    LoadAdapter,
     LoadProgress,
     ProtocolError,
     Ready,
+    Sleep,
     StepResult,
-    encode,
+    UnloadAdapter,
+    WakeUp,
 )
 
 ENGINE_MODULE = "gpu_worker.engine"
@@ -146,29 +151,24 @@ def raise_on_failure(frame: Frame) -> Frame:
     return frame
 
 
-def handle_frames(frames: Sequence[Frame], handle: StepsHandler) -> None:
-    """Call `handle` with the steps among the frames. Raises EngineDied for any other frame."""
-    if steps := [frame for frame in frames if isinstance(frame, StepResult)]:
-        handle(steps)
-    for frame in frames:
-        if not isinstance(frame, StepResult):
-            raise EngineDied(f"unexpected frame of the engine: {raise_on_failure(frame)}")
-
-
 class EngineClient:
     """The engine's processes, one for each rank. Rank 0 takes grants and sends steps. If one process ends,
     all are killed.
 
     Attributes:
         token_ms: time of one prompt token, as measured in the warm-up.
+        all_pictures: whether rows need pictures among cached tokens, too.
         failure: why a rank above 0 ended.
+        asked: who waits for answers to `LoadAdapter` and `UnloadAdapter`, which come in their order.
     """
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.ranks = ranks
         self.metrics = BatchMetrics()
         self.token_ms = 0.0
+        self.all_pictures = False
         self.failure: EngineFailure | None = None
+        self.asked: deque[asyncio.Future[AdapterAnswer]] = deque()
         self.tasks = [asyncio.create_task(self.kill_with(number)) for number in range(1, len(ranks))]
 
     @classmethod
@@ -207,9 +207,20 @@ class EngineClient:
                     progress(text)
                 case Ready() as ready:
                     self.token_ms = ready.token_ms
+                    self.all_pictures = ready.all_pictures
                     return ready
                 case other:
                     raise EngineDied(f"unexpected frame of the engine: {other}")
+
+    async def sleep(self) -> None:
+        """Have the engine, which holds no row, sleep; return when it does. Raises EngineDied."""
+        self.ranks[0].link.send(Sleep())
+        while not isinstance(frame := await self.receive(), Asleep):
+            self.take_answer(frame)  # or a step that ended no row any more
+
+    def wake_up(self) -> None:
+        """Tell a sleeping engine that it is needed; `ready` waits until it is."""
+        self.ranks[0].link.send(WakeUp())
 
     async def run_steps(self, handle: StepsHandler) -> None:
         """Call `handle` with the steps that come together, in the call that brings them. Never returns;
@@ -222,7 +233,7 @@ class EngineClient:
             if over.done():
                 return
             try:
-                handle_frames(link.pop_frames(), handle)
+                self.handle_frames(link.pop_frames(), handle)
                 if not link.is_open:
                     over.set_result(None)
             except Exception as error:
@@ -238,6 +249,32 @@ class EngineClient:
             raise
         finally:
             link.listener = None
+
+    def handle_frames(self, frames: Sequence[Frame], handle: StepsHandler) -> None:
+        """Call `handle` with the steps among the frames. Raises EngineDied for a frame that is none, and no
+        answer.
+        """
+        if steps := [frame for frame in frames if isinstance(frame, StepResult)]:
+            handle(steps)
+        for frame in frames:
+            if not (isinstance(frame, StepResult) or self.take_answer(frame)):
+                raise EngineDied(f"unexpected frame of the engine: {raise_on_failure(frame)}")
+
+    def take_answer(self, frame: Frame) -> bool:
+        """Give a frame to who waits for it; False if it is no answer that somebody has asked for."""
+        if not (isinstance(frame, AdapterAnswer) and self.asked):
+            return False
+        asked = self.asked.popleft()
+        if not asked.done():
+            asked.set_result(frame)
+        return True
+
+    async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+        """Send the engine a command about an adapter, and return its answer, which `run_steps` takes."""
+        asked: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
+        self.asked.append(asked)
+        self.ranks[0].link.send(command)
+        return await asked
 
     def send(self, grant: Grant) -> None:
         started_s = time.perf_counter()

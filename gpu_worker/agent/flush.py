@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.broker.client import ERRORS, FailureLog
-from common.broker.worker_scripts import LOGITS_LOST, LOGITS_REFUSED
+from common.broker.worker_scripts import LOGITS_LOST, LOGITS_REFUSED, FlushReply
 from common.messages.plan import Report
 from gpu_worker.agent.publish import Flush, FlushesLost, Publisher
 from gpu_worker.agent.row_text import RowText
@@ -50,6 +50,7 @@ class Flusher:
 
     Attributes:
         drop: stops rows whose requests do not belong to this worker any more.
+        cut: ends rows whose API keys have reached their budgets.
         compute_again: preempts rows whose first logits the broker has lost.
         block_size: tokens of a KV block.
         reported_s: monotonic time of the last report.
@@ -64,12 +65,14 @@ class Flusher:
         publisher: Publisher,
         state: AgentState,
         drop: Callable[[Iterable[RowText]], None],
+        cut: Callable[[], None],
         compute_again: Callable[[Iterable[RowText]], None],
         block_size: int,
     ) -> None:
         self.publisher = publisher
         self.state = state
         self.drop = drop
+        self.cut = cut
         self.compute_again = compute_again
         self.block_size = block_size
         self.reported_s = 0.0
@@ -101,6 +104,7 @@ class Flusher:
             may_wait(state.outbox, len(state.table.rows), state.step_ms)
             and state.step < state.until
             and not self.report_due()
+            and not state.budgets.num_rows
         )
 
     async def wait_for_step(self) -> None:
@@ -147,7 +151,7 @@ class Flusher:
         assert flush is not None
         self.answered.set()
         try:
-            self.drop(self.publisher.take_answer(flush, answer))
+            self.take(flush, self.publisher.take_answer(flush, answer))
         except Exception as error:
             self.failed = flush, error
             self.state.wake.set()
@@ -174,11 +178,17 @@ class Flusher:
             try:
                 if flush.logits:
                     await self.write_logits(flush)
-                self.drop(await self.publisher.write(flush))
+                self.take(flush, await self.publisher.write(flush))
                 self.failures.succeeded()
                 return
             except (FlushesLost, *ERRORS) as error:
                 await self.prepare_again(flush, error)
+
+    def take(self, flush: Flush, reply: FlushReply) -> None:
+        """Take what the broker says of the rows of a flush that is written."""
+        num_spills = len(flush.spills)
+        self.state.budgets.note(flush.counts, reply.results[num_spills:])
+        self.drop(self.publisher.take_spilled(flush, reply.results[:num_spills]))
 
     async def write_logits(self, flush: Flush) -> None:
         """Write the logits of a flush, which come before its tokens."""
@@ -208,6 +218,7 @@ class Flusher:
         report_due = self.report_due()
         if state.outbox.is_empty and not report_due:
             return None
+        self.cut()
         outbox, state.outbox = state.outbox, Outbox()
         needs_report = outbox.needs_report or report_due
         report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
@@ -249,6 +260,7 @@ class Flusher:
             held=[row.held for row in state.table.rows.values()] if outbox.takeover else [],
             last_row=state.table.last_row,
             hashes=outbox.hashes,
+            snapshots=outbox.snapshots,
             step_times=state.take_step_times(),
             lengths=lengths,
             round_trips=state.report_clock.on_report(state.step),

@@ -15,6 +15,7 @@ from common.messages.request import Generate, class_index
 from common.metrics import catalogue
 from common.startup import READY
 from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.pictures import PictureReader, in_grants
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 from gpu_worker.protocol import StartRow
@@ -80,9 +81,15 @@ class PlanHandler:
     """Sends the engine what each plan grants."""
 
     def __init__(
-        self, stream: PlanStream, engine: EngineClient, state: AgentState, steps: StepHandler
+        self,
+        stream: PlanStream,
+        pictures: PictureReader,
+        engine: EngineClient,
+        state: AgentState,
+        steps: StepHandler,
     ) -> None:
         self.stream = stream
+        self.pictures = pictures
         self.engine = engine
         self.state = state
         self.steps = steps
@@ -94,7 +101,9 @@ class PlanHandler:
             while True:
                 for entry_id, fields in await self.next_entries():
                     try:
-                        self.apply(decode(Plan, fields[b"plan"]))
+                        plan = decode(Plan, fields[b"plan"])
+                        await self.pictures.read_for(plan.starts)
+                        self.apply(plan)
                     except (WireError, KeyError) as error:
                         catalogue.UNDECODABLE.add()
                         log.error("plan %s cannot be read: %s", entry_id.decode(), error)
@@ -118,7 +127,7 @@ class PlanHandler:
         state.granted = plan
         state.until = max(state.until, plan.until)
         state.report_clock.on_grant(plan.report_at or (state.step + state.until + 1) // 2)
-        starts = [self.start_row(start) for start in plan.starts]
+        starts = [one for start in plan.starts if (one := self.start_row(start)) is not None]
         for number, blocks in plan.blocks:
             if (row := state.table.rows.get(number)) is not None:
                 row.blocks += blocks
@@ -126,15 +135,23 @@ class PlanHandler:
             state.idle.clear()
         if state.report_clock.is_due(state.step):  # no step may come to wake the flusher
             state.wake.set()
-        self.engine.send(state.make_grant(starts, plan.blocks, plan.stops))
-        for start in plan.starts:
+        first, *others = in_grants(starts)
+        self.engine.send(state.make_grant(first, plan.blocks, plan.stops))
+        for rows in others:
+            self.engine.send(state.make_grant(rows))
+        for start in starts:
             self.steps.end_at_committed_stop_string(state.table.rows[start.row])
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
 
-    def start_row(self, start: NewRow) -> StartRow:
-        """Add a row to the table → what the engine starts."""
+    def start_row(self, start: NewRow) -> StartRow | None:
+        """Add a row to the table → what the engine starts; None if its request has failed."""
         row = self.state.table.start(start)
+        self.state.budgets.on_start(row)
         request = row.request
+        pictures = self.pictures.of_row(start) if request.pictures else []
+        if pictures is None:
+            self.steps.fail_at_start(row, "picture_gone")
+            return None
         committed_ids, _, _ = unpack_records(start.committed, request.width)
         return StartRow(
             row=start.row,
@@ -149,6 +166,9 @@ class PlanHandler:
             class_index=class_index(request.class_name),
             logits=logits_span(request),
             beams=request.beams,
+            adapter=request.adapter,
+            pictures=pictures,
+            pooling=request.pooling,
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

@@ -56,13 +56,13 @@ class BatchMetrics:
             if step.duration_ms:
                 forwards[method_of(step)].append(step.duration_ms / 1000)
             self.move_rows(step)
-            if step.proposed_tokens:
+            if step.proposals:
                 count_proposals(step)
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)
         catalogue.TOKENS.add(sum(step.num_samples + step.num_beams for step in steps))
-        if num_plain := sum(step.num_samples for step in steps if not step.proposed_tokens):
+        if num_plain := sum(step.num_samples for step in steps if not step.proposals):
             catalogue.SKIPPED_TOKENS.observe(0, times=num_plain)
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
@@ -95,8 +95,12 @@ def count_proposals(step: StepResult) -> None:
     beside it.
     """
     num_tokens = Counter(row for row, *_ in step.sampled)
-    catalogue.PROPOSED_TOKENS.add(step.proposed_tokens)
-    catalogue.ACCEPTED_TOKENS.add(step.num_samples - len(num_tokens))
+    for method, number, num_right in step.proposals:
+        catalogue.PROPOSALS.add(1, method)
+        catalogue.PROPOSED_TOKENS.add(number, method)
+        catalogue.ACCEPTED_TOKENS.add(num_right, method)
+        for position in range(num_right):
+            catalogue.ACCEPTED_AT.add(1, str(position))
     catalogue.SKIPPED_TOKENS.observe_all([number - 1 for number in num_tokens.values()])
 
 

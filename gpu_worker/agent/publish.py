@@ -12,11 +12,18 @@ from common.broker import worker_scripts
 from common.broker.fast_client import SerialClient
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
-from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
+from common.broker.worker_scripts import (
+    FlushedCount,
+    FlushedPrompt,
+    FlushedSpill,
+    FlushedTerminal,
+    FlushReply,
+)
 from common.messages.codec import encode
 from common.messages.events import ChannelSequences, Events, Terminal, terminal_for
 from common.messages.plan import Report
 from common.messages.records import RECORD
+from common.messages.wire_version import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from common.metrics import catalogue
 from gpu_worker.agent.row_text import RowText, take_columns
 from gpu_worker.agent.state import Outbox
@@ -59,17 +66,18 @@ class Spill:
     offset: int
     num_tokens: int
     records: bytes
+    num_speculated: int
 
     @classmethod
     def rest(cls, row: RowText) -> "Spill":
         """The tokens that are not spilled yet."""
         offset = row.num_spilled * RECORD.size * row.request.width
-        return cls(row, offset, row.num_tokens, bytes(row.records[offset:]))
+        return cls(row, offset, row.num_tokens, bytes(row.records[offset:]), row.num_speculated)
 
     @classmethod
     def whole(cls, row: RowText) -> "Spill":
         """All tokens."""
-        return cls(row, 0, row.num_tokens, bytes(row.records))
+        return cls(row, 0, row.num_tokens, bytes(row.records), row.num_speculated)
 
     @property
     def flushed(self) -> FlushedSpill:
@@ -80,6 +88,7 @@ class Spill:
             base=row.base,
             offset=self.offset,
             records=self.records,
+            num_speculated=self.num_speculated,
         )
 
 
@@ -101,6 +110,7 @@ class Flush:
     Attributes:
         logits: pieces that are not written yet.
         messages: (channel, payload); the log gets the same payloads.
+        counts: of live rows with new tokens whose API keys have budgets.
         mode: what the script does with the log.
         method: `prefill` where a prompt was computed, else `decode`.
     """
@@ -112,9 +122,25 @@ class Flush:
     prompts: list[FlushedPrompt]
     terminals: list[FlushedTerminal]
     spills: list[Spill]
+    counts: list[FlushedCount]
     mode: str
     method: str
     logits: deque[LogitsPiece] = field(default_factory=deque)
+
+
+def check_reply(flush: Flush, reply: FlushReply) -> FlushReply:
+    """Raises Sealed, StreamsGone or FlushesLost if a flush was not written."""
+    if reply.status == "GAP":
+        raise FlushesLost(f"flush {flush.sequence}")
+    raise_refusal(reply.status)
+    return reply
+
+
+def row_count(row: RowText) -> FlushedCount:
+    request = row.request
+    return FlushedCount(
+        request.key_id, request.request_id, row.attempt, row.base, row.num_tokens, row.num_speculated
+    )
 
 
 class Publisher:
@@ -123,6 +149,7 @@ class Publisher:
     Attributes:
         spill_due: the next flush spills all rows, since the broker lacks an earlier spill.
         resynced_at: number of the last flush that `resync` changed.
+        wire_version: what all readers read.
     """
 
     def __init__(self, pool: PoolClient, incarnation: str) -> None:
@@ -134,6 +161,14 @@ class Publisher:
         self.sequence = 0
         self.spill_due = False
         self.resynced_at = 0
+        self.wire_version = WIRE_VERSION
+
+    def set_wire_version(self, version: int) -> None:
+        """Write what readers of a version read. If it is lower than before, the next flush moves all tokens
+        from the log, where such a reader would not find them, to the requests' strings.
+        """
+        self.spill_due |= version < self.wire_version
+        self.wire_version = version
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
         """Build the flush of an outbox. `report` has the flush's number; `live` rows may have to be
@@ -155,6 +190,7 @@ class Publisher:
             ],
             terminals=[self.terminal(row, why) for row, why in outbox.terminals],
             spills=[*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
+            counts=[row_count(row) for row in outbox.rows if row.has_budget and not row.ended],
             mode="trim" if trim else "",
             method="prefill" if outbox.prefilled else "decode",
             logits=deque(LogitsPiece(*piece) for piece in outbox.logits),
@@ -172,6 +208,7 @@ class Publisher:
             prompts=flush.prompts,
             terminals=flush.terminals,
             spills=[spill.flushed for spill in flush.spills],
+            counts=flush.counts,
         )
 
     def event(self, channel: str, rows: Sequence[RowText], terminals: Sequence[Terminal] = ()) -> bytes:
@@ -179,7 +216,7 @@ class Publisher:
         alone.
         """
         number = self.channels.next_number(channel, self.sequence) if channel else 0
-        columns = take_columns(rows)
+        columns = take_columns(rows) if self.wire_version >= TOKEN_COLUMNS_SINCE else None
         tokens = [row.new_tokens() for row in rows if row.texts]
         return encode(Events(self.incarnation, number, tokens, [*terminals], self.sequence, columns))
 
@@ -195,11 +232,11 @@ class Publisher:
             ttl_ms=request.result_ttl_ms,
             channel=channel,
             payload=self.event(channel, [], [end]) if channel else b"",
+            num_speculated=row.num_speculated,
         )
 
-    async def write(self, flush: Flush) -> list[RowText]:
-        """Write a flush → rows whose requests do not belong to this worker any more: the request is gone, has
-        ended, goes on elsewhere, or has other tokens.
+    async def write(self, flush: Flush) -> FlushReply:
+        """Write a flush → what the broker says of its rows.
 
         Raises Sealed; StreamsGone; FlushesLost: the flush needs `resync`; or what the broker raises: the same
         flush may be written again.
@@ -207,7 +244,7 @@ class Publisher:
         started_s = time.perf_counter()
         reply = await self.client.run(self.call(flush))
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-        return self.take_reply(flush, reply)
+        return check_reply(flush, reply)
 
     async def write_logits(self, piece: LogitsPiece) -> int:
         """Write logits → the reply of the script `write_logits`. Raises Sealed, StreamsGone, or what the
@@ -239,18 +276,18 @@ class Publisher:
         self.client.start(on_answer, *self.call(flush).command)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
 
-    def take_answer(self, flush: Flush, answer: Any) -> list[RowText]:
+    def take_answer(self, flush: Flush, answer: Any) -> FlushReply:
         """Take the broker's answer to a started flush. Returns and raises as `write` does."""
         if isinstance(answer, Exception):
             raise answer
-        return self.take_reply(flush, worker_scripts.read_flush_reply(answer))
+        return check_reply(flush, worker_scripts.read_flush_reply(answer))
 
-    def take_reply(self, flush: Flush, reply: FlushReply) -> list[RowText]:
-        if reply.status == "GAP":
-            raise FlushesLost(f"flush {flush.sequence}")
-        raise_refusal(reply.status)
+    def take_spilled(self, flush: Flush, spilled: Sequence[int]) -> list[RowText]:
+        """Note which spills are written → rows whose requests do not belong to this worker any more: the
+        request is gone, has ended, goes on elsewhere, or has other tokens.
+        """
         refused = []
-        for spill, result in zip(flush.spills, reply.spilled, strict=True):
+        for spill, result in zip(flush.spills, spilled, strict=True):
             if result == SPILLED:
                 spill.row.num_spilled = spill.num_tokens
             elif result == HOLE:

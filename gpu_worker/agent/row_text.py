@@ -40,7 +40,10 @@ class RowText:
         prompt: packed records of the prompt's tokens but the first, as far as they are computed; None if
             the request does not ask for them, or an earlier attempt has written them to Redis.
         texts: the text of each token that is not published yet.
+        speculated: indices of those of these tokens that needed no step of their own.
+        num_speculated: tokens of this attempt that are published and needed none.
         ended: the row has ended for the client; tokens that the engine still samples for it are dropped.
+        has_budget: whether its API key has one.
         started_s: monotonic time.
     """
 
@@ -60,7 +63,10 @@ class RowText:
     at_step: int = 0
     prompt: bytearray | None = None
     texts: list[str] = field(default_factory=list)
+    speculated: list[int] = field(default_factory=list)
+    num_speculated: int = 0
     ended: bool = False
+    has_budget: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
     def add(self, token_id: int, logprob: float, top: Sequence[bytes] | None = None) -> str:
@@ -80,9 +86,18 @@ class RowText:
         self.records = bytearray(records)
         self.num_tokens = len(records) // RECORD.size
 
+    def drop_unpublished(self, number: int) -> None:
+        """Drop the last tokens of a row that ends; they are not published yet."""
+        del self.texts[len(self.texts) - number :]
+        self.num_tokens -= number
+        self.speculated = [index for index in self.speculated if index < self.num_tokens]
+        del self.records[self.num_tokens * RECORD.size * self.request.width :]
+
     def new_tokens(self) -> Tokens:
         """Return the tokens that came since the last call."""
         texts, self.texts = self.texts, []
+        num_speculated, self.speculated = len(self.speculated), []
+        self.num_speculated += num_speculated
         request, index = self.request, self.num_tokens - len(texts)
         ids, logprobs, top_ids, top_logprobs = unpack_columns(
             self.records, index * RECORD.size * request.width, request.width
@@ -99,6 +114,7 @@ class RowText:
             top_logprobs=top_logprobs,
             since_start_ms=since_start_ms,
             num_cached=0 if index else self.num_cached,
+            num_speculated=num_speculated,
         )
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
@@ -151,7 +167,8 @@ class RowText:
         if not hashes or self.request.beams:
             return b""
         generated, *_ = unpack_columns(self.records, 0, self.request.width)
-        known = extend_hashes(hashes, (self.request.prompt_ids + generated)[: 4 * kv_len])
+        ids = (self.request.prompt_ids + generated)[: 4 * kv_len]
+        known = extend_hashes(hashes, ids, self.request.pictures)
         return known[len(hashes) :]
 
 
@@ -206,6 +223,7 @@ class RowTable:
             blocks=start.blocks,
             num_cached=start.num_cached,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
+            has_budget=start.request.account is not None and start.request.account.has_budget,
         )
         for token_id in committed_ids:
             row.num_tokens += 1

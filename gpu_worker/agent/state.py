@@ -5,7 +5,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.messages.events import INTERRUPTED
 from common.messages.plan import Plan
+from gpu_worker.agent.budgets import KeyBudgets
+from gpu_worker.agent.engine_adapters import EngineAdapters
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import Grant, StartRow, StepResult
 
@@ -23,7 +26,7 @@ class Outbox:
             those that the request returns.
         terminals: (row, why) of rows whose request ends here.
         interrupted: rows whose requests go on elsewhere; their tokens must be spilled.
-        prefilled, ended, released, hashes, takeover: fields of the next report.
+        prefilled, ended, released, hashes, snapshots, takeover: fields of the next report.
     """
 
     rows: list[RowText] = field(default_factory=list)
@@ -36,7 +39,18 @@ class Outbox:
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
     hashes: list[tuple[int, bytes]] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
     takeover: bool = False
+
+    def end_earlier(self, row: RowText, why: str) -> None:
+        """A row that has ended lost its last tokens: its request ends for this reason, unless it goes on."""
+        self.terminals = [(one, why if one is row else reason) for one, reason in self.terminals]
+        self.ended = [
+            (number, why if reason not in INTERRUPTED else reason, row.num_tokens)
+            if number == row.row
+            else (number, reason, end)
+            for number, reason, end in self.ended
+        ]
 
     @property
     def needs_report(self) -> bool:
@@ -100,6 +114,7 @@ class AgentState:
     Attributes:
         table: the rows that the engine holds.
         draining: the worker takes no more rows and ends once it holds none.
+        leaving: the worker takes no more rows, since it is to serve another model.
         signalled: a signal asked the worker to end within GRACEFUL_TERMINATION_TIMEOUT.
         outbox: what the next flush publishes; `wake` says that there is something.
         plan, granted: the newest plan, and the newest one that grants steps, which a takeover does not.
@@ -108,6 +123,8 @@ class AgentState:
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
         ahead: rows that got several tokens in one step since the last report, by number.
+        budgets: what the API keys of rows may still get.
+        adapters: those that the engine has loaded, and those that it has refused.
         step_times: (whether rows decode, whether prompts are computed) → number of such steps since the last
             report, their prompt tokens, their ms.
         idle: whether no row is held and everything is published.
@@ -115,6 +132,7 @@ class AgentState:
 
     table: RowTable
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
     signalled: asyncio.Event = field(default_factory=asyncio.Event)
     outbox: Outbox = field(default_factory=Outbox)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,6 +145,8 @@ class AgentState:
     report_clock: ReportClock = field(default_factory=ReportClock)
     num_tokens: int = 0
     ahead: dict[int, RowText] = field(default_factory=dict)
+    budgets: KeyBudgets = field(default_factory=KeyBudgets)
+    adapters: EngineAdapters = field(default_factory=EngineAdapters)
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
 
     def make_grant(
@@ -161,6 +181,11 @@ class AgentState:
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
+    @property
+    def takes_no_rows(self) -> bool:
+        """Whether the batcher is to give the worker no more rows."""
+        return self.draining.is_set() or self.leaving.is_set()
+
     def begin_shutdown(self) -> None:
         """A signal asks the worker to end."""
         self.signalled.set()
@@ -183,7 +208,14 @@ class AgentState:
         steps go on, and so does the grant.
         """
         table = RowTable(self.table.tokenizer, last_row=self.table.last_row)
-        return AgentState(table, self.draining, self.signalled, step=self.step, until=self.until)
+        return AgentState(
+            table,
+            self.draining,
+            signalled=self.signalled,
+            step=self.step,
+            until=self.until,
+            adapters=self.adapters,
+        )
 
     def answer_takeover(self) -> None:
         """Answer a new batcher with the next report. Rows go on."""

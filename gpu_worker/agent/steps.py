@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from common.messages.events import INTERRUPTED
+from common.messages.events import BUDGET, INTERRUPTED
 from common.process.event_loop import run_until_one_ends
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowText
@@ -67,6 +67,7 @@ class StepHandler:
         self.add_logits(step)
         self.add_tokens(step)
         self.add_prompts(step)
+        state.outbox.snapshots += step.snapshots
         rows = state.table.rows
         for number, records in step.sequences:
             if (row := rows.get(number)) is not None and not row.ended:
@@ -102,6 +103,7 @@ class StepHandler:
                     outbox.rows.append(row)
                 if number == previous:
                     self.state.ahead[number] = row
+                    row.speculated.append(row.num_tokens)
                 previous = number
                 text = row.add(token_id, logprob, top_logprobs.get(place))
                 if row.matcher is not None and row.matches_stop_string(text):
@@ -136,13 +138,21 @@ class StepHandler:
             self.stop(row, "stop_sequence")
             self.state.wake.set()
 
+    def fail_at_start(self, row: RowText, why: str) -> None:
+        """End a row that the engine never gets."""
+        log.error("request %s fails: %s", row.request.request_id, why)
+        self.finish_row(row, why, row.num_tokens)
+        self.state.table.rows.pop(row.row)
+        self.state.outbox.released.append((row.row, 0))
+        self.state.wake.set()
+
     def drop(self, rows: Iterable[RowText]) -> None:
         """End rows whose requests do not belong to this worker any more; the batcher decides what becomes of
         them.
         """
         for row in (row for row in rows if not row.ended):
             log.warning("request %s is dropped: the broker knows of another run", row.request.request_id)
-            row.ended = True
+            self.end(row)
             self.state.outbox.ended.append((row.row, "preempted", row.num_tokens))
             self.stop(row, "preempted")
             self.state.wake.set()
@@ -155,13 +165,28 @@ class StepHandler:
             self.stop(row, "preempted")
             self.state.wake.set()
 
+    def cut_at_budgets(self) -> None:
+        """End rows that have more unpublished tokens than their API keys may still get, without these."""
+        outbox = self.state.outbox
+        for row, kept in self.state.budgets.take_rows_to_cut(outbox.rows):
+            row.drop_unpublished(len(row.texts) - kept)
+            if row.ended:
+                outbox.end_earlier(row, BUDGET)
+            else:
+                self.finish_row(row, BUDGET, row.num_tokens)
+                self.stop(row, BUDGET)
+
+    def end(self, row: RowText) -> None:
+        row.ended = True
+        self.state.budgets.on_end(row)
+
     def stop(self, row: RowText, why: str) -> None:
         """Have the engine stop a row, since it has ended for the client."""
         self.engine.send(self.state.make_grant(stops=[(row.row, why)]))
 
     def finish_row(self, row: RowText, why: str, end: int) -> None:
         """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
-        row.ended = True
+        self.end(row)
         outbox = self.state.outbox
         outbox.ended.append((row.row, why, end))
         if why in INTERRUPTED:

@@ -7,8 +7,12 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
+from typing import TypeVar
 
-from gpu_worker.protocol import Begin, End, Frame, FrameDecoder, Grant, PeerClosed, WorkerEnds, encode
+from gpu_worker.frames import FrameDecoder, encode
+from gpu_worker.protocol import Command, End, Frame, ModelSleeps, PeerClosed, Sleep, WorkerEnds
+
+Received = TypeVar("Received", bound=Frame)
 
 RECEIVE_BYTES = 2**18
 
@@ -46,24 +50,26 @@ class AgentLink:
         with contextlib.suppress(BlockingIOError):  # a full pipe ends the wait, too
             self.waker.send(b"\0")
 
-    def grants(self, wait_s: float) -> Iterator[Grant]:
-        """Yield all grants that have arrived, in order. Wait for the first up to `wait_s`, or until `wake` is
-        called. Raises PeerClosed, WorkerEnds.
+    def commands(self, wait_s: float) -> Iterator[Command]:
+        """Yield all commands that have arrived, in order. Wait for the first up to `wait_s`, or until `wake`
+        is called. Raises PeerClosed, WorkerEnds, ModelSleeps.
         """
         while self.read(wait_s):
             for frame in self.frames:
                 wait_s = 0.0
                 if isinstance(frame, End):
                     raise WorkerEnds
-                assert isinstance(frame, Grant)
+                if isinstance(frame, Sleep):
+                    raise ModelSleeps
+                assert isinstance(frame, Command)
                 yield frame
 
-    def receive_variables(self) -> Begin:
-        """Wait for the variables of a preloaded engine. Raises PeerClosed."""
+    def receive(self, kind: type[Received]) -> Received:
+        """Wait for a frame of this kind, such as the variables of a preloaded engine. Raises PeerClosed."""
         while True:
             self.read(None)
             for frame in self.frames:
-                assert isinstance(frame, Begin)
+                assert isinstance(frame, kind)
                 return frame
 
     def read(self, wait_s: float | None) -> bool:

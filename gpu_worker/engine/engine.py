@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,15 +11,20 @@ import torch
 
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.adapters.cache import AdapterCache
+from gpu_worker.engine.batch.adapters import AdapterTurns
 from gpu_worker.engine.batch.beam_text import text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.proposer import make_proposer
+from gpu_worker.engine.batch.launchable import needed_pictures
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.batch.split_step import forward_in_parts, forward_without_failing
+from gpu_worker.engine.batch.split_step import (
+    forward_in_parts,
+    forward_without_failing,
+)
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
+from gpu_worker.engine.cuda.compile import stop_compiling
 from gpu_worker.engine.cuda.graphs import (
     Capture,
     CaptureError,
@@ -26,18 +32,31 @@ from gpu_worker.engine.cuda.graphs import (
     FixedShapeGraph,
     make_capture,
 )
+from gpu_worker.engine.drafting.costs import ProposalCosts
+from gpu_worker.engine.drafting.drafter import Drafter
+from gpu_worker.engine.drafting.load_draft import load_draft
+from gpu_worker.engine.drafting.make_drafter import make_drafter
+from gpu_worker.engine.drafting.proposers import guessing_factory, proposer_factory
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, StepSamples, sample_requests
 from gpu_worker.engine.model import warmup
-from gpu_worker.engine.model.load import load, name_of
+from gpu_worker.engine.model.load import load
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.model.vision import make_encoder
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.preparation import capacity_of, compile_model, make_state_slots, measure_costs
 from gpu_worker.engine.sampling.beam_candidates import BeamScores, score_beams, search_steps
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.raw_logits import copy_logits
 from gpu_worker.engine.sampling.sampler import sample
-from gpu_worker.protocol import Grant, Ready, StepResult
+from gpu_worker.protocol import (
+    AdapterAnswer,
+    Command,
+    Grant,
+    Ready,
+    StepResult,
+)
 
 log = logging.getLogger(__name__)
 NAN = float("nan")
@@ -54,6 +73,7 @@ class Engine:
             on CPU.
         in_flight: the step that is launched and not read.
         collected_step: the last step read.
+        adapters: LoRA adapters that rows may have.
     """
 
     def __init__(
@@ -63,13 +83,20 @@ class Engine:
         communicator: Communicator = SINGLE_RANK,
         loaded: LoadedModel | None = None,
     ) -> None:
+        self.settings = settings
         self.communicator = communicator
-        self.loaded = loaded = loaded or load(settings, progress, communicator)
+        self.loaded = loaded = loaded or load(settings, progress, communicator, load_draft)
         self.block_size = loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
         waits = communicator.world_size > 1
         self.matchers = Matchers(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, waits=waits)
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
+        self.adapters = AdapterCache(loaded.adapters, settings, communicator)
+        self.costs = ProposalCosts()
+        self.drafter = make_drafter(loaded, self.matchers, self.costs)
+        guessing = (
+            self.drafter.make_guessing if self.drafter else guessing_factory(settings.speculation, self.costs)
+        )
         self.rows = Rows(
             block_size=self.block_size,
             eos_ids=loaded.eos_ids,
@@ -77,11 +104,16 @@ class Engine:
             max_scored_tokens=max(1, MAX_LOGITS // loaded.vocab_size),
             recompute_length=loaded.recompute_length,
             prefix_caching=self.prefix_caching,
-            make_proposer=partial(make_proposer, settings.speculate),
+            make_proposer=None if loaded.states else proposer_factory(guessing),
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
             num_micro_batches=communicator.num_stages,
             make_text=text_factory(loaded.tokenizer),
+            adapters=self.adapters.known,
+            turns=AdapterTurns(settings.max_loras),
+            state_slots=make_state_slots(loaded),
         )
+        if loaded.states and settings.speculation:
+            log.warning("SPECULATE is off: states of rows cannot go back from wrong proposals")
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = loaded.device.type != "cpu"
         self.in_flight: InFlightStep | None = None
@@ -90,7 +122,15 @@ class Engine:
         if loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
         progress("measuring its speed")
-        self.ready = self.warm_up(settings)
+        if settings.speculation or self.drafter:
+            measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
+        token_ms = self.measure_token_ms(loaded.context, loaded.vocab_size, self.block_size)
+        self.ready = capacity_of(
+            settings, loaded, token_ms, self.adapters, communicator.world_size, self.prefix_caching
+        )
+        self.pictures = make_encoder(loaded.tower, self.ready.token_ms, settings, communicator)
+        if self.pictures:
+            self.rows.make_pictures = self.pictures.start
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
         """Compile layers, and capture steps in which all rows decode, where attention allows it; do nothing
@@ -98,12 +138,8 @@ class Engine:
         """
         if settings.enforce_eager:
             return
-        loaded = self.loaded
-        if loaded.backend.compilable:
-            progress("compiling layers (longer the first time)")
-            try_out = partial(warmup.run_all_shapes, self.forward, loaded.vocab_size, self.block_size)
-            compile_layers(loaded.model, loaded.attentions, try_out)
-        if loaded.capturable:
+        compile_model(self.loaded, self.forward, progress)
+        if self.loaded.capturable:
             progress("capturing CUDA graphs")
             self.try_to_capture(settings)
         stop_compiling()
@@ -123,36 +159,57 @@ class Engine:
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
         """Capture steps that decode rows and proposals; with `deterministic` one of a fixed shape."""
         graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic)
+        if self.drafter:
+            self.drafter.capture(capture, max_rows)
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
-    def warm_up(self, settings: Settings) -> Ready:
-        """Measure the speed → the engine's capacity."""
-        loaded = self.loaded
-        shape = loaded.context, loaded.vocab_size, self.block_size
-        token_ms = self.measure_token_ms(*shape)
-        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, loaded.device)
-        return Ready(
-            model=settings.model_id,
-            dtype=name_of(loaded.geometry.dtype),
-            device=loaded.device.type,
-            block_size=self.block_size,
-            num_blocks=loaded.cache.num_blocks,
-            max_batch_prefill_tokens=tokens,
-            context=loaded.context,
-            eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
-            world_size=self.communicator.world_size,
-            token_ms=token_ms,
-            prefix_caching=self.prefix_caching,
-            vocab_size=loaded.vocab_size,
-        )
+    def on_waiting(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when what rows wait for, a compiled grammar, is there."""
+        self.matchers.on_compiled = wake
+
+    def prepare(self) -> None:
+        """Prepare for grammars while no row is held."""
+        self.matchers.prepare()
+
+    def sleep(self) -> None:
+        """Give up the cache, the graphs and, on a GPU, the weights' memory there. No row is held."""
+        while self.in_flight:
+            self.step()
+        self.graphs = None
+        if self.drafter:
+            self.drafter.on_sleep()
+        self.rows.state_slots = make_state_slots(self.loaded)
+        self.loaded.sleep()
+
+    def wake_up(self, progress: Progress) -> Ready:
+        """Be again what `sleep` has left → the engine's capacity. Raises MemoryError."""
+        self.loaded.wake_up()
+        if self.loaded.device.type == "cuda" and not self.settings.enforce_eager and self.loaded.capturable:
+            progress("capturing CUDA graphs")
+            self.try_to_capture(self.settings)
+        self.ready = replace(self.ready, num_blocks=self.loaded.cache.num_blocks)
+        return self.ready
 
     def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
         """ms of one prompt token, in a step of many."""
         return warmup.token_ms(self.forward, context, vocab_size, block_size, self.loaded.device)
 
+    def obey(self, command: Command) -> AdapterAnswer | None:
+        """Obey a command → the answer to the agent, if it has one."""
+        if isinstance(command, Grant):
+            self.apply(command)
+            return None
+        in_use = (row.adapter for row in self.rows.rows.values() if row.adapter)
+        return self.adapters.obey(command, in_use)
+
     def apply(self, grant: Grant) -> None:
         """Apply a grant. Granted blocks start as zeros: no earlier row's values may reach the products."""
-        self.fill(self.rows.apply(grant), 0.0)
+        granted = self.rows.apply(grant)
+        self.fill(granted, 0.0)
+        if self.rows.state_slots:
+            self.rows.state_slots.snapshots.forget(np.concatenate((NO_BLOCKS, *granted)).tolist())
+        if self.drafter:
+            self.drafter.on_granted(granted)
 
     def slack_s(self) -> float:
         """How long the next launch may wait for grants; several ranks do not wait, since they launch
@@ -182,22 +239,70 @@ class Engine:
             return None
         if self.debug_kv:
             self.fill(result.freed, NAN)
+            self.loaded.states.fill(result.freed_slots, NAN)
         return result.build(self.collected_step, duration_ms)
 
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """Launch the forward of the next step, if one can run; `before` is in flight."""
         started_s = time.monotonic()
+        if self.pictures:
+            self.pictures.advance(lambda: needed_pictures(self.rows.rows.values()))
+        self.costs.num_rows = len(self.rows.rows) or 1
+        if self.drafter:
+            self.draft(self.drafter)
         slices = self.rows.launch()
+        self.bring_adapters(slices)
+        self.encode_pictures(slices)
         if not slices:
             return None
-        if self.rows.copies:
-            self.loaded.cache.copy(self.rows.take_copies())
+        self.copy_beams()
         if before:
             self.pace.on_launch(before.is_done)
         elif self.communicator.samples:
             self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
+        if self.rows.state_slots and (kept := self.rows.state_slots.keep(slices)):
+            self.loaded.states.copy(kept)
+        if self.pictures and any(one.row.pictures for one in slices if not one.decodes):
+            self.pictures.trim(needed_pictures(self.rows.rows.values()))
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
+
+    def copy_beams(self) -> None:
+        """Copy blocks and states of beams that a step extends, and snapshots that rows start with."""
+        if copies := self.rows.take_copies():
+            self.loaded.cache.copy(copies)
+        if (slots := self.rows.state_slots) and (state_copies := slots.take_copies()):
+            self.loaded.states.copy(state_copies)
+
+    def bring_adapters(self, slices: list[RowSlice]) -> None:
+        """Put the adapters of a launched step on the device. Rows whose adapter cannot be read any more fail,
+        and are removed from `slices`.
+        """
+        if lost := self.adapters.bring(part.row.adapter for part in slices if part.row.adapter):
+            able = [part for part in slices if part.row.adapter not in lost]
+            self.rows.fail(slices, able, "adapter")
+
+    def encode_pictures(self, slices: list[RowSlice]) -> None:
+        """Encode the units that are due before a step. Rows whose pictures fail end, and are removed from
+        `slices`.
+        """
+        if not self.pictures:
+            return
+        for unit in self.rows.encoding.take():
+            self.pictures.encode(unit)
+            self.rows.result.num_encoded += 1
+        computed = [one for one in slices if not (one.row.pictures and one.row.pictures.failure)]
+        if len(computed) < len(slices):
+            self.rows.fail(slices, computed, "picture")
+
+    def draft(self, drafter: Drafter) -> None:
+        """Leave proposals for the next step with its rows, on all ranks those of one."""
+        rows, spare = self.rows.decoding(), self.rows.num_spare
+        drafts = drafter.draft(rows, self.block_size, spare, may_fail=self.communicator.world_size == 1)
+        if drafts is not None:
+            drafts = drafts.to(self.loaded.device)
+            self.communicator.broadcast_tensor(drafts)
+            drafter.take(drafts)
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
         """Launch the sampling of a step. One rank samples, and the others take its tokens."""
@@ -212,7 +317,7 @@ class Engine:
             if self.communicator.samples
             else empty_output(len(requests), 0, self.loaded.device)
         )
-        self.share(output.ids)
+        self.communicator.broadcast_tensor(output.ids)
         copied = copy_logits(logits, slices) if self.communicator.samples else []
         beams = self.score_beams(slices, sampled, requests) if self.rows.groups else None
         return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
@@ -226,17 +331,12 @@ class Engine:
         """Launch the search for the best continuations of the beams in a step. `logits` float [samples,
         vocabulary].
         """
-        steps = list(search_steps(slices, self.rows.groups, self.loaded.vocab_size))
-        if not steps:
+        if not (steps := list(search_steps(slices, self.rows.groups, self.loaded.vocab_size))):
             return None
         scores = score_beams(logits, requests, steps, self.communicator.samples)
-        self.share(scores.places)
-        self.share(scores.scores)
+        self.communicator.broadcast_tensor(scores.places)
+        self.communicator.broadcast_tensor(scores.scores)
         return scores
-
-    def share(self, sampled: torch.Tensor) -> None:
-        """Give all ranks what one of them has sampled, [...] of any dtype, in place."""
-        self.communicator.broadcast_tensor(sampled)
 
     def collect(self, in_flight: InFlightStep) -> float:
         """Read a step → its duration in ms."""
@@ -270,7 +370,6 @@ class Engine:
             forward = partial(self.forward, previous=previous)
             computed, logits = forward_without_failing(forward, slices, trial, error)
         self.rows.fail(slices, computed)
-        slices[:] = computed
         return logits
 
     def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
@@ -288,10 +387,14 @@ class Engine:
     def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward` in one step: logits float [num_logits, vocabulary]; `previous` int64 [rows]."""
         if self.graphs and self.graphs.can_run(slices, previous):
-            return self.graphs.run(slices, previous)
-        return self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device, previous))
+            logits = self.graphs.run(slices, previous)
+        else:
+            logits = self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device, previous))
+        if self.drafter:
+            self.drafter.on_forward(slices)
+        return logits
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:
         if numbers := np.concatenate((NO_BLOCKS, *blocks)).tolist():
-            self.loaded.cache.fill(numbers, value)
+            self.loaded.fill(numbers, value)

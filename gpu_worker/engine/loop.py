@@ -1,27 +1,44 @@
-"""The engine's loops: rank 0 takes grants from the agent, the other ranks take them from rank 0."""
+"""The engine's loops: rank 0 takes commands from the agent, the other ranks take them from rank 0."""
 
+import contextlib
 import time
 
 from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.encoder.engine import EncoderEngine
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import StepResult
+from gpu_worker.protocol import Asleep, LoadProgress, ModelSleeps, StepResult, WakeUp
 
 KEEPALIVE_S = 5.0
+AnyEngine = Engine | EncoderEngine
 
 
-def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
-    """Run steps until the agent closes the socket (raises PeerClosed).
+def run_leader(engine: AnyEngine, communicator: Communicator, link: AgentLink) -> None:
+    """Run steps, and sleep whenever the agent says so, until the agent closes the socket (raises
+    PeerClosed).
+    """
+    while True:
+        with contextlib.suppress(ModelSleeps):
+            run_steps(engine, communicator, link)
+        engine.sleep()
+        link.send(Asleep())
+        link.receive(WakeUp)
+        link.send(engine.wake_up(lambda text: link.send(LoadProgress(text))))
+
+
+def run_steps(engine: AnyEngine, communicator: Communicator, link: AgentLink) -> None:
+    """Run steps until the agent says otherwise (raises ModelSleeps, PeerClosed).
 
     The launch of a step waits for grants while the step before it runs. If no step can run, the loop waits
     for a grant or for a compiled grammar. One that comes before the wait begins ends the wait, too.
     """
-    engine.matchers.on_compiled = link.wake
+    engine.on_waiting(link.wake)
     idle_at_s = time.monotonic() + KEEPALIVE_S
     wait_s = 0.0
     while True:
-        for grant in communicator.broadcast_grants(link.grants(wait_s)):
-            engine.apply(grant)
+        for command in communicator.broadcast_commands(link.commands(wait_s)):
+            if answer := engine.obey(command):
+                link.send(answer)
         if (slack_s := engine.slack_s()) > 0:
             wait_s = slack_s
             continue
@@ -37,19 +54,19 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
         wait_s = 0.0 if step else idle_at_s - now_s
 
 
-def idle(engine: Engine, link: AgentLink) -> None:
+def idle(engine: AnyEngine, link: AgentLink) -> None:
     """Tell the agent that the engine lives if rows wait for blocks, steps or grammars; prepare for grammars
     if there are no rows.
     """
     if engine.rows.rows:
         link.send(StepResult(engine.collected_step))
     else:
-        engine.matchers.prepare()
+        engine.prepare()
 
 
-def run_follower(engine: Engine, communicator: Communicator) -> None:
+def run_follower(engine: AnyEngine, communicator: Communicator) -> None:
     """Run the same steps as rank 0 until rank 0 ends."""
     while True:
-        for grant in communicator.receive_grants():
-            engine.apply(grant)
+        for command in communicator.receive_commands():
+            engine.obey(command)
         engine.step()

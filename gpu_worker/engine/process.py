@@ -28,7 +28,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.parallel.rank_links import RankLinks, RankLost
 from gpu_worker.engine.parallel.rendezvous import RendezvousFailed, connect_ranks
-from gpu_worker.protocol import EngineFailure, LoadProgress, PeerClosed, WorkerEnds
+from gpu_worker.protocol import Begin, EngineFailure, LoadProgress, PeerClosed, WorkerEnds
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ def preload(link: AgentLink, loads_model: bool) -> Any:
     setproctitle.setproctitle("tokenfleet engine preloaded")
     prepare_import()
     import gpu_worker.engine.loop  # noqa: F401  it imports everything
-    from gpu_worker.engine.model.load import load
     from gpu_worker.engine.parallel.communicator import SINGLE_RANK
+    from gpu_worker.engine.start import load_model
 
     check_cuda_is_unused()
-    loaded = load(Settings.read([], os.environ), no_progress, SINGLE_RANK) if loads_model else None
+    loaded = load_model(Settings.read([], os.environ), no_progress, SINGLE_RANK) if loads_model else None
     link.send(LoadProgress("preloaded"))
-    os.environ.update(link.receive_variables().variables)
+    os.environ.update(link.receive(Begin).variables)
     return loaded
 
 
@@ -128,15 +128,13 @@ def serve(link: AgentLink, loaded: Any) -> None:
 def run(settings: Settings, info: RankInfo, link: AgentLink, loaded: Any, links: RankLinks | None) -> None:
     """Load the model unless it is `loaded`, and run steps until the agent or rank 0 ends."""
     prepare_import()
-    from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
+    # this takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
-    from gpu_worker.engine.pipeline import PipelineEngine
+    from gpu_worker.engine.start import make_engine
 
     communicator = Communicator(info, links, settings.pipeline_parallel_size)
-    engine = (PipelineEngine if communicator.num_stages > 1 else Engine)(
-        settings, lambda text: link.send(LoadProgress(text)), communicator, loaded
-    )
+    engine = make_engine(settings, lambda text: link.send(LoadProgress(text)), communicator, loaded)
     gc.freeze()
     gc.enable()
     link.send(engine.ready)

@@ -122,3 +122,16 @@ def test_its_responses_are_answered(url: str) -> None:
     whole = litellm.responses(**body, temperature=0, max_output_tokens=12)
     events = [*litellm.responses(**body, temperature=0, max_output_tokens=12, stream=True)]
     assert events[-1].response.output_text == whole.output_text != ""
+
+
+def test_its_provider_of_anthropic_is_answered(fleet: Fleet) -> None:
+    """By /v1/messages: a chat whole and streamed, and a forced call."""
+    own: dict[str, Any] = {"model": f"anthropic/{MODEL}", "api_base": fleet.base_url, "api_key": "none"}
+    own |= {"max_tokens": 60, "temperature": 0}
+    whole = litellm.completion(**own, messages=user(QUESTION))
+    chunks = [*litellm.completion(**own, messages=user(QUESTION), stream=True)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert whole.choices[0].message.content == text and whole.usage.completion_tokens > 0
+    called = litellm.completion(**own, messages=user(WARM), tools=[WARM_TOOL], tool_choice="required")
+    [call] = called.choices[0].message.tool_calls
+    assert call.function.name == "get_weather" and called.choices[0].finish_reason == "tool_calls"

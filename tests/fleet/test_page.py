@@ -5,27 +5,25 @@ and the answer is whole.
 import contextlib
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_server import start
 from tests.support.fleet.fleet import Fleet
 from tests.support.machine.ports import free_port
+from tests.support.page.browser import CHROMIUM, browsing, opened
 from tests.support.waiting import wait_until_sync
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 SETTINGS = {
     "num_workers": 2,
     "dtype": "float32",
-    "kv_cache_bytes": "64MiB",
+    "kv_cache_bytes": "192MiB",
     "demo": True,
     "threads": 1,
     "heartbeat_s": 0.1,
@@ -34,6 +32,7 @@ QUESTION = "Count from one to two hundred in words."
 MAX_TOKENS = 128
 PAGE_TOKENS = 400
 """Of an answer, unless the person sets another number."""
+WALL_TOKENS = 160
 SOME_CHARS = 30
 ANSWER_MS = 60_000
 
@@ -52,28 +51,15 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+    with browsing() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
-    """The page. In the end it must not have logged an error or a violation of the Content Security Policy."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    page = context.new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on(
-        "console",
-        lambda message: errors.append(message.text) if "Content Security Policy" in message.text else None,
-    )
-    page.goto(fleet.base_url)
-    expect(page.locator(".tile[data-kind=worker][data-state=ready]").first).to_be_visible(timeout=60_000)
-    yield page
-    context.close()
-    assert not errors
+    with opened(browser, fleet.base_url, viewport={"width": 1280, "height": 800}) as page:
+        expect(page.locator(".tile[data-kind=worker][data-state=ready]").first).to_be_visible(timeout=60_000)
+        yield page
 
 
 def undisturbed(fleet: Fleet, question: str, max_tokens: int = MAX_TOKENS) -> str:
@@ -99,6 +85,12 @@ def streamed(page: Page) -> str:
     return (words.last.text_content() or "") if words.count() else ""
 
 
+def answered(page: Page) -> str:
+    """The last whole answer as the model wrote it: the page shows it as Markdown."""
+    said: str = page.evaluate("JSON.parse(sessionStorage.getItem('tokenfleet.history')).at(-1).content")
+    return said
+
+
 def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     expected = undisturbed(fleet, QUESTION)
     send(page, QUESTION)
@@ -110,16 +102,37 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     assert len(streamed(page)) < len(expected), "it was killed while it worked"
     expect(page.locator("#health[data-state=warn]")).to_have_text("1 of 2 workers ready")
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
-    assert streamed(page) == expected
+    assert answered(page) == expected
+    expect(page.locator(".turn.model .ribbon i")).to_have_count(2)
     assert name is not None
     incarnation = name.removeprefix("Kill worker ")
     expect(page.locator("#log")).to_contain_text(f"worker {incarnation} is gone")
     expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready", timeout=90_000)
-    expect(page.locator(".figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
+    expect(page.locator(".turn .figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
     processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
     assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
         "the other worker has sampled the rest"
     )
+
+
+def test_eight_of_sixteen_streams_hop_to_the_other_worker(fleet: Fleet, page: Page) -> None:
+    """Both workers are known from the timelines; no word changes."""
+    wait_until_sync(lambda: fleet.workers_ready() == 2)
+    page.get_by_role("tab", name="16 streams").click()
+    page.get_by_role("button", name="Run 16 streams").click()
+    expect(page.locator(".cell .holder", has_text="w")).to_have_count(16, timeout=ANSWER_MS)
+    expect(page.locator(".chip", has_text="w1").locator("output")).to_have_text("8 streams")
+    page.get_by_role("button", name="Kill w1", exact=True).click()
+    expect(page.locator("#wall-says")).to_contain_text("w1 died: 8 streams paused")
+    expect(page.locator("#wall-says")).to_contain_text("All 16 answers are whole", timeout=4 * ANSWER_MS)
+    hopped = page.locator(".cell", has=page.locator(".words > .worker"))
+    assert hopped.count() == 8
+    for cell in hopped.all()[:2]:
+        question = cell.locator("h3").text_content() or ""
+        assert cell.locator(".words .stretch").count() == 2
+        said = "".join(cell.locator(".words .stretch").all_text_contents())
+        assert said == undisturbed(fleet, question, WALL_TOKENS)
+    wait_until_sync(lambda: fleet.workers_ready() == 2)
 
 
 def test_everything_but_a_long_list_of_tiles_fits_a_laptop(fleet: Fleet, browser: Browser) -> None:
@@ -228,6 +241,52 @@ def test_the_api_key_is_kept_over_a_reload(broker: Broker, browser: Browser) -> 
         context.close()
         process.kill()
         process.communicate()
+
+
+def test_an_admin_adds_and_revokes_a_key_that_sees_the_chat_alone(broker: Broker, browser: Browser) -> None:
+    port = free_port()
+    process = start(broker, "g0", port, API_KEY="open sesame")
+    context = browser.new_context()
+    try:
+        wait_until_sync(lambda: answers(port))
+        page = context.new_page()
+        enter_key(page, port, "open sesame")
+        page.get_by_role("tab", name="Manage").click()
+        page.get_by_label("Name").fill("reports")
+        page.get_by_label("Tokens a month").fill("1000")
+        page.get_by_role("button", name="Add key").click()
+        issued = page.get_by_label("API key, shown this once")
+        expect(issued).to_have_value(re.compile("^tf-"))
+        key = issued.input_value()
+        page.get_by_role("button", name="Done").click()
+        row = page.get_by_role("region", name="API keys").locator("tbody tr", has_text="reports")
+        expect(row).to_contain_text("1,000 tokens/month")
+        other = browser.new_context()
+        chat_alone = other.new_page()
+        wait_until_sync(lambda: knows(port, key))
+        enter_key(chat_alone, port, key)
+        expect(chat_alone.locator("#health")).to_contain_text("chat only")
+        expect(chat_alone.get_by_role("region", name="Fleet")).to_be_hidden()
+        other.close()
+        row.get_by_role("button", name="Revoke").click()
+        page.get_by_role("button", name="Yes").click()
+        expect(row).to_contain_text("revoked")
+    finally:
+        context.close()
+        process.kill()
+        process.communicate()
+
+
+def enter_key(page: Page, port: int, key: str) -> None:
+    page.goto(f"http://127.0.0.1:{port}")
+    page.get_by_label("API key", exact=True).fill(key)
+    page.get_by_role("button", name="Use this key").click()
+
+
+def knows(port: int, key: str) -> bool:
+    """Whether the gateway has read the record of a new key."""
+    answer = httpx.get(f"http://127.0.0.1:{port}/fleet", headers={"authorization": f"Bearer {key}"})
+    return answer.status_code == 403
 
 
 def answers(port: int) -> bool:

@@ -121,6 +121,7 @@ async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
         await races.redis.aclose()
 
 
+@pytest.mark.slow
 async def test_each_request_gets_one_terminal() -> None:
     """Engines have no model, but rows as in the real engine."""
     fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, has_proxy=False, **SETTINGS)

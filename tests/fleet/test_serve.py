@@ -15,7 +15,6 @@ import pytest
 from common.settings.settings import Settings
 from deploy.launcher import prepare
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended, title
-from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import PATIENCE_S, wait_until_sync
 
 PROMPT = "The sky is blue because"
@@ -29,18 +28,12 @@ def by_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fleet, "start_process", subprocess.Popen)
 
 
-@pytest.mark.parametrize(
-    "start_process",
-    [ForkedProcess, pytest.param(subprocess.Popen, marks=pytest.mark.slow)],
-    ids=["forked", "started"],
-)
-def test_processes_have_names_restart_and_drain(
-    start_process: type[subprocess.Popen[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("by_the_interpreter")
+def test_processes_have_names_restart_and_drain() -> None:
     """A stream outlives its gateway and its worker, which preloaded processes succeed. A fleet that is told
     to end finishes it, and leaves no process.
     """
-    monkeypatch.setattr(Fleet, "start_process", start_process)
     preloads = {"preload_worker": True, "preload_gateway": True}
     settings = {"dtype": "bfloat16", "kv_cache_bytes": "64MiB", "threads": 1, **preloads}
     # the stream may take longer than a fleet waits by default

@@ -63,6 +63,7 @@ def machines(folders: list[Path]) -> Iterator[tuple[Fleet, Machine]]:
         yield fleet, second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [1, 0])
 async def test_a_killed_rank_costs_no_token(machines: tuple[Fleet, Machine], place: int) -> None:
     """Both machines end their part of the worker, and start it again."""

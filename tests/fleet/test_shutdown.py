@@ -14,6 +14,8 @@ from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import have_ended, is_of_fleet
 from tests.support.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 NUM_STREAMS, NUM_TOKENS = 8, 100
 STEP_MS = 20.0
 NUM_PROCESSES = 7

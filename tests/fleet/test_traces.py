@@ -23,6 +23,8 @@ from tests.support.fleet.fleet import Fleet
 from tests.support.traces import CLIENT_SPAN, ReceivedSpan, Receiver, traceparent
 from tests.support.waiting import wait_until, wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 KEYS = Keys("default")
 NUM_TOKENS = 60
 KILLED_AT = 5
@@ -82,7 +84,7 @@ def check_tree(spans: dict[str, list[ReceivedSpan]], request: str, generation: s
     assert {span.parent_id for span in spans["prefill"]} <= {span.span_id for span in spans["infer"]}
     for span in (span for spans_of_name in spans.values() for span in spans_of_name):
         assert span.end_ns >= span.start_ns
-        assert span.start_ns >= root.start_ns - 5_000_000, span.name
+        assert span.start_ns >= root.start_ns - 20_000_000, span.name
         assert span.resource["service.name"] == "fleet-of-tests"
 
 
@@ -280,7 +282,6 @@ async def test_a_client_that_comes_back_is_in_the_same_trace(fleet: Fleet, recei
     check_tree(spans, "POST /generate_stream", "generate_stream")
 
 
-@pytest.mark.slow
 async def test_a_job_whose_gateway_is_killed_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
     trace_id = secrets.token_hex(16)
     job = {"id": "claimed", "inputs": "The sky", "parameters": {"max_new_tokens": 600, "ignore_eos": True}}

@@ -12,7 +12,7 @@ import torch
 from common.settings.settings import Settings
 from gpu_worker.engine.cuda.graphs import CaptureError, CudaGraphs, make_capture
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load, warmup
+from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
@@ -49,7 +49,8 @@ def engine_of(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, family
 
 def replay(graphs: CudaGraphs, size: int) -> torch.Tensor:
     """Replay a step of rows in blocks of their own → a copy of its logits [size, vocabulary]."""
-    inputs = np.vstack((np.full((1, size), 7), np.full((1, size), 9), np.arange(1, 1 + size)[None]))
+    ids, positions, slots = (np.full((1, size), value) for value in (7, 9, 0))
+    inputs = np.vstack((ids, positions, positions, slots, np.arange(1, 1 + size)[None]))
     with torch.inference_mode():
         graphs.copy_inputs(inputs.astype(np.int32), size)
         graphs.graphs[size]()
@@ -144,7 +145,7 @@ def test_the_memory_of_captured_steps_was_counted(
     that are shared, of latents. Beyond that are workspaces of the stream on which they are captured.
     """
     counted, taken = list[int](), list[int]()
-    captured_bytes, capture = load.captured_bytes, Engine.capture
+    captured_bytes, capture = warmup.captured_bytes, Engine.capture
 
     def count(loaded: LoadedModel, settings: Settings) -> int:
         counted.append(captured_bytes(loaded, settings))
@@ -155,7 +156,7 @@ def test_the_memory_of_captured_steps_was_counted(
         capture(engine, *arguments)
         taken.append(reserved_bytes() - before_bytes)
 
-    monkeypatch.setattr(load, "captured_bytes", count)
+    monkeypatch.setattr(warmup, "captured_bytes", count)
     monkeypatch.setattr(Engine, "capture", measure)
     engine_of(device, tmp_path, monkeypatch, family)
     assert taken[0] <= counted[0] + WORKSPACE_BYTES, f"{counted[0] / MIB:.0f}, then {taken[0] / MIB:.0f} MiB"

@@ -1,5 +1,6 @@
 """Speculation and jump-forward on CUDA: ids are those of one token a step."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
     FLASH_FAMILIES,
+    HEADS,
     check_near,
     engine_on,
     needs_flash,
@@ -25,6 +27,7 @@ from tests.support.engine.reference import prompt_ids
 from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
+from tests.support.speculation.counting_models import SIZE, right_heads, save_counting_model, save_heads
 from tests.support.speculation.knowing_proposer import KnowingProposers
 
 SEEDED = SamplingParams(temperature=0.8, seed=3)
@@ -121,3 +124,43 @@ def test_what_a_grammar_forces_comes_in_few_steps(device: str, monkeypatch: pyte
     counts = [step.num_samples for step in played.steps if step.num_samples]
     assert max(counts) >= 16 and sum(counts) == sum(map(len, played.ids.values()))
     assert [why for why, _ in played.ended.values()] == ["eos_token"] * 2
+
+
+@ANYWHERE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_model_that_is_the_model_is_right(
+    device: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 nearly always, and no id differs; in bfloat16 from captured steps, of both models."""
+    if dtype == "bfloat16":
+        needs_flash(device)
+    tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
+    config = json.dumps({"model": str(tmp_path), "num_speculative_tokens": 3})
+    engine = engine_on(device, tmp_path, monkeypatch, dtype=dtype, speculative_config=config)
+    engine.costs.set(1.0, 0.01, 0.0, 0.0)
+    plain = engine_on(device, tmp_path, monkeypatch, dtype=dtype)
+    played = play(engine, ROWS)
+    num_right = sum(right for step in played.steps for _, _, right in step.proposals)
+    assert num_right > 0.8 * sum(step.proposed_tokens for step in played.steps) > 0
+    if dtype == "float32":
+        assert played.ids == play(plain, ROWS).ids
+
+
+@ANYWHERE
+@pytest.mark.parametrize("kind", ["medusa", "mlp"])
+def test_hidden_states_come_from_captured_steps(
+    device: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that are always right about the model are so after steps that a graph has computed."""
+    needs_flash(device)
+    save_counting_model(tmp_path / "model", **HEADS | {"hidden_size": SIZE})
+    heads = save_heads(tmp_path / "heads", *right_heads(3)[kind])
+    config = json.dumps({"model": str(heads)})
+    engine = engine_on(device, tmp_path / "model", monkeypatch, dtype="bfloat16", speculative_config=config)
+    engine.costs.set(1.0, 0.01, 0.0, 0.0)
+    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    with noted(engine) as (computed, replayed):
+        played.run([played.start(row, [5 + row], NEW_TOKENS, ignore_eos=True) for row in range(3)], lead=64)
+    assert len(replayed) == sum(computed) > 0
+    num_right = sum(right for step in played.steps for _, _, right in step.proposals)
+    assert num_right > 0.9 * sum(step.proposed_tokens for step in played.steps) > 0

@@ -126,7 +126,7 @@ def test_captured_plans_are_those_of_their_own_replay(
     for table, value in zip(tables, (0.5, -0.5), strict=True):
         engine.fill([table], value)
     staged = [
-        np.vstack((np.array([[7], [63 + 7 * number]], np.int32), table[:, None]))
+        np.vstack((np.array([[7], *[[63 + 7 * number]] * 2, [0]], np.int32), table[:, None]))
         for number, table in enumerate(tables)
     ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.broker.keys import POOLS, Keys
+from common.broker.keys import Keys, usage_hour, usage_month, usage_pending, usage_spent
 from tests.support.source_tree import PACKAGES, ROOT
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
@@ -89,7 +89,7 @@ def kinds_in_the_code() -> set[str]:
     own = {
         name: member
         for name, member in inspect.getmembers(Keys)
-        if not name.startswith("_") and name not in ("pool", "key")
+        if not name.startswith("_") and name not in ("pool", "key", "usage")
     }
     plain = [str(getattr(keys, name)) for name, member in own.items() if isinstance(member, property)]
     named = [
@@ -97,8 +97,9 @@ def kinds_in_the_code() -> set[str]:
         for name in own
         if name not in ("process", "channel") and not isinstance(own[name], property)
     ]
+    usage = [usage_hour("{}"), usage_month("{}"), usage_spent("{}"), usage_pending()]
     others = [keys.channel("ext:{}"), *(keys.process(one, "{}") for one in process_kinds())]
-    return {name.removeprefix(keys.key("")) for name in (*plain, *named, *others)} | {POOLS}
+    return {name.removeprefix(keys.key("")) for name in (*plain, *named, *others)} | {*usage}
 
 
 def process_kinds() -> set[str]:

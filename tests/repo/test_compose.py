@@ -13,14 +13,19 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import redis
 import yaml
+from fastapi.routing import APIRoute
 
+from api.app import ROUTERS
+from common.broker.acl import PROCESSES
 from common.broker.keys import Keys
 from common.rank import machine_ranks
 from common.settings.fields import SettingFields
@@ -71,6 +76,92 @@ def test_services_of_the_compose_file() -> None:
         assert not {"container_name", "ports"} & SERVICES[name].keys(), "it can be scaled"
         assert SERVICES[name]["command"][0] == "supervise", "a death is reported at once"
     assert all(service["logging"]["options"]["max-size"] for service in SERVICES.values())
+
+
+def test_every_service_is_confined() -> None:
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"] and service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert {"mem_limit", "cpus", "pids_limit", "networks"} <= service.keys(), name
+        assert not {"privileged", "network_mode", "pid", "ipc", "devices"} & service.keys(), name
+    assert {name: service["cap_add"] for name, service in SERVICES.items() if "cap_add" in service} == {
+        "proxy": ["NET_BIND_SERVICE"]
+    }
+
+
+def test_the_proxy_reaches_gateways_alone_and_redis_reaches_nothing_else() -> None:
+    networks = {name: set(service["networks"]) for name, service in SERVICES.items()}
+    assert {name for name in networks if networks[name] & networks["proxy"]} == {"proxy", "api"}
+    assert {name for name in networks if networks[name] & networks["redis"]} == {"redis", *OURS}
+    assert networks["redis"] == {"broker"} and COMPOSE["networks"]["broker"] == {"internal": True}
+    published = {name for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"proxy", "prometheus", "alertmanager", "grafana"}
+
+
+def test_each_process_has_the_password_of_its_own_user_alone() -> None:
+    for name in OURS:
+        url = urlsplit(SERVICES[name]["environment"]["REDIS_URL"])
+        assert url.username in PROCESSES and url.password is None
+        assert SERVICES[name]["secrets"] == [f"redis_{url.username}"]
+        assert url.query == f"password_file=/run/secrets/redis_{url.username}"
+    assert set(SERVICES["redis"]["secrets"]) == {"redis_admin", *(f"redis_{kind}" for kind in PROCESSES)}
+
+
+def test_passwords_are_made_once_and_for_their_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    for _ in range(2):
+        subprocess.run(["sh", ROOT / "deploy/make_secrets.sh", folder], check=True, capture_output=True)
+        made = {path.name: path.read_text() for path in folder.iterdir()}
+    assert {f"./secrets/{name}": {"file": f"./secrets/{name}"} for name in made} == {
+        secret["file"]: secret for secret in COMPOSE["secrets"].values()
+    }
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(re.fullmatch("[0-9a-f]{64}", password) for password in made.values())
+    assert len(set(made.values())) == len(made)
+    (folder / "redis_admin").write_text("chosen")
+    subprocess.run(["sh", ROOT / "deploy/make_secrets.sh", folder], check=True, capture_output=True)
+    assert (folder / "redis_admin").read_text() == "chosen", "what is there already stays"
+
+
+def test_images_of_others_have_exact_versions_and_can_be_replaced() -> None:
+    for name in SERVICES.keys() - OURS:
+        assert re.fullmatch(rf"\$\{{{name.upper()}_IMAGE:-\S+:v?\d+\.\d+\.\d+\}}", SERVICES[name]["image"]), (
+            name
+        )
+
+
+def test_grafana_knows_its_users() -> None:
+    environ = SERVICES["grafana"]["environment"]
+    assert environ["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_admin"
+    assert environ["GF_AUTH_ANONYMOUS_ENABLED"] == environ["GF_USERS_ALLOW_SIGN_UP"] == "false"
+
+
+def test_the_proxy_passes_on_what_is_public() -> None:
+    """Routes of `api/admin` are not, but for health and the page."""
+    [listed] = re.findall(r"@internal path (.*)", (ROOT / "deploy/Caddyfile").read_text())
+    for router in ROUTERS:
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            module = route.endpoint.__module__
+            is_internal = module.startswith("api.admin.") and module != "api.admin.routes_health"
+            assert any(fnmatchcase(route.path, one) for one in listed.split()) is is_internal, route.path
+
+
+def test_alerts_go_to_the_url_of_the_variable(tmp_path: Path) -> None:
+    config = ROOT / "deploy/prometheus/alertmanager.yml"
+    own = {"CONFIG": str(config), "MADE": str(tmp_path)}
+    words = [
+        "sh",
+        str(ROOT / "deploy/prometheus/alertmanager_entry.sh"),
+        "cat",
+        str(tmp_path / "alertmanager.yml"),
+    ]
+    for url in ("", "https://example.org/a?b=c&d='e'|f"):
+        environ = os.environ | own | {"ALERT_WEBHOOK": url}
+        done = subprocess.run(words, env=environ, check=True, capture_output=True, text=True)
+        [receiver] = yaml.safe_load(done.stdout)["receivers"]
+        files = [one["url_file"] for one in receiver.get("webhook_configs", [])]
+        assert [Path(file).read_text() for file in files] == ([url] if url else [])
 
 
 def test_down_stops_gateways_before_workers_and_redis_last() -> None:
@@ -135,8 +226,10 @@ class Composed:
         fixed = {
             "PORT": str(self.port),
             "METRICS_PORT": str(free_port()),
-            "REDIS_URL": f"redis://127.0.0.1:{self.redis_port}/0",
         }
+        if name in OURS:
+            user = urlsplit(service["environment"]["REDIS_URL"]).username
+            fixed["REDIS_URL"] = f"redis://{user}@127.0.0.1:{self.redis_port}/0"
         environ = (
             {
                 key: filled(value, {})
@@ -148,6 +241,9 @@ class Composed:
         )
         words = ["tokenfleet", *service["command"]] if name in OURS else service["command"]
         if name == "redis":
+            users = (ROOT / "deploy/users.acl").read_text().replace(" on ", " on nopass ")
+            (self.folder / "users.acl").write_text(users)
+            words = [filled(word, {}).replace("/tmp/", f"{self.folder}/") for word in words]
             words = [*words, "--port", str(self.redis_port), "--dir", str(self.folder)]
         log = (self.folder / f"{name}-{len(self.children)}.log").open("wb")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -16,11 +16,17 @@ BEHAVIOURS = {
     "common/scripts/test_reader_scripts.py",  # Lua
     "common/scripts/test_scripts.py",  # Lua
     "common/scripts/test_terminal_scripts.py",  # Lua
-    "gpu_worker/agent/test_offer.py",
-    "gpu_worker/agent/test_speculation.py",
+    "common/scripts/test_usage.py",  # Lua
+    "gpu_worker/agent/rows/test_offer.py",
+    "gpu_worker/agent/rows/test_speculation.py",
+    "gpu_worker/engine/adapters/test_adapter_features.py",
+    "gpu_worker/engine/adapters/test_adapter_ids.py",
+    "gpu_worker/engine/adapters/test_adapters_parallel.py",
+    "gpu_worker/engine/adapters/test_refusals.py",
     "gpu_worker/engine/batch/test_max_rows.py",
     "gpu_worker/engine/batch/test_proposals.py",
     "gpu_worker/engine/cuda/test_kernels.py",
+    "gpu_worker/engine/parallel/test_drafting.py",
     "gpu_worker/engine/parallel/test_speculation.py",
     "gpu_worker/engine/parallel/test_tensor_parallel.py",
     "gpu_worker/engine/quantization/test_ranks.py",

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from common.key_fields import KeyFields
 from common.settings.help import table_of_tgi, tables
 from common.settings.option import OTHERS
 from common.settings.settings import Settings
@@ -36,8 +37,22 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_LAUNCHERS = {"nproc-per-node", "max-restarts", "ntasks-per-node", "gpus-per-node"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, *FLAGS_OF_LAUNCHERS, "help", "help-all", "config", "no-", "schema"}
+FLAGS_OF_CONTAINERS = {"format", "repo", "user"}  # of docker, and of gh
 FLAGS_OF_KUBERNETES = {"all", "for", "from-literal", "replicas", "set", "timeout"}
-FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
+FLAGS_OF_CHAOS = set(
+    "kill restart pause unpause pause-s drop resume-s every fail-on report json streams duration prompts "
+    "prompt-tokens seed".split()
+)
+FLAGS_OF_PLAN = set(
+    "from learn-s save step-times trace rps output-tokens spread first-token-p gap-p cost-per-worker-hour "
+    "max-workers concurrency".split()
+)
+FLAGS_OF_COMMANDS = {"acl", "against", "once", "max-tokens", "pid", "replace", "temperature", "url"}
+FLAGS_OF_QUANTIZE = set(
+    "act-order bits calibration calibration-tokens group-size groupsize method percdamp scales".split()
+)
+FLAGS_OF_COMMANDS |= FLAGS_OF_CHAOS | FLAGS_OF_PLAN | FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id"}
+FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"class", "expires"}
 
 
 # --- settings and flags -------------------------------------------------------------------------------------
@@ -55,7 +70,8 @@ def test_every_flag_mentioned_exists() -> None:
     ours = {name.replace("_", "-") for name in (*fields, *OTHERS.flags, *OTHERS.options)}
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
-    assert named - ours - FLAGS_OF_OTHERS - FLAGS_OF_KUBERNETES - FLAGS_OF_COMMANDS == set()
+    of_tools = FLAGS_OF_OTHERS | FLAGS_OF_CONTAINERS | FLAGS_OF_KUBERNETES
+    assert named - ours - of_tools - FLAGS_OF_COMMANDS - FLAGS_OF_KEYS == set()
 
 
 def test_the_table_of_tgis_options_is_what_the_command_line_knows() -> None:

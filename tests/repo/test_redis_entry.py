@@ -1,17 +1,20 @@
 """Redis in the compose stack: at SIGTERM a fleet that drains may finish, and nobody else is waited for."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import yaml
 
+from common.broker import acl
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
 from tests.support.machine.ports import free_port
@@ -26,6 +29,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def command(folder: Path) -> list[str]:
+    """The command of the service, with its variables' defaults, and the file of users in a folder."""
+    words = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in SERVICE["command"]]
+    return [word.replace("/tmp/", f"{folder}/") for word in words]
+
+
 class Entry:
     """The entry point and command of the service, with a fake of the image's own entry point."""
 
@@ -34,10 +43,14 @@ class Entry:
         images_own.write_text('#!/bin/sh\nexec "$@"\n')
         images_own.chmod(0o755)
         port = free_port()
-        words = [*SERVICE["entrypoint"][:1], ROOT / "deploy/redis_entry.sh", *SERVICE["command"]]
-        environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "REDIS_PORT": str(port)}
+        words = [*SERVICE["entrypoint"][:1], ROOT / "deploy/redis_entry.sh", *command(folder)]
+        for name in SERVICE["secrets"]:
+            (folder / name).write_text(f"{name}\n")
+        own = {"REDIS_PORT": str(port), "SECRETS": str(folder), "ACL_FILE": str(folder / "users.acl")}
+        own["USERS"] = str(ROOT / "deploy/users.acl")
+        environ = os.environ | own | {"PATH": f"{folder}:{os.environ['PATH']}"}
         self.process = subprocess.Popen([*words, "--port", str(port), "--dir", str(folder)], env=environ)
-        self.client = redis.Redis(port=port)
+        self.client = redis.Redis(port=port, password="redis_admin")
         wait_until_sync(self.answers)
 
     def answers(self) -> bool:
@@ -61,16 +74,39 @@ class Entry:
 def entry(tmp_path: Path) -> Iterator[Entry]:
     one = Entry(tmp_path)
     yield one
-    one.client.close()
     if one.process.poll() is None:
-        subprocess.run(["redis-cli", "-p", str(one.client.get_connection_kwargs()["port"]), "shutdown"])
+        one.client.shutdown(nosave=True)
         one.process.wait(LATE_S)
+    one.client.close()
 
 
 def test_the_append_only_file_is_kept_as_short_as_the_embedded_brokers(tmp_path: Path) -> None:
     """A restart reads the file from its beginning."""
     command, option = Broker(tmp_path).command(), "--auto-aof-rewrite-min-size"
     assert SERVICE["command"][SERVICE["command"].index(option) + 1] == command[command.index(option) + 1]
+
+
+def test_users_have_the_rights_of_their_kinds_and_their_own_passwords(entry: Entry) -> None:
+    port = entry.client.get_connection_kwargs()["port"]
+    for kind in acl.PROCESSES:
+        with redis.Redis(port=port, username=kind, password=f"redis_{kind}") as client:
+            assert client.ping()
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.flushall()
+    for user, password in (("worker", "redis_gateway"), (None, None)):
+        with (
+            redis.Redis(port=port, username=user, password=password) as client,
+            pytest.raises(redis.exceptions.AuthenticationError),
+        ):
+            client.ping()
+    names: Any = entry.client.acl_users()
+    assert set(names) == {"default", *acl.PROCESSES}, "no user without a password"
+
+
+def test_the_file_of_users_is_what_doctor_prints() -> None:
+    """`tokenfleet doctor --acl --pool '*' > deploy/users.acl` writes it anew."""
+    lines = [f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS]
+    assert (ROOT / "deploy/users.acl").read_text().splitlines() == lines
 
 
 def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 from benchmarks.client import Stream, stream
@@ -66,6 +67,17 @@ class Load:
         for one in self.streams:
             assert [frame.get("index") for frame in one.frames] == list(range(1, len(one.frames) + 1))
         return [one.ids for one in self.streams]
+
+
+async def kill_both_workers(fleet: Fleet, load: Load) -> None:
+    """Kill the agent of w0, then the engine of w1, each when all streams have eight more tokens. Returns when
+    both workers have successors.
+    """
+    for name in ("w0", "w1"):
+        await load.progress(8)
+        old = fleet.pid(name)
+        os.kill(old if name == "w0" else fleet.engines(name)[0].pid, signal.SIGKILL)
+        await asyncio.to_thread(fleet.restarted, name, old)
 
 
 async def interrupt_worker(

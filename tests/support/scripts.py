@@ -5,12 +5,19 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
+from common.api_keys import ApiKey
 from common.broker import batcher_scripts, request_scripts, worker_scripts
 from common.broker.batcher_scripts import PlanReply, QueuedRequest, SavedRequest, StartedRow
 from common.broker.keys import Keys
 from common.broker.lua import run_script
-from common.broker.request_scripts import AdmitReply
-from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
+from common.broker.request_scripts import AdmitReply, KeyCharge
+from common.broker.worker_scripts import (
+    FlushedCount,
+    FlushedPrompt,
+    FlushedSpill,
+    FlushedTerminal,
+    FlushReply,
+)
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.plan import Plan
@@ -33,8 +40,20 @@ async def admit(
     width: int = 1,
 ) -> AdmitReply:
     request = replace(REQUEST, request_id=request_id, digest=digest, top_n_tokens=width - 1)
+    return await admit_request(redis, request, payload, max_count, max_bytes)
+
+
+async def admit_request(
+    redis: Redis,
+    request: Generate,
+    payload: bytes,
+    max_count: int = 1000,
+    max_bytes: int = 10**9,
+    keys: Keys = KEYS,
+) -> AdmitReply:
+    """Admit a request. Its API key, if it has one, has no limits."""
     call = request_scripts.admit(
-        KEYS,
+        keys,
         request,
         payload=payload,
         answer=b"",
@@ -42,6 +61,7 @@ async def admit(
         max_requests=max_count,
         max_tokens=None,
         max_bytes=max_bytes,
+        charge=KeyCharge(ApiKey(request.key_id, "d"), 1, 0, 0) if request.key_id else None,
     )
     return await run_script(redis, call)
 
@@ -103,6 +123,7 @@ async def flush(
     mode: str = "",
     attempt: int = 1,
     worker: str = "w1",
+    counts: Sequence[FlushedCount] = (),
 ) -> FlushReply:
     """Write a flush with spills: request, offset, records of each."""
     call = worker_scripts.flush(
@@ -116,6 +137,7 @@ async def flush(
         prompts=prompts,
         terminals=terminals,
         spills=[FlushedSpill(name, attempt, 0, offset, records) for name, offset, records in spills],
+        counts=counts,
     )
     return await run_script(redis, call)
 

@@ -30,6 +30,8 @@ from gpu_worker.protocol import UnservableModel
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
+WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
+"""Layers that have no attention over keys, as configs call them."""
 ACROSS_STAGES = "from those before them, which may be in another stage (PIPELINE_PARALLEL_SIZE)"
 DEFAULT_WINDOW = 4096
 """A mask without a window is compared with a causal one up to twice this many tokens."""
@@ -150,12 +152,17 @@ def check_probe(
     """Judge a probe. `logits` [1, PROBE_TOKENS, vocabulary] or hidden states, any dtype, of a forward whose
     first token was poisoned. Raises UnservableModel.
     """
-    num_layers = len(range(model.config.get_text_config().num_hidden_layers)[part])
-    if len(layers) != num_layers:
-        raise UnservableModel(f"{len(layers)} of its {num_layers} layers have attention that can be paged")
+    attending = attending_layers(model.config.get_text_config(), part)
+    if len(layers) != len(attending):
+        raise UnservableModel(
+            f"{len(layers)} of its {len(attending)} layers have attention that can be paged"
+        )
     if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in layers):
         raise UnservableModel("its attention counts tokens by a cache of its own")
-    for layer, window in zip(layers.values(), cached_windows(model.config)[part], strict=False):
+    windows = cached_windows(model.config)
+    for layer, window in zip(
+        layers.values(), [windows[i] for i in attending if i < len(windows)], strict=False
+    ):
         if window not in (None, layer.spec.window):
             raise UnservableModel(
                 f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
@@ -164,6 +171,13 @@ def check_probe(
         raise UnservableModel(f"its layers take more than hidden states {ACROSS_STAGES}")
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (PROBE_TOKENS - 1):
         raise UnservableModel("its tokens see each other by other ways than attention")
+
+
+def attending_layers(config: Any, part: slice) -> list[int]:
+    """Numbers of the layers that have attention, by a text config: others have states or experts alone."""
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    numbers = range(config.num_hidden_layers)[part]
+    return [number for number in numbers if types[number] not in WITHOUT_ATTENTION]
 
 
 def cached_windows(config: Any) -> list[int | None]:

@@ -5,6 +5,7 @@ the model's dtype or in 8-bit floats. Block 0 is scratch.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -136,12 +137,14 @@ class Geometry:
     Attributes:
         dtype: what it computes in.
         kv_dtype: what the cache holds K and V in.
+        draft_bytes: of a block in the cache of a draft model, which has as many blocks.
     """
 
     layers: list[LayerSpec]
     block_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    draft_bytes: int = 0
 
     @property
     def unrounded(self) -> "Geometry":
@@ -156,15 +159,19 @@ class Geometry:
     @property
     def block_bytes(self) -> int:
         numbers = sum(layer.spec.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return numbers * self.block_size * self.kv_dtype.itemsize
+        return numbers * self.block_size * self.kv_dtype.itemsize + self.draft_bytes
 
     def num_blocks(self, kv_cache_bytes: int, available_bytes: int) -> int:
-        """Blocks that may be granted; the scratch block comes on top. Raises SettingError."""
+        """Blocks that may be granted; the scratch block comes on top. Without attention blocks take no room,
+        and any number fits. Raises SettingError.
+        """
         if kv_cache_bytes > available_bytes:
             raise SettingError(
                 "kv_cache_bytes",
                 f"{mib(kv_cache_bytes)} MiB, but only {mib(available_bytes)} MiB of memory are available",
             )
+        if not self.layers:
+            return sys.maxsize
         if kv_cache_bytes < self.block_bytes:
             block = f"one block of {self.block_size} tokens of this model takes {self.block_bytes} bytes"
             raise SettingError("kv_cache_bytes", f"{kv_cache_bytes} bytes are too few: {block}")

@@ -111,14 +111,16 @@ class SdpaBackend:
 
     def prompt_tiles(self, spec: AttentionSpec, span: Span) -> list[QueryTile]:
         start, tiles = int(span.lengths[0]) - span.count, []
+        limits = last_seen(start, span)
         for begin in range(0, span.count, TILE_QUERIES):
             end = min(begin + TILE_QUERIES, span.count)
             queries = np.arange(start + begin, start + end)[:, None]
             seen_from = queries - (spec.window or queries[-1, 0] + 1)
             first = max(0, int(seen_from[0, 0]) + 1) // self.block_size * self.block_size
-            last = -(-(start + end) // self.block_size) * self.block_size
+            own = limits[begin:end, None]
+            last = -(-(int(own.max()) + 1) // self.block_size) * self.block_size
             positions = np.arange(first, last)
-            hidden = (positions > queries) | (positions <= seen_from)
+            hidden = (positions > own) | (positions <= seen_from)
             tiles.append(
                 QueryTile(
                     span.begin + begin,
@@ -196,6 +198,14 @@ class SdpaBackend:
             .mul_(spec.softcap)
             .add_(bias)
         )
+
+
+def last_seen(start: int, span: Span) -> Int64:
+    """int64 [tokens]: the last position that each token of a prompt sees: its own, or its picture's last."""
+    limits = np.arange(start, start + span.count)
+    for first, end in span.pictures:
+        limits[max(0, first - start) : end - start] = end - 1
+    return limits
 
 
 def of_heads(bias: torch.Tensor, num_queries: int) -> torch.Tensor:

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from common.messages.beams import num_group_blocks
-from gpu_worker.engine.batch.beam_search import BeamSearch
+from gpu_worker.engine.batch.beam_search import Beam, BeamSearch
+from gpu_worker.engine.batch.beam_text import BeamText
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
 BlockCopy = tuple[int, int]
 """(source, target): the KV of the source is to be copied into the target."""
+SlotCopy = tuple[int, int]
+"""The same of slots of states."""
 
 
 class BeamBlocks:
@@ -86,6 +89,8 @@ class BeamGroup:
         rows: of the beams that the last launched step computed; none before the second token.
         blocks: None before that.
         num_decoded: tokens that the rows have computed together.
+        slots: the beams' slots of states, one each, shared out as their last blocks are; None without states.
+        slot_copies: slots to copy before the next step.
     """
 
     leader: Row
@@ -94,6 +99,15 @@ class BeamGroup:
     rows: list[Row] = field(default_factory=list)
     blocks: BeamBlocks | None = None
     num_decoded: int = 0
+    slots: BeamBlocks | None = None
+    slot_copies: list[SlotCopy] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, row: Row, text: BeamText | None, block_size: int) -> "BeamGroup":
+        """The search of a row that starts; `text` follows its stop strings."""
+        assert row.beams and not row.base
+        beams = [Beam(state=row.sampling_state, text=text)]
+        return cls(row, BeamSearch(row.beams, row.max_new_tokens, row.ends, beams), block_size)
 
     @property
     def num_in_flight(self) -> int:
@@ -139,8 +153,13 @@ class BeamGroup:
             first, end = self.num_shared, -(-kv_len // self.block_size)
             table = self.leader.blocks.tolist()
             self.blocks = BeamBlocks(table[first:end], table[end:])
+            if self.leader.slots:
+                self.slots = BeamBlocks(self.leader.slots[:1], self.leader.slots[1:])
         is_full = kv_len % self.block_size == 0
-        copies = self.blocks.fork([beam.parent for beam in beams], is_full)
+        parents = [beam.parent for beam in beams]
+        copies = self.blocks.fork(parents, is_full)
+        if self.slots:
+            self.slot_copies = self.slots.fork(parents, is_full=False)
         shared = self.leader.blocks[: self.num_shared]
         while len(self.rows) < len(beams):
             self.rows.append(replace(self.leader))
@@ -152,4 +171,11 @@ class BeamGroup:
             row.kv_len = kv_len
             row.last_id = beam.last.token if beam.last else 0
             row.sampling_state = beam.state
+        for row, slots in zip(self.rows, self.slots.tables if self.slots else (), strict=False):
+            row.slots = slots
+        return copies
+
+    def take_slot_copies(self) -> list[SlotCopy]:
+        """Return the slots to copy before the next step."""
+        copies, self.slot_copies = self.slot_copies, []
         return copies

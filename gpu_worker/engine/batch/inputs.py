@@ -2,14 +2,15 @@
 chunks of prompts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
@@ -51,6 +52,7 @@ class Span:
             here, which sees the tokens before it.
         blocks: int64 [rows, blocks]; padded with scratch block 0.
         shares: int64 [slices]; how many neighbouring rows a slice is: one, and its proposals.
+        pictures: (position of the first token, end) of those whose tokens all see each other.
     """
 
     begin: int
@@ -58,6 +60,14 @@ class Span:
     lengths: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
     shares: npt.NDArray[np.int64]
+    pictures: Sequence[tuple[int, int]] = ()
+
+
+class PlacedEmbeddings(NamedTuple):
+    """Embeddings of a picture [count, hidden], for the tokens at `places` int64 [count] of a step."""
+
+    places: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,11 @@ class Inputs:
             log-probabilities.
         lengths: int64 [tokens]; the length of a token's sequence when the token's K is first computed: of the
             prompt, or up to the token if it is generated.
+        slices: what the step computes of its rows, in the order of its tokens.
+        adapters: the tokens that have a LoRA adapter; None if none has.
+        pictures: what takes the place of the embeddings of placeholders.
+        axes: int64 [3, tokens]; positions in time, height and width, where rows have pictures and the model
+            such positions.
     """
 
     ids: torch.Tensor
@@ -79,6 +94,10 @@ class Inputs:
     sampled: torch.Tensor
     lengths: torch.Tensor
     spans: list[Span]
+    slices: Sequence[RowSlice] = ()
+    adapters: AdaptedStep | None = None
+    pictures: Sequence[PlacedEmbeddings] = ()
+    axes: torch.Tensor | None = None
 
 
 def build_inputs(
@@ -92,6 +111,7 @@ def build_inputs(
     )
     tables = [row_slice.row.blocks for row_slice in slices]
     begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
+    axes = axes_of(slices, positions) if any(map(has_axes, slices)) else None
     prompt_lengths = np.repeat([row_slice.row.first_length for row_slice in slices], counts)
     return Inputs(
         ids=fill_pending_ids(to_device(ids, device), previous)[None],
@@ -101,7 +121,57 @@ def build_inputs(
         sampled=to_device(logit_positions(slices), device),
         lengths=to_device(np.maximum(positions + 1, prompt_lengths), device),
         spans=split_spans(slices, block_size),
+        slices=slices,
+        adapters=adapted_step(slices),
+        pictures=() if slices[-1].decodes else [*placed_embeddings(slices, device)],
+        axes=None if axes is None else to_device(axes, device),
     )
+
+
+def adapted_step(slices: Sequence[RowSlice]) -> AdaptedStep | None:
+    """Which tokens of arranged slices have an adapter; None if none has."""
+    if all(row_slice.row.adapter is None for row_slice in slices):
+        return None
+    slots = [row_slice.row.adapter.slot if row_slice.row.adapter else -1 for row_slice in slices]
+    counts = [row_slice.count for row_slice in slices]
+    return AdaptedStep.of(np.repeat(np.array(slots, np.int32), counts), logit_positions(slices))
+
+
+def has_axes(row_slice: RowSlice) -> bool:
+    """Whether tokens of its row have positions in time, height and width."""
+    return row_slice.row.pictures is not None and row_slice.row.pictures.has_axes
+
+
+def axes_of(slices: Sequence[RowSlice], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return positions in time, height and width, int64 [3, tokens]. positions int64 [tokens]"""
+    axes = np.tile(positions, (3, 1))
+    ends = offsets_of(one.count for one in slices)
+    for row_slice, begin, end in zip(slices, ends, ends[1:], strict=False):
+        if pictures := row_slice.row.pictures:
+            own = slice(int(begin), int(end))
+            axes[:, own] = (
+                positions[own] + pictures.shift if row_slice.decodes else pictures.positions(positions[own])
+            )
+    return axes
+
+
+def rotary_positions(slices: Sequence[RowSlice], positions: Int32) -> Int32:
+    """Return what turns queries and keys of rows that decode, int32 [tokens]. positions int32 [tokens]"""
+    if not any(map(has_axes, slices)):
+        return positions
+    shifts = [one.row.pictures.shift if one.row.pictures else 0 for one in slices]
+    return positions + np.repeat(np.array(shifts, np.int32), [one.count for one in slices])
+
+
+def placed_embeddings(slices: Sequence[RowSlice], device: torch.device) -> Iterator[PlacedEmbeddings]:
+    """Yield the embeddings of pictures in chunks of prompts. A stage that has no embedding needs none."""
+    for row_slice, begin in zip(slices, offsets_of(one.count for one in slices), strict=False):
+        if not row_slice.row.pictures or row_slice.decodes:
+            continue
+        for places, picture, first in row_slice.row.pictures.embedded_in(row_slice.begin, row_slice.kv_len):
+            if picture.embeddings is not None:
+                values = picture.embeddings[first : first + len(places)]
+                yield PlacedEmbeddings(to_device(places + begin, device), values)
 
 
 def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
@@ -186,4 +256,7 @@ def make_span(slices: Sequence[RowSlice], begin: int, block_size: int) -> Span:
     rows = np.repeat(np.arange(len(slices)), shares).tolist()
     tables = [slices[row].row.blocks[:count] for row, count in zip(rows, held.tolist(), strict=True)]
     blocks[np.arange(blocks.shape[1]) < held[:, None]] = np.concatenate(tables)
-    return Span(begin, slices[0].count - len(slices[0].proposed), lengths, blocks, shares)
+    first = slices[0]
+    own = None if first.decodes else first.row.pictures
+    pictures = own.seen_as_one(first.begin, first.kv_len) if own else ()
+    return Span(begin, first.count - len(first.proposed), lengths, blocks, shares, pictures)

@@ -8,8 +8,11 @@ from operator import attrgetter
 
 import numpy as np
 
+from common.messages.pooling import PoolingParams
 from common.messages.request import BeamParams
+from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.proposer import Proposer
+from gpu_worker.engine.batch.row_pictures import RowPictures
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.protocol import StartRow
@@ -18,11 +21,19 @@ GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 """(grammar, tokens of the row so far) → its mask."""
 ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
 """(ids of a row so far, its grammar) → its proposer."""
+PicturesFactory = Callable[[StartRow], RowPictures | None]
+"""A row that starts → the pictures of its prompt; None if it has none."""
 
 
 def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
     """Raises ValueError: rows of this engine have no grammar."""
     raise ValueError("rows with a grammar need a model's vocabulary")
+
+
+def no_pictures(start: StartRow) -> None:
+    """None. Raises ValueError if the row has pictures: this engine does not see."""
+    if start.pictures:
+        raise ValueError("rows with pictures need a model that sees")
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +63,10 @@ class Row:
         num_passed: steps since its prompt was the first to be computed.
         beams: it belongs to a beam search (beam_group.py); None to none.
         launched_step: the last step launched with this row.
+        adapter: the LoRA adapter with which it is computed; None for the model alone.
+        pictures: of its prompt; None if it has none.
+        slots: where its states lie, in a model that has states; of a beam search one for each beam.
+        pooling: it ends with its prompt, of which it returns values as `logits`; None generates tokens.
     """
 
     number: int
@@ -78,6 +93,10 @@ class Row:
     num_passed: int = 0
     beams: BeamParams | None = None
     launched_step: int = 0
+    adapter: Adapter | None = None
+    pictures: RowPictures | None = None
+    slots: list[int] = field(default_factory=list)
+    pooling: PoolingParams | None = None
 
     @classmethod
     def of(
@@ -87,6 +106,7 @@ class Row:
         make_grammar: GrammarFactory = no_grammars,
         generated_as_prompt: bool = False,
         make_proposer: ProposerFactory | None = None,
+        make_pictures: PicturesFactory = no_pictures,
     ) -> "Row":
         """Make a row. `eos_ids` end it, too, unless it ignores them. A row with a grammar cannot ignore them:
         the grammar ends with one of them.
@@ -117,12 +137,26 @@ class Row:
             else None,
             class_index=start.class_index,
             beams=start.beams,
+            pictures=make_pictures(start),
+            pooling=start.pooling,
         )
 
     @property
     def num_places(self) -> int:
         """Places that it takes in a batch."""
         return self.beams.width if self.beams else 1
+
+    @property
+    def slot(self) -> int:
+        """The slot of its states; the scratch slot if it has none."""
+        return self.slots[0] if self.slots else 0
+
+    @property
+    def needs_no_step(self) -> bool:
+        """Whether all that it needs is launched: its tokens, or the prompt of a row that pools."""
+        if self.pooling:
+            return self.kv_len >= len(self.ids)
+        return self.index >= self.max_new_tokens
 
     @property
     def has_grammar(self) -> bool:
@@ -137,8 +171,10 @@ class Row:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may compute it. The prefill of a row waits for its grammar, too."""
-        return self.sampling_state is None or self.sampling_state.is_ready
+        """Whether a step may compute it. The prefill of a row waits for its grammar and its pictures, too."""
+        return (self.sampling_state is None or self.sampling_state.is_ready) and (
+            self.pictures is None or self.pictures.is_ready
+        )
 
     def propose(self, room: int) -> Sequence[int]:
         """Propose tokens after the next one, at most `room`."""
@@ -185,6 +221,7 @@ class RowSlice:
         proposed: ids at the last positions of a row that decodes; one counts if all samples before it confirm
             the proposals.
         num_returns: the row's `num_returns` at the launch.
+        method: where the proposals come from.
     """
 
     row: Row
@@ -195,6 +232,7 @@ class RowSlice:
     num_scored: int = 0
     proposed: Sequence[int] = ()
     num_returns: int = 0
+    method: str = ""
 
     @property
     def decodes(self) -> bool:
@@ -233,13 +271,15 @@ class RowSlice:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether it is unknown, until the step is read, how many of its proposals are right, or which
-        beams go on.
+        """Whether it is unknown, until the step is read, how many of its proposals are right, what is
+        proposed next, or which beams go on.
         """
         if self.row.beams:
             return self.samples
         proposer = self.row.proposer
-        return bool(self.proposed) and proposer is not None and not proposer.is_sure
+        if proposer is None or not self.samples:
+            return False
+        return proposer.waits or bool(self.proposed and not proposer.is_sure)
 
     @property
     def first_index(self) -> int:
@@ -288,8 +328,16 @@ def decode_slice(row: Row, room: int, recompute_length: int | None) -> RowSlice:
         room = min(room, recompute_length - begin)
     proposed = row.propose(room - 1)
     source_place = row.sample_place if row.num_unread else None
+    method = row.proposer.method if row.proposer and proposed else ""
     return RowSlice(
-        row, begin, 1 + len(proposed), True, source_place, proposed=proposed, num_returns=row.num_returns
+        row,
+        begin,
+        1 + len(proposed),
+        True,
+        source_place,
+        proposed=proposed,
+        num_returns=row.num_returns,
+        method=method,
     )
 
 

@@ -7,6 +7,7 @@ With micro-batches a step is launched in several parts, each with a share of the
 most, and in none before its last token is read. Each part is collected by itself.
 """
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,17 @@ import numpy as np
 
 from common.messages.beams import pack_sequences
 from common.messages.records import pack_floats, pack_ids
+from common.prefill_budget import PrefillBudget
+from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
 from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
-from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate
+from gpu_worker.engine.batch.beam_search import Candidate
 from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
-from gpu_worker.engine.batch.prefill import PrefillBudget, chunks, line_up, num_computable
+from gpu_worker.engine.batch.encoding import EncodingSchedule
+from gpu_worker.engine.batch.launchable import micro_batch_size, prefill_tokens, room, runnable
+from gpu_worker.engine.batch.prefill import chunks, line_up, whole_prompts
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
+    PicturesFactory,
     ProposerFactory,
     Row,
     RowSlice,
@@ -29,8 +35,10 @@ from gpu_worker.engine.batch.row import (
     confirmed,
     decode_slice,
     no_grammars,
+    no_pictures,
     place_samples,
 )
+from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import (
     NO_PROMPT_LOGPROBS,
     NO_TOP_LOGPROBS,
@@ -40,6 +48,8 @@ from gpu_worker.engine.batch.step_result import (
     TopLogprobs,
 )
 from gpu_worker.protocol import Grant, StartRow
+
+log = logging.getLogger(__name__)
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
@@ -61,6 +71,11 @@ class Rows:
         max_decoded: most tokens of one launch that are of rows that decode, or proposals.
         num_micro_batches: into how many launches the rows that decode are divided.
         make_text: makes the texts of beams with stop strings.
+        adapters, turns: LoRA adapters that rows may have, by name; which of them the next step may have.
+        make_pictures: finds the pictures of a row.
+        encoding: units of pictures that must be encoded before the step just launched is computed.
+        state_slots: slots of rows in a model that has states; None in one without.
+        computes_whole: a step computes whole prompts, and no chunks: an encoder's tokens all see each other.
         groups: beam searches, by the number of their row.
         copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
@@ -79,6 +94,12 @@ class Rows:
     max_decoded: int = sys.maxsize
     num_micro_batches: int = 1
     make_text: BeamTextFactory = no_texts
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    turns: AdapterTurns = field(default_factory=lambda: AdapterTurns(sys.maxsize))
+    make_pictures: PicturesFactory = no_pictures
+    encoding: EncodingSchedule = field(default_factory=EncodingSchedule)
+    state_slots: StateSlots | None = None
+    computes_whole: bool = False
     groups: dict[int, BeamGroup] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
@@ -96,24 +117,29 @@ class Rows:
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
             self.rows[start.row] = row = Row.of(
-                start, self.eos_ids, self.make_grammar, self.recompute_length is not None, self.make_proposer
+                start,
+                self.eos_ids,
+                self.make_grammar,
+                self.recompute_length is not None,
+                self.make_proposer,
+                self.make_pictures,
             )
+            row.adapter = self.adapters.get(start.adapter)
             granted.append(row.blocks[start.num_cached // self.block_size :])
             if row.beams:
                 self.start_search(row, start)
             if end := row.finish_reason:  # the broker had lost the end
                 self.finish(row, end)
+            elif start.adapter and row.adapter is None:
+                self.finish(row, "adapter")
         return granted
 
     def start_search(self, row: Row, start: StartRow) -> None:
         """Start the beam search of a row. Beams whose K must all be computed anew have no blocks for that:
         such a search ends at once.
         """
-        assert row.beams and not row.base
         text = self.make_text(row.ids.tolist(), start.stopping) if start.stopping.stop else None
-        beams = [Beam(state=row.sampling_state, text=text)]
-        search = BeamSearch(row.beams, row.max_new_tokens, row.ends, beams)
-        self.groups[row.number] = BeamGroup(row, search, self.block_size)
+        self.groups[row.number] = BeamGroup.start(row, text, self.block_size)
         limit, num_prompt = self.recompute_length, len(row.ids)
         if limit is not None and num_prompt <= limit < num_prompt + row.max_new_tokens - 1:
             self.finish(row, "beam_length")
@@ -141,9 +167,9 @@ class Rows:
         place_samples(slices)
         return slices
 
-    def fail(self, slices: Sequence[RowSlice], computed: Sequence[RowSlice]) -> None:
-        """End the rows of a launched step that are not among `computed`. If none are, the step does not
-        count.
+    def fail(self, slices: list[RowSlice], computed: Sequence[RowSlice], why: str = "forward") -> None:
+        """End the rows of a launched step that are not among `computed`, with `why`, and leave them out of
+        `slices`. If none are, the step does not count.
         """
         self.step -= not computed
         able = set(map(id, computed))
@@ -152,45 +178,67 @@ class Rows:
             row_slice.row.kv_len = row_slice.begin
             row_slice.row.in_flight -= 1
         for number in {row_slice.row.number: None for row_slice in failed}:  # of a beam search as a whole
-            self.finish(self.rows[number], "forward")
+            self.finish(self.rows[number], why)
         place_samples(computed)
+        slices[:] = computed
 
     def schedule_slices(self, step: int) -> list[RowSlice]:
         """Choose what is launched next, as a part of this step: a token of each row that decodes and its
         proposals, then chunks of prompts up to the budgets. Rows after the first `max_rows` stand by.
         """
-        slices, prompts, places = [], [], self.grant.max_rows or sys.maxsize
-        decodes_left = self.micro_batch_size()
-        spare = max(0, self.max_decoded - min(self.num_places, places))
-        for row in self.rows.values():
-            if row.ended or row.index >= row.max_new_tokens:
+        slices, prompts = [], []
+        wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
+        adapters = self.turns.choose(wanted)
+        decodes_left = micro_batch_size(self.rows.values(), self.num_micro_batches)
+        spare = self.num_spare
+        for row in self.runnable:
+            if not self.may_launch(row, step):
                 continue
-            if places < row.num_places:
-                break
-            places -= row.num_places
-            room = len(row.blocks) * self.block_size - row.kv_len
-            if not row.is_ready or room <= 0 or not self.may_launch(row, step):
+            if row.adapter and row.adapter not in adapters:
+                continue
+            if self.state_slots and not self.state_slots.take(row):
                 continue
             if row.kv_len < len(row.ids):
-                prompts.append(row)
+                prompts += [row] if self.check_pictures(row) else []
             elif row.beams and decodes_left:
                 decodes_left -= 1
                 slices += self.schedule_group(self.groups[row.number])
             elif decodes_left:
                 decodes_left -= 1
-                slices.append(decode_slice(row, min(room, 1 + spare), self.recompute_length))
+                most = min(room(row, self.block_size), 1 + spare)
+                slices.append(decode_slice(row, most, self.recompute_length))
                 spare -= len(slices[-1].proposed)
-        budget = self.prefill_tokens(slices, prompts)
-        slices += chunks(line_up(prompts, step), self.block_size, budget, self.max_scored_tokens)
+        line = line_up(prompts, step)
+        budget = prefill_tokens(self.prefill_budget, self.grant, slices, prompts, self.block_size)
+        if self.computes_whole:
+            return [*whole_prompts(line, self.block_size, budget)]
+        if any(row.pictures for row in line):
+            budget = self.encoding.schedule(line, self.block_size, budget, is_mixed=bool(slices))
+        has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots
+        slices += chunks(line, self.block_size, budget, self.max_scored_tokens, has_snapshots)
         return slices
 
-    def prefill_tokens(self, decoding: Sequence[RowSlice], prompts: Sequence[Row]) -> int:
-        """How many tokens of these prompts the step with these slices computes."""
-        most_urgent = min((row_slice.row.class_index for row_slice in decoding), default=sys.maxsize)
-        left = [(row.class_index, num_computable(row, self.block_size)) for row in prompts]
-        urgent = sum(tokens for class_index, tokens in left if class_index <= most_urgent)
-        waiting = sum(tokens for _, tokens in left)
-        return self.prefill_budget.tokens(self.grant, len(decoding), waiting, urgent)
+    def check_pictures(self, row: Row) -> bool:
+        """End a row if one of its pictures cannot be shown to the model → whether it goes on."""
+        if cause := row.pictures.failure if row.pictures else "":
+            log.warning("row %d ends: a picture of its prompt cannot be shown: %s", row.number, cause)
+            self.finish(row, "picture")
+        return not cause
+
+    @property
+    def runnable(self) -> list[Row]:
+        """The rows that the next step may compute."""
+        return [*runnable(self.rows.values(), self.grant.max_rows or sys.maxsize, self.block_size)]
+
+    def decoding(self) -> list[Row]:
+        """The rows whose next token the next step may compute."""
+        may_run = self.step < self.grant.until
+        return [row for row in self.runnable if row.kv_len >= len(row.ids)] if may_run else []
+
+    @property
+    def num_spare(self) -> int:
+        """How many proposals the next step has places for."""
+        return max(0, self.max_decoded - min(self.num_places, self.grant.max_rows or sys.maxsize))
 
     @property
     def num_places(self) -> int:
@@ -200,24 +248,14 @@ class Rows:
     def schedule_group(self, group: BeamGroup) -> list[RowSlice]:
         slices, copies = group.slices()
         self.copies += copies
+        if self.state_slots:
+            self.state_slots.copies += group.take_slot_copies()
         return slices
 
     def take_copies(self) -> list[BlockCopy]:
         """Return the blocks that must be copied before the step just launched is computed."""
         copies, self.copies = self.copies, []
         return copies
-
-    def micro_batch_size(self) -> int:
-        """How many rows that decode the next launch may have: a share of all, so that the others are left for
-        the launches beside it.
-        """
-        if self.num_micro_batches == 1:
-            return sys.maxsize
-        decoding = sum(
-            row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens
-            for row in self.rows.values()
-        )
-        return -(-decoding // self.num_micro_batches)
 
     def may_launch(self, row: Row, step: int) -> bool:
         """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
@@ -245,7 +283,6 @@ class Rows:
         for row_slice in slices:
             if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
-            self.result.proposed_tokens += len(row_slice.proposed)
             if row_slice.num_scored and row_slice.row.prompt_logprobs is not None:
                 self.add_prompt_logprobs(row_slice, next(scored))
             samples = list(islice(sampled, row_slice.num_samples))
@@ -254,6 +291,8 @@ class Rows:
                 searched |= {row_slice.row.number: None} if samples else {}
             elif samples and not row_slice.is_void:
                 self.add_tokens(row_slice, samples, top_logprobs)
+            elif row_slice.row.pooling and row_slice.kv_len == len(row_slice.row.ids):
+                self.end_pooling(row_slice.row)
             row_slice.row.in_flight -= 1
             if row_slice.row.ended:
                 self.release(row_slice.row)
@@ -297,6 +336,8 @@ class Rows:
                 break
         if kv_len < row_slice.kv_len:
             row.go_back(kv_len)
+        if proposed:
+            self.result.proposals.append((row_slice.method, len(proposed), len(tokens) - 1))
         if row.proposer:
             row.proposer.learn(tokens, len(proposed))
 
@@ -322,6 +363,12 @@ class Rows:
         elif kv_len == self.recompute_length:
             self.finish(row, "preempted")
 
+    def end_pooling(self, row: Row) -> None:
+        """End a row whose prompt is computed, and with it its vector."""
+        if not row.ended:
+            self.result.prefilled.append((row.number, row.kv_len))
+            self.finish(row, "length")
+
     def finish(self, row: Row, why: str) -> None:
         """End a row, unless it has ended."""
         if not row.ended:
@@ -333,13 +380,18 @@ class Rows:
         """Release the blocks of an ended row, unless a launched step still holds it."""
         group = self.groups.get(row.number)
         in_flight = group.num_in_flight if group else row.in_flight
-        if in_flight == 0 and self.rows.pop(row.number, None) is not None:
+        if in_flight == 0 and (held := self.rows.pop(row.number, None)) is not None:
             num_decoded = self.groups.pop(row.number).num_decoded if group else 0
             self.result.released.append((row.number, row.kv_len + num_decoded))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
             self.result.freed.append(row.blocks[num_kept:])
+            if self.state_slots:
+                self.result.freed_slots += held.slots
+                self.state_slots.give_back(held)
 
     def take_result(self) -> StepResultBuilder:
         """Return what happened since the last call."""
         result, self.result = self.result, StepResultBuilder()
+        if self.state_slots:
+            result.snapshots = self.state_slots.snapshots.take_changes()
         return result

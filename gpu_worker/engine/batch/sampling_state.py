@@ -156,6 +156,9 @@ class GrammarMask(Protocol):
     def forced(self, most: int) -> Sequence[int]:
         """At most `most` next tokens, as far as the grammar allows no others."""
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these next tokens it allows, one after the other."""
+
     def mask(self) -> Bits | None:
         """Return the tokens that may come next, at least one: bit t % 32 of word t // 32. None allows all."""
 

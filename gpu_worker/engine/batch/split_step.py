@@ -62,6 +62,12 @@ def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
     if row_slice.decodes or row_slice.count == 1:
         return []
     first = row_slice.count // 2
+    if pictures := row_slice.row.pictures:
+        first = (
+            pictures.chunk_end(row_slice.begin, row_slice.begin + first, row_slice.kv_len) - row_slice.begin
+        )
+        if first in (0, row_slice.count):
+            return []
     unscored = row_slice.count - row_slice.samples - row_slice.num_scored
     scores = min(max(0, first - unscored), row_slice.num_scored)
     return [

@@ -44,7 +44,8 @@ class StepResultBuilder:
 
     Attributes:
         samples: (row, index, id, log-probability).
-        freed: blocks of released rows whose KV is not kept.
+        freed, freed_slots: blocks of released rows whose KV is not kept, and slots of their states.
+        num_encoded: units of pictures that were encoded: the next step may go on behind them.
     """
 
     samples: list[tuple[int, int, int, float]] = field(default_factory=list)
@@ -54,14 +55,17 @@ class StepResultBuilder:
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
     freed: list[Int32] = field(default_factory=list)
+    freed_slots: list[int] = field(default_factory=list)
     prefill_tokens: int = 0
-    proposed_tokens: int = 0
+    proposals: list[tuple[str, int, int]] = field(default_factory=list)
     logits: list[tuple[int, int, bytes]] = field(default_factory=list)
     num_beams: int = 0
     sequences: list[tuple[int, bytes]] = field(default_factory=list)
+    num_encoded: int = 0
+    snapshots: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.samples or self.ended or self.released)
+        return bool(self.samples or self.ended or self.released or self.num_encoded)
 
     def build(self, step: int, duration_ms: float) -> StepResult:
         return StepResult(
@@ -74,8 +78,9 @@ class StepResultBuilder:
             released=tuple(self.released),
             duration_ms=duration_ms,
             prefill_tokens=self.prefill_tokens,
-            proposed_tokens=self.proposed_tokens,
+            proposals=tuple(self.proposals),
             logits=tuple(self.logits),
             num_beams=self.num_beams,
             sequences=tuple(self.sequences),
+            snapshots=tuple(self.snapshots),
         )

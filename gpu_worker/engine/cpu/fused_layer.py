@@ -176,13 +176,17 @@ def norm_of(module: Any, weight: torch.Tensor | None) -> native.NormStruct:
 
 
 def fuse_layers(
-    model: Any, arguments: KernelArguments, forward: Callable[[Inputs], torch.Tensor], context: int
+    model: Any,
+    arguments: KernelArguments,
+    forward: Callable[[Inputs], torch.Tensor],
+    context: int,
+    apart: Sequence[Any] = (),
 ) -> int:
     """Replace the forward of the layers that have a native equal; return how many.
 
-    `forward` → logits [tokens, vocabulary] of any dtype; `context` is the longest sequence in tokens. The
-    cache has the blocks of a trial, in the model's dtype: 8-bit floats would make much of the little by which
-    two codes of a layer differ.
+    `forward` → logits [tokens, vocabulary] of any dtype; `context` is the longest sequence in tokens; a call
+    begins with each layer `apart`. The cache has the blocks of a trial, in the model's dtype: 8-bit floats
+    would make much of the little by which two codes of a layer differ.
     """
     run = partial(forward, trial_inputs(model, arguments.block_size, context))
     found = {
@@ -192,20 +196,35 @@ def fuse_layers(
     }
     set_forwards(found)
     if found:
-        join_layers(found, run)
+        join_layers(found, run, apart)
     return len(found)
 
 
-def join_layers(fused: dict[Any, FusedLayers], run: Callable[[], torch.Tensor]) -> None:
-    """Make one call of all; `run` → logits [tokens, vocabulary] of any dtype. Where layers follow each other
-    in other ways than they are listed in, the logits of `run` show it, and each keeps its own call.
+def join_layers(
+    fused: dict[Any, FusedLayers], run: Callable[[], torch.Tensor], apart: Sequence[Any] = ()
+) -> None:
+    """Make one call of all, or of those up to each layer `apart`; `run` → logits [tokens, vocabulary] of any
+    dtype. Where layers follow each other in other ways than they are listed in, the logits of `run` show it,
+    and each keeps its own call.
     """
     expected = run()
-    first, *others = fused
-    joined = FusedLayers.joined(list(fused.values()))
-    set_forwards({first: joined, **dict.fromkeys(others, pass_through)})
+    forwards: dict[Any, Callable[..., torch.Tensor]] = {}
+    for first, *others in groups_of(list(fused), apart):
+        joined = FusedLayers.joined([fused[layer] for layer in (first, *others)])
+        forwards |= {first: joined, **dict.fromkeys(others, pass_through)}
+    set_forwards(forwards)
     if not torch.equal(run(), expected):
         set_forwards(fused)
+
+
+def groups_of(layers: Sequence[Any], apart: Sequence[Any]) -> list[list[Any]]:
+    """Layers that follow each other, in groups that begin with those `apart`."""
+    groups: list[list[Any]] = []
+    for layer in layers:
+        if not groups or any(layer is one for one in apart):
+            groups.append([])
+        groups[-1].append(layer)
+    return groups
 
 
 def set_forwards(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:

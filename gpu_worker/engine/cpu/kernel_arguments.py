@@ -1,6 +1,7 @@
 """The arguments of the native attention kernels: what the layers of a step share, and each module's cache."""
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from ctypes import byref
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.adapters import NativeAdapters
 
 TILE_TOKENS = 32
 """Tokens of a prompt whose queries go over a chunk of keys together."""
@@ -25,7 +27,10 @@ class KernelArguments:
     Attributes:
         step: of the step that runs.
         caches: by attention module, from its first use on.
+        adapters: those of the layers; None where there can be none.
     """
+
+    adapters: NativeAdapters | None = None
 
     def __init__(self, library: ctypes.CDLL, block_size: int, dtype: torch.dtype) -> None:
         self.library = library
@@ -51,9 +56,10 @@ class KernelArguments:
         tables = np.concatenate([span.blocks.ravel() for span in inputs.spans]).astype(np.int32)
         self.step_arrays = (inputs.slots, parts, tables)
         pointers = (array.ctypes.data for array in self.step_arrays)
-        num_parts = int((parts[:, 5] > 1).sum())
+        num_parts = int((parts[:, 6] > 1).sum())
         counts = (threads, len(inputs.slots), len(parts), self.block_size, num_parts)
-        self.step = byref(native.StepStruct(*counts, *pointers))
+        adapters = self.adapters.address if self.adapters else None
+        self.step = byref(native.StepStruct(*counts, *pointers, adapters))
 
     def cache_of(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
         """What stays the same for an attention module in every step. sinks [heads] of any float dtype"""
@@ -98,25 +104,50 @@ def pages_of(module: Any) -> native.PagesStruct:
 
 
 def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
-    """→ int64 [tiles, 4], the first fields of a Tile in kernels/structs.h; a row's blocks begin at a multiple
+    """→ int64 [tiles, 5], the first fields of a Tile in kernels/structs.h; a row's blocks begin at a multiple
     of `width` after `start` in the tables. A row and its proposals are one tile, which reads its blocks as
     the last of them has them: tokens that see each other's K are never in tiles of one token only.
     """
     if span.count == 1:
         last = np.cumsum(span.shares) - 1
         first = last - span.shares + 1
-        return np.stack((span.begin + first, span.shares, span.lengths[first] - 1, start + last * width), 1)
-    offsets = np.arange(0, span.count, TILE_TOKENS)
-    counts = np.minimum(TILE_TOKENS, span.count - offsets)
-    positions = span.lengths[0] - span.count + offsets
-    return np.stack((span.begin + offsets, counts, positions, np.full_like(offsets, start)), 1)
+        tables = start + last * width
+        fields = span.begin + first, span.shares, span.lengths[first] - 1, tables, np.zeros_like(first)
+        return np.stack(fields, 1)
+    position = int(span.lengths[0]) - span.count
+    parts = [
+        tiles_between(begin - position, end - position, seen)
+        for begin, end, seen in pieces_of(position, position + span.count, span.pictures)
+    ]
+    offsets, counts, seen = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+    return np.stack((span.begin + offsets, counts, position + offsets, np.full_like(offsets, start), seen), 1)
+
+
+def tiles_between(begin: int, end: int, seen: int) -> npt.NDArray[np.int64]:
+    """→ int64 [3, tiles]: offsets of tiles, how many tokens they have, and `seen`"""
+    offsets = np.arange(begin, end, TILE_TOKENS)
+    return np.stack((offsets, np.minimum(TILE_TOKENS, end - offsets), np.full_like(offsets, seen)))
+
+
+def pieces_of(begin: int, end: int, pictures: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, keys that all tokens see) of what lies between and within pictures that are seen as
+    one.
+    """
+    for first, last in pictures:
+        if begin < first:
+            yield begin, first, 0
+        begin = max(begin, first)
+        yield begin, min(end, last), last
+        begin = min(end, last)
+    if begin < end:
+        yield begin, end, 0
 
 
 def split_tiles(tiles: npt.NDArray[np.int64], threads: int) -> npt.NDArray[np.int64]:
-    """Order tiles [tiles, 4] by their work, most first, and split large ones, so that threads end together
-    → int64 [tiles and parts, 6] as in kernels/structs.h.
+    """Order tiles [tiles, 5] by their work, most first, and split large ones, so that threads end together
+    → int64 [tiles and parts, 7] as in kernels/structs.h.
     """
-    keys = tiles[:, 1] + tiles[:, 2]
+    keys = np.maximum(tiles[:, 1] + tiles[:, 2], tiles[:, 4])
     work = tiles[:, 1] * keys
     parts = np.where(work * threads * UNITS_A_THREAD > work.sum(), -(-keys // SEGMENT), 1)
     order = np.argsort(-work, kind="stable")

@@ -29,10 +29,22 @@ STORED_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 """Of numbers that only a KV cache holds."""
 
 
+class LowRankStruct(ctypes.Structure):
+    _fields_ = [*((name, c_void_p) for name in ("down", "up")), ("rank", c_int32)]
+
+
+class AdaptersStruct(ctypes.Structure):
+    _fields_ = [
+        ("matrices", c_void_p),
+        *((name, c_int32) for name in ("num_linears", "max_rank", "num_runs")),
+        *((name, c_void_p) for name in ("runs", "order", "slots", "used")),
+    ]
+
+
 class StepStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("threads", "num_tokens", "num_tiles", "block_size", "num_parts")),
-        *((name, c_void_p) for name in ("slots", "tiles", "tables")),
+        *((name, c_void_p) for name in ("slots", "tiles", "tables", "adapters")),
     ]
 
 
@@ -59,7 +71,7 @@ class HeadsStruct(ctypes.Structure):
 
 class BlocksStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("quants", "scales", "offsets")),
+        *((name, c_void_p) for name in ("quants", "scales", "offsets", "codes")),
         *((name, c_int32) for name in ("bits", "size", "half_scales")),
     ]
 
@@ -69,6 +81,7 @@ class LinearStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("packed", "bias")),
         *((name, c_int32) for name in ("inputs", "outputs")),
         ("blocks", BlocksStruct),
+        ("number", c_int32),
     ]
 
 
@@ -126,6 +139,16 @@ SIGNATURES = {
     "tf_panel": [c_int32],
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],
+    "tf_adapt": [
+        c_int32,
+        c_int32,
+        c_void_p,
+        c_int32,
+        POINTER(LinearStruct),
+        POINTER(AdaptersStruct),
+        c_int32,
+        c_void_p,
+    ],
     "tf_layers": [c_int32, POINTER(StepStruct), POINTER(LayerStruct), c_int32, c_void_p, c_void_p, c_void_p],
     "tf_sample": [
         c_int32,

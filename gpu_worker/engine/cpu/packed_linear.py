@@ -18,6 +18,7 @@ from torch import nn
 
 from common.process import machine
 from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.adapters import NativeAdapters
 from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, private_memory
 from gpu_worker.engine.quantization.blocks import Blocks
 
@@ -93,8 +94,11 @@ def pack_blocks(blocks: Blocks, panel: int, pages: LargePages) -> PackedBlocks:
         *(move(in_panels(factor, panel).transpose(1, 2), pages) for factor in factors),
     ]
     quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
-    half = blocks.scales.dtype == torch.float16
-    struct = native.BlocksStruct(quants, scales, offsets, blocks.bits, blocks.size, half)
+    half, codes = blocks.scales.dtype == torch.float16, None
+    if blocks.codes is not None:
+        tensors.append(move(blocks.codes.float(), pages))
+        codes = tensors[-1].data_ptr()
+    struct = native.BlocksStruct(quants, scales, offsets, codes, blocks.bits, blocks.size, half)
     return PackedBlocks(tensors, struct)
 
 
@@ -170,7 +174,16 @@ class NativeLinear(PackedLinear):
     on no other row. `whole`: its outputs are float32, whatever the weights are. `blocks`: the same weights in
     blocks, which few rows are multiplied with; all are, without `plain` weights. The bits of a result are the
     same.
+
+    Attributes:
+        adapters: LoRA adapters that change the layer; None if it can have none.
+        number: the layer's among those that have adapters.
+        is_head: its rows are the tokens whose logits are needed.
     """
+
+    adapters: NativeAdapters | None = None
+    number = 0
+    is_head = False
 
     def __init__(
         self,
@@ -187,8 +200,12 @@ class NativeLinear(PackedLinear):
         self.dtype = native.TYPE_CODES[self.weight_dtype]
         self.panel = library.tf_panel(self.dtype)
         self.panels = -(-self.out_features // self.panel)
-        self.blocks = blocks and pack_blocks(blocks, self.panel, pages)
+        self.blocks = pack_blocks(blocks, self.panel, pages) if blocks else None
         self.packed = self.pack(linear.weight.detach(), pages) if plain else None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = self.product(rows, True)
+        return self.adapters.add(self, rows, output) if self.adapters else output
 
     def pack(self, weight: torch.Tensor, pages: LargePages) -> torch.Tensor:
         weight = weight.contiguous()
@@ -212,7 +229,7 @@ class NativeLinear(PackedLinear):
     def struct_with(self, bias: int | None) -> native.LinearStruct:
         blocks = self.blocks.struct if self.blocks else native.BlocksStruct()
         packed = None if self.packed is None else self.packed.data_ptr()
-        return native.LinearStruct(packed, bias, self.in_features, self.out_features, blocks)
+        return native.LinearStruct(packed, bias, self.in_features, self.out_features, blocks, self.number)
 
     def product(self, rows: torch.Tensor, biased: bool) -> torch.Tensor:
         """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would
@@ -296,6 +313,7 @@ def expands_correctly(library: ctypes.CDLL) -> bool:
     kinds = [
         Blocks((signed & 15).to(torch.uint8), scales, offsets),
         Blocks(signed.to(torch.int8), scales, None),
+        Blocks((signed & 15).to(torch.uint8), scales.float(), None, torch.randn(16, generator=random)),
     ]
     correct = True
     for blocks in kinds:

@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.engine.batch.adapters import NO_TOKENS, AdaptedStep
 from gpu_worker.engine.batch.inputs import (
+    adapted_step,
     decode_ids,
     fill_pending_ids,
     logit_positions,
     positions_of,
+    rotary_positions,
     to_device,
     token_ids,
 )
@@ -38,10 +41,27 @@ class DecodeSteps(Protocol):
 
     def splits_rows(self, lengths: Int32) -> bool: ...
 
+    @property
+    def captures_adapters(self) -> bool:
+        """Whether steps with LoRA adapters can be captured."""
+
+    def set_adapters(self, step: AdaptedStep | None) -> None:
+        """Say which rows of the next `decode`, captured or not, have an adapter; None: it has no code for
+        adapters.
+        """
+
     def decode(
-        self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_split: bool
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        is_split: bool,
+        rotary: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """ids int64 [1, rows] → logits [rows, vocabulary] of the model's dtype"""
+        """ids int64 [1, rows], rotary and slots int32 [rows] → logits [rows, vocabulary] of the model's
+        dtype
+        """
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -69,9 +89,13 @@ class CudaGraphs:
     Attributes:
         ids: int32 [max_rows]; ids below 0 are sampled by the step in flight, as in batch/inputs.py.
         positions: int32 [max_rows]
+        rotary: int32 [max_rows]; the positions by which queries and keys are turned: after pictures they may
+            be smaller.
         table: int32 [max_rows, max_blocks]; the rows' blocks.
+        slots: int32 [max_rows]; the rows' slots of states.
         graphs: by number of rows; replays a step.
         split_graphs: as `graphs`, for steps whose rows are split for the sake of a long one.
+        adapted_graphs: as `graphs`, for steps in which rows have LoRA adapters.
         previous: int64 [max_rows]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
     """
@@ -90,11 +114,14 @@ class CudaGraphs:
         self.max_rows = max_rows
         self.ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.rotary = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=device)
         self.graphs: dict[int, Callable[[], None]] = {}
         self.split_graphs: dict[int, Callable[[], None]] = {}
+        self.adapted_graphs: dict[int, Callable[[], None]] = {}
 
     def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
         """Capture the largest size first: the others share its memory. If rows of up to `longest` tokens are
@@ -102,17 +129,23 @@ class CudaGraphs:
         """
         for size in sorted(sizes, reverse=True):
             self.steps.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
+            self.steps.set_adapters(None)
             self.graphs[size] = capture(lambda size=size: self.forward(size, False))  # type: ignore[misc]
             if is_split_size(size, sizes) and self.steps.splits_rows(skewed_lengths(size, longest)):
                 run = lambda size=size: self.forward(size, True)  # noqa: E731
                 self.split_graphs[size] = capture(run)
+            if self.steps.captures_adapters:
+                self.steps.set_adapters(NO_TOKENS)
+                self.adapted_graphs[size] = capture(lambda size=size: self.forward(size, False))  # type: ignore[misc]
+        self.adapted_graphs = dict(sorted(self.adapted_graphs.items()))
         self.graphs = dict(sorted(self.graphs.items()))
         self.split_graphs = dict(sorted(self.split_graphs.items()))
 
     def forward(self, size: int, is_split: bool) -> None:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
         inputs = ids[None], self.positions[:size], self.table[:size]
-        self.logits[:size].copy_(self.steps.decode(*inputs, is_split))
+        own = self.rotary[:size], self.slots[:size]
+        self.logits[:size].copy_(self.steps.decode(*inputs, is_split, *own))
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         """Whether all rows decode, and the largest graph has room for them. Slices are arranged: rows that
@@ -120,6 +153,8 @@ class CudaGraphs:
         """
         num_tokens = sum(row_slice.count for row_slice in slices)
         rows = max(num_tokens, 0 if previous is None else len(previous))
+        if not self.adapted_graphs and any(row_slice.row.adapter for row_slice in slices):
+            return False
         return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
@@ -128,12 +163,16 @@ class CudaGraphs:
         """
         positions = positions_of(slices).astype(np.int32)
         rows = len(positions)
-        graphs = self.graphs_for(positions)
+        adapters = adapted_step(slices)
+        self.steps.set_adapters(adapters)
+        graphs = self.adapted_graphs if adapters else self.graphs_for(positions)
         size = next(size for size in graphs if size >= rows)
         self.copy_inputs(inputs_of(slices, positions, size), size)
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
         graphs[size]()
+        if adapters:
+            self.steps.set_adapters(None)
         return self.logits[:rows]
 
     def graphs_for(self, positions: Int32) -> dict[int, Callable[[], None]]:
@@ -145,14 +184,16 @@ class CudaGraphs:
         return self.split_graphs if self.steps.splits_rows(positions + 1) else self.graphs
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
-        """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [2 + blocks, size]
-        as of `inputs_of`. Rows that only fill the graph write to scratch block 0.
+        """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [4 + blocks, size]
+        as of `inputs_of`. Rows that only fill the graph write to scratch block 0 and scratch slot 0.
         """
-        self.steps.plan_decode(inputs[1], inputs[2:].T)
+        self.steps.plan_decode(inputs[1], inputs[4:].T)
         staged = to_device(inputs, self.device)
         self.ids[:size].copy_(staged[0])
         self.positions[:size].copy_(staged[1])
-        self.table[:size, : len(staged) - 2].copy_(staged[2:].T)
+        self.rotary[:size].copy_(staged[2])
+        self.slots[:size].copy_(staged[3])
+        self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
 
 
 def is_split_size(size: int, sizes: Sequence[int]) -> bool:
@@ -168,17 +209,19 @@ def skewed_lengths(rows: int, longest: int) -> Int32:
 
 
 def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:
-    """positions int32 [rows] → int32 [2 + blocks, size]: ids, positions, and the rows' blocks, a column for
-    each token.
+    """positions int32 [rows] → int32 [4 + blocks, size]: ids, positions, those that turn queries and keys,
+    slots of states, and the rows' blocks, a column for each token.
     """
-    inputs = np.zeros((2 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
+    inputs = np.zeros((4 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
     ids = decode_ids(slices)
     inputs[0, : len(ids)] = ids
     inputs[1, : len(ids)] = positions
+    inputs[2, : len(ids)] = rotary_positions(slices, positions)
     begin = 0
     for row_slice in slices:
         blocks = row_slice.row.blocks
-        inputs[2 : 2 + len(blocks), begin : begin + row_slice.count] = blocks[:, None]
+        inputs[3, begin : begin + row_slice.count] = row_slice.row.slot
+        inputs[4 : 4 + len(blocks), begin : begin + row_slice.count] = blocks[:, None]
         begin += row_slice.count
     return inputs
 
@@ -253,7 +296,7 @@ class FixedShapeGraph:
 
 def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
     """Yield the tokens of a step, `size` at a time: the place of the first one in the step, and the inputs
-    for `CudaGraphs.copy_inputs`, int32 [2 + blocks, size].
+    for `CudaGraphs.copy_inputs`, int32 [4 + blocks, size]. No model with states has a graph of a fixed shape.
     """
     ids, positions = token_ids(slices), positions_of(slices)
     rows = np.repeat(np.arange(len(slices)), [row_slice.count for row_slice in slices])
@@ -262,6 +305,8 @@ def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int3
         line[: len(row_slice.row.blocks)] = row_slice.row.blocks
     for begin in range(0, len(ids), size):
         chunk = slice(begin, begin + size)
-        inputs = np.zeros((2 + tables.shape[1], size), np.int32)
-        inputs[:, : len(ids[chunk])] = np.vstack((ids[chunk], positions[chunk], tables[rows[chunk]].T))
+        inputs = np.zeros((4 + tables.shape[1], size), np.int32)
+        own = positions[chunk]  # rows of such engines have no pictures
+        inputs[:3, : len(own)] = ids[chunk], own, own
+        inputs[4:, : len(own)] = tables[rows[chunk]].T
         yield begin, inputs

@@ -8,13 +8,18 @@ from typing import Any
 from transformers import AutoConfig
 
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.protocol import first_cause
 
-MADE_AT_LOAD = "fp8"
-"""The value of QUANTIZE for which plain weights are quantised at load."""
+FP8_AT_LOAD = "fp8"
+MADE_AT_LOAD = (FP8_AT_LOAD, *ROUNDINGS)
+"""Values of QUANTIZE for which plain weights are quantised at load."""
+MADE_BEFORE = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "fp8"}
+"""Values of QUANTIZE → the method of `tokenfleet quantize` that makes such weights."""
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Model types of text parts → those of the models for text that are equal without images."""
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
+"""Types of layers that may be served; the probe looks what they need."""
 
 
 def read_config(path: Path, settings: Settings) -> Any:
@@ -59,19 +64,22 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def quantizes(config: Any, settings: Settings) -> bool:
-    """Whether plain weights become 8-bit floats at load."""
-    return quantization_of(config) is None and settings.quantize == MADE_AT_LOAD
+    """Whether plain weights are quantised at load."""
+    return quantization_of(config) is None and settings.quantize in MADE_AT_LOAD
 
 
 def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> None:
-    """Raises SettingError if QUANTIZE names another method than the checkpoint; plain weights can only become
-    FP8.
+    """Raises SettingError if QUANTIZE names another method than the checkpoint, or for plain weights one that
+    is not made at load.
     """
     asked = settings.quantize
-    if quantization is None and asked in (None, MADE_AT_LOAD):
+    if quantization is None and asked in (None, *MADE_AT_LOAD):
         return  # see `quantizes`
     if quantization is None:
-        cause = f"this checkpoint's weights are plain, and only {MADE_AT_LOAD} is made of such at load"
+        made = f"{', '.join(MADE_AT_LOAD)} are made of such at load"
+        if asked in MADE_BEFORE:
+            made = f"`tokenfleet quantize MODEL OUT --method {MADE_BEFORE[asked]}` makes such a checkpoint"
+        cause = f"this checkpoint's weights are plain; {made}"
         raise SettingError("quantize", f"{asked} is not served: {cause}")
     own = methods_of(quantization)
     if asked not in (None, *own):
@@ -89,10 +97,13 @@ def methods_of(quantization: dict[str, Any]) -> list[str]:
 def refusal_of(config: Any, text: Any) -> str:
     """Return why a model cannot be served, from its config and the text part of it; empty if it can."""
     others = sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES)
-    served = " and ".join(sorted(LAYER_TYPES))
+    served = ", ".join(sorted(LAYER_TYPES))
     return first_cause(
-        (config.is_encoder_decoder, "is an encoder-decoder model; only decoders are served"),
-        (not has_attention(text), "has no attention heads; only decoders with attention are served"),
+        (
+            not has_attention(text) and not has_states(text),
+            "has no attention heads, and no states that transformers' cache holds; only decoders with either "
+            "are served",
+        ),
         (
             getattr(text, "alibi", False),
             "uses ALiBi position biases, which are served for Bloom and MPT only",
@@ -112,6 +123,11 @@ def has_attention(config: Any) -> bool:
         )
     except RuntimeError:  # transformers', where the number differs between layers
         return True
+
+
+def has_states(config: Any) -> bool:
+    """Whether some layers carry states that transformers' cache holds."""
+    return bool({*(getattr(config, "layer_types", None) or ())} & {"linear_attention", "conv", "hybrid"})
 
 
 def stretch_rope(config: Any, kind: str, factor: float) -> None:

@@ -1,23 +1,28 @@
-"""How many KV blocks a rank has room for; and KV scales, which a checkpoint has for a cache of 8-bit
-floats.
+"""How many KV blocks, and states of rows, a rank has room for; and KV scales, which a checkpoint has for a
+cache of 8-bit floats.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from common.process import machine
-from common.settings.settings import Settings
-from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
+from common.process.logs import plural
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.kv_cache import LayerSpec
+from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.protocol import UnservableModel
+
+log = logging.getLogger(__name__)
 
 KEY_SCALES = (
     "k_scale",
@@ -75,18 +80,42 @@ def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -
     return float(scale.item())
 
 
-def count_blocks(
+SNAPSHOTS_PER_ROW = 2
+"""One at the end of its prompt, and one at the end of its answer."""
+SNAPSHOT_SHARE = 8
+"""Snapshots take at most one part in this number of the cache's memory."""
+
+
+class CacheRoom(NamedTuple):
+    """What fits into memory beside the weights, the same on all ranks.
+
+    Attributes:
+        num_blocks: without the scratch block.
+        num_slots: rows whose states fit, without the scratch slot; 0 in a model without states.
+        num_snapshots: states at the ends of blocks that fit beside these.
+    """
+
+    num_blocks: int
+    num_slots: int
+    num_snapshots: int
+
+
+def count_room(
     settings: Settings,
-    geometry: Geometry,
-    device: torch.device,
+    loaded: LoadedModel,
     communicator: Communicator,
     peak_bytes: Callable[[], int],
-) -> int:
-    """How many blocks the cache has without the scratch block, the same on all ranks. Raises SettingError.
+    kept_bytes: int = 0,
+) -> CacheRoom:
+    """Count blocks, and slots of states. Raises SettingError.
 
     KV_CACHE_BYTES is for all ranks together. Without it, on CUDA, the cache gets CUDA_MEMORY_FRACTION of the
-    GPU without the weights and `peak_bytes()`, which the largest step allocates.
+    GPU without the weights and `peak_bytes()`, which the largest step allocates. States come first: they are
+    a fixed size for each row. `kept_bytes` are left for what is kept beside the cache: encoded pictures.
     """
+    geometry, device = loaded.geometry, loaded.device
+    is_whole = device.type == "cuda" and settings.kv_cache_bytes is None
+    own_bytes = geometry.block_bytes + loaded.states.slot_bytes
     if device.type == "cuda":
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)
         available_bytes = max(
@@ -94,12 +123,57 @@ def count_blocks(
         )
     else:
         available_bytes = machine.available_bytes()
-    if device.type == "cuda" and settings.kv_cache_bytes is None:
-        return communicator.all_reduce_min(geometry.num_blocks(available_bytes, available_bytes))
+    available_bytes = max(0, available_bytes - kept_bytes)
     share_bytes = (
-        settings.cpu_cache_bytes * geometry.block_bytes // communicator.all_reduce_sum(geometry.block_bytes)
+        available_bytes
+        if is_whole
+        else settings.cpu_cache_bytes * own_bytes // max(1, communicator.all_reduce_sum(own_bytes))
     )
-    return communicator.all_reduce_min(geometry.num_blocks(share_bytes, available_bytes))
+    num_slots = num_snapshots = 0
+    if communicator.all_reduce_sum(loaded.states.slot_bytes):
+        slots = count_slots(loaded, share_bytes, settings.max_batch_size)
+        num_slots = communicator.all_reduce_min(slots)
+        left_bytes = share_bytes - slots_bytes(loaded, num_slots)
+        if settings.prefix_caching and loaded.names_blocks:
+            most = count_snapshots(loaded, num_slots, min(left_bytes, share_bytes // SNAPSHOT_SHARE))
+            num_snapshots = communicator.all_reduce_min(most)
+        share_bytes = left_bytes - loaded.states.slot_bytes * num_snapshots
+    num_blocks = communicator.all_reduce_min(geometry.num_blocks(share_bytes, available_bytes))
+    if num_slots:
+        num_blocks = min(num_blocks, (num_slots + num_snapshots) * loaded.max_row_blocks)
+    return CacheRoom(num_blocks, num_slots, num_snapshots)
+
+
+def count_snapshots(loaded: LoadedModel, num_slots: int, most_bytes: int) -> int:
+    """How many snapshots there are beside the states of rows: at most SNAPSHOTS_PER_ROW for each. A stage
+    without states has room for any number.
+    """
+    most = SNAPSHOTS_PER_ROW * num_slots
+    return min(most, most_bytes // loaded.states.slot_bytes) if loaded.states.slot_bytes else most
+
+
+def count_slots(loaded: LoadedModel, share_bytes: int, max_rows: int) -> int:
+    """How many rows' states fit into `share_bytes`, and half of it if there is a KV cache, too. Raises
+    SettingError.
+    """
+    most_bytes = share_bytes // 2 if loaded.attentions else share_bytes
+    slots = next((slots for slots in range(max_rows, 0, -1) if slots_bytes(loaded, slots) <= most_bytes), 0)
+    if not slots:
+        half = "half of " if loaded.attentions else ""
+        cause = f"the states of one row take {slots_bytes(loaded, 1)} bytes"
+        raise SettingError("kv_cache_bytes", f"{half}{share_bytes} bytes are too few: {cause}")
+    if slots < max_rows:
+        log.info(
+            "memory has room for the states of %s (MAX_BATCH_SIZE is %d)", plural(slots, "row"), max_rows
+        )
+    return slots
+
+
+def slots_bytes(loaded: LoadedModel, num_slots: int) -> int:
+    """What the states of rows take, the scratch slot included; on CUDA twice, since a step has new ones
+    beside the old until it is computed.
+    """
+    return loaded.states.slot_bytes * (num_slots + 1) * (2 if loaded.device.type == "cuda" else 1)
 
 
 def cuda_bytes(device: torch.device, fraction: float) -> int:

@@ -1,18 +1,49 @@
 """LoadedModel: a model on its device with a KV cache on its attention modules, and its forward."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.messages.block_hashes import HASHED_TOKENS
+from common.pooling import PoolingConfig
+from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, attach
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
+from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.model.rope import PerTokenRope
+from gpu_worker.engine.model.deepstack import DeepStack
+from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
+from gpu_worker.engine.model.sleeping_model import SleepingModel
 from gpu_worker.engine.parallel.stage_model import ModelStage
+from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.engine.states.model_states import ModelStates
+
+
+@dataclass(slots=True)
+class Draft:
+    """What proposes tokens beside a model, on the rank that samples.
+
+    Attributes:
+        method: as in SPECULATIVE_CONFIG.
+        num_tokens: most tokens proposed at a time.
+        model: its modules; None on other ranks.
+        cached: the same as a model whose cache has the blocks of the other; None where nothing is cached.
+        max_states: of how many tokens of a step hidden states are kept on a GPU.
+        state_bytes: of the states of one token.
+        recorded: layers of the model of which the draft takes the input.
+    """
+
+    method: str
+    num_tokens: int
+    model: Any = None
+    cached: "LoadedModel | None" = None
+    max_states: int = 0
+    state_bytes: int = 0
+    recorded: Sequence[Any] = ()
 
 
 @dataclass(slots=True)
@@ -25,7 +56,15 @@ class LoadedModel:
         context: the longest sequence in tokens.
         recompute_length: a sequence beyond this length needs every K computed anew.
         stage: which part of the model this is.
+        tower: what encodes pictures; None of a model for text.
+        axis_rope: of a model whose pictures have positions of three axes.
+        deepstack: of a model whose first layers get embeddings of pictures, too.
+        draft: what proposes tokens beside it.
+        states: what rows keep beside the cache; none in a model of attention alone.
+        pooling, vector_size: how it pools, and values of a vector; None and 0 if it generates.
         cache: set by `attach`.
+        asleep: set by `sleep`.
+        adapters: where LoRA adapters lie on the device; None: it takes none.
     """
 
     tokenizer: Path
@@ -40,30 +79,86 @@ class LoadedModel:
     vocab_size: int
     recompute_length: int | None
     stage: ModelStage
+    states: ModelStates
+    adapters: AdapterLayers | None = None
+    tower: VisionTower | None = None
+    axis_rope: AxisRope | None = None
+    deepstack: DeepStack | None = None
+    draft: Draft | None = None
+    pooling: PoolingConfig | None = None
+    vector_size: int = 0
     cache: KVCache = field(init=False)
+    asleep: SleepingModel = field(init=False)
 
     @property
     def capturable(self) -> bool:
         """Whether steps in which all rows decode can be captured as CUDA graphs: within the model they need
-        nothing from the host but ids, positions and tables. Steps of several stages are not captured.
+        nothing from the host but ids, positions and tables. Steps of several stages are not captured, and
+        rows that pool never decode.
         """
-        is_whole = self.stage.num_stages == 1
+        is_whole = self.stage.num_stages == 1 and self.pooling is None
         return (
             is_whole and self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
         )
 
     @property
-    def can_share_blocks(self) -> bool:
-        """Whether rows can share blocks: K and V of a token do not depend on later tokens, and hashes cover
-        whole blocks.
+    def num_deep(self) -> int:
+        """The first layers to which embeddings of pictures are added, too."""
+        return self.tower.family.num_deep if self.tower and self.stage.is_first else 0
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether what a block holds has a name: K and V of a token do not depend on later tokens, and hashes
+        cover whole blocks. With states no pictures are before a block either: a row whose snapshot is gone is
+        computed from its start, where they would be missing.
         """
-        return not self.ropes and self.geometry.block_size % HASHED_TOKENS == 0
+        has_pictures = bool(self.states.mixers) and self.tower is not None
+        return not self.ropes and not has_pictures and self.geometry.block_size % HASHED_TOKENS == 0
+
+    @property
+    def can_share_blocks(self) -> bool:
+        """Whether rows can share blocks; in a model with states they need snapshots, too."""
+        return self.names_blocks and (not self.states or self.states.num_snapshots > 0)
+
+    @property
+    def max_row_blocks(self) -> int:
+        """Blocks of the longest row."""
+        return -(-self.context // self.geometry.block_size)
+
+    def add_draft(self, draft: Draft | None) -> None:
+        """Take what proposes tokens: a block has room for its K and V, too."""
+        self.draft = draft
+        if draft and draft.cached:
+            self.geometry = replace(self.geometry, draft_bytes=draft.cached.geometry.block_bytes)
 
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
         """Make a cache of `num_blocks` and the scratch block; of another geometry for a trial."""
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
         self.cache.fill([0], 0.0)  # the scratch block: on CUDA, so that no row waits until this is compiled
         attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
+        self.states.allocate(self.states.num_kept if num_blocks else 0)
+        if geometry is None and self.draft and self.draft.cached:
+            self.draft.cached.attach(num_blocks)
+
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Fill blocks of the cache, and of that of the draft."""
+        self.cache.fill(blocks, value)
+        if self.draft and self.draft.cached:
+            self.draft.cached.fill(blocks, value)
+
+    def sleep(self) -> None:
+        """Give up the cache, and on a GPU the weights, which stay in memory of the host."""
+        others = [part.model for part in (self.tower, self.draft) if part]
+        models = [self.model, *(model for model in others if model)]
+        self.asleep = SleepingModel.of(models, self.device, self.cache.num_blocks)
+        self.attach(0)
+        self.asleep.offload()
+
+    def wake_up(self) -> None:
+        """Take weights and cache back. Raises MemoryError."""
+        self.asleep.reload()
+        states_bytes = self.states.slot_bytes * (self.states.num_kept + 1)
+        self.attach(self.asleep.blocks_left(self.geometry.block_bytes, states_bytes))
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs, states: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,10 +170,44 @@ class LoadedModel:
             self.stage.try_out(self.model, inputs.ids.shape[1], self.device)
         else:
             self.stage.states = states
+        self.set_adapters(inputs.adapters)
         self.backend.prepare_forward(inputs)
+        self.states.prepare_forward(inputs)
         for rope in self.ropes:
             rope.lengths = inputs.lengths
-        return self.logits(inputs.ids, inputs.positions, inputs.sampled)
+        if self.axis_rope:
+            self.axis_rope.positions = inputs.axes
+        try:
+            if inputs.pictures and self.stage.is_first:
+                logits = self.forward_pictures(inputs)
+            else:
+                logits = self.logits(inputs.ids, inputs.positions, inputs.sampled)
+        finally:
+            if inputs.adapters:
+                self.set_adapters(None)
+        self.states.commit()
+        return logits
+
+    def forward_pictures(self, inputs: Inputs) -> torch.Tensor:
+        """As `forward`, of a step with pictures → [entries of `inputs.sampled`, vocabulary], float32 or the
+        model's dtype.
+        """
+        if not self.deepstack:
+            return self.run(inputs.positions, inputs.sampled, inputs_embeds=self.embed(inputs))
+        self.deepstack.added = inputs.pictures
+        try:
+            return self.run(inputs.positions, inputs.sampled, inputs_embeds=self.embed(inputs))
+        finally:
+            self.deepstack.added = ()
+
+    def embed(self, inputs: Inputs) -> torch.Tensor:
+        """Embeddings of a step's tokens, those of pictures in their places → [1, tokens, hidden] of the
+        model's dtype.
+        """
+        embeddings: torch.Tensor = self.model.get_input_embeddings()(inputs.ids)
+        for places, values in inputs.pictures:
+            embeddings[0, places] = values[:, : embeddings.shape[2]]
+        return embeddings
 
     @torch.inference_mode()
     def plan_decode(self, positions: Int32, table: Int32) -> None:
@@ -87,27 +216,53 @@ class LoadedModel:
         """
         self.backend.plan_decode(positions, table)  # type: ignore[attr-defined]
 
+    @property
+    def captures_adapters(self) -> bool:
+        """Whether steps with LoRA adapters can be captured."""
+        return self.adapters is not None and self.adapters.capturable
+
+    def set_adapters(self, step: AdaptedStep | None) -> None:
+        """Say which tokens of the next `forward` or `decode` have an adapter. Whatever else calls layers has
+        none: it finds None.
+        """
+        if self.adapters:
+            self.adapters.prepare(step)
+
     def splits_rows(self, lengths: Int32) -> bool:
         """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
         return bool(self.backend.splits_rows(lengths))  # type: ignore[attr-defined]
 
     @torch.inference_mode()
     def decode(
-        self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        is_split: bool = False,
+        rotary: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `forward`, for rows that all decode; only if `capturable`. After `plan_decode` it needs nothing
         from the host.
 
         ids int64 [1, rows], positions int32 [rows], table of blocks int32 [rows, blocks] → logits [rows,
-        vocabulary]. `is_split`: each row's keys are split.
+        vocabulary]. `is_split`: each row's keys are split. rotary int32 [rows]: what turns queries and keys,
+        if not the positions. slots int32 [rows], of states.
         """
         self.backend.prepare_decode(positions, table, is_split)  # type: ignore[attr-defined]
+        self.states.prepare_decode(slots)
         for rope in self.ropes:
             rope.lengths = positions.long() + 1  # rows that decode have outgrown their prompts
-        return self.logits(ids, positions.long()[None], 0)
+        if self.axis_rope:
+            self.axis_rope.positions = None  # after pictures all axes have one number
+        return self.logits(ids, (positions if rotary is None else rotary).long()[None], 0)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
         """ids and positions int64 [1, tokens]; kept int64 [positions], or 0 for all → logits [kept,
         vocabulary]
         """
-        return self.stage.run(self.model, input_ids=ids, position_ids=positions, logits_to_keep=kept)[0]
+        return self.run(positions, kept, input_ids=ids)
+
+    def run(self, positions: torch.Tensor, kept: torch.Tensor | int, **inputs: torch.Tensor) -> torch.Tensor:
+        """As `logits`, of `input_ids` or of `inputs_embeds` [1, tokens, hidden] of the model's dtype."""
+        return self.stage.run(self.model, position_ids=positions, logits_to_keep=kept, **inputs)[0]

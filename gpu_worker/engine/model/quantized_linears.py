@@ -1,8 +1,7 @@
 """Quantised linear layers of a model: weights in blocks, and weights of 8-bit floats.
 
-Blocks come from a checkpoint; 8-bit floats come from a checkpoint or are made of plain weights
-(QUANTIZE=fp8). On CUDA both are multiplied as they are. On CPU 8-bit floats are the same numbers in the
-model's dtype.
+Both come from a checkpoint, or are made of plain weights (QUANTIZE). On CUDA both are multiplied as they are.
+On CPU 8-bit floats are the same numbers in the model's dtype.
 """
 
 import math
@@ -26,13 +25,14 @@ from gpu_worker.engine.cuda.linear import (
     multiplies_fp8,
     round_rows,
 )
-from gpu_worker.engine.model.config import quantization_of, quantizes
-from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
-from gpu_worker.engine.parallel.shards import TensorShards
+from gpu_worker.engine.model.config import FP8_AT_LOAD, quantization_of, quantizes
+from gpu_worker.engine.model.tp_weights import parameter_finder
+from gpu_worker.engine.parallel.shards import TensorShards, intervals_of
+from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks, ReadBlocks
 from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, method_of, read_tensors
 from gpu_worker.engine.quantization.gguf_blocks import converted_blocks
-from gpu_worker.engine.quantization.weight import ScaledFloats, Weight
+from gpu_worker.engine.quantization.weight import ScaledFloats, Weight, widen
 
 ROUTERS = {"gate", "router"}
 """Names of modules that choose experts."""
@@ -40,10 +40,10 @@ ROUTERS = {"gate", "router"}
 
 def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Mapping[str, Blocks]:
     """The blocks of a checkpoint, quantised or converted from a GGUF file, that the device can multiply: on
-    CPU integers in turn, for a bfloat16 model; on CUDA all that the card can.
+    CPU those in turn, for a bfloat16 model; on CUDA all that the card can.
     """
     on_cuda = multiplies_blocks(device, model.dtype)
-    if not on_cuda and (device.type, model.dtype) != ("cpu", torch.bfloat16):
+    if not on_cuda and not expands_blocks(device, model.dtype):
         return {}
     if quantization_of(config) is None:
         return converted_blocks(path)
@@ -51,9 +51,14 @@ def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Ma
 
     def read(layer: str) -> Blocks | None:
         blocks = blocks_of(weights[layer].read(), floats)
-        return blocks if blocks and (on_cuda or blocks.are_integers_in_turn) else None
+        return blocks if blocks and (on_cuda or blocks.are_in_turn) else None
 
     return ReadBlocks(list(weights), read)
+
+
+def expands_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the CPU's kernels multiply rows of this dtype with weights in blocks."""
+    return (device.type, dtype) == ("cpu", torch.bfloat16)
 
 
 def blocks_of(weight: Weight, floats: bool) -> Blocks | None:
@@ -127,7 +132,7 @@ def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torc
     """Raises SettingError if plain weights are to become 8-bit floats, and the card or the dtype cannot
     multiply them.
     """
-    if not quantizes(config, settings) or device.type == "cpu":
+    if settings.quantize != FP8_AT_LOAD or not quantizes(config, settings) or device.type == "cpu":
         return
     if (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         have, need = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
@@ -150,34 +155,59 @@ def use_fp8(
     """
     multiplied = multiplies_fp8(device, model.dtype)
     if quantizes(config, settings):
-        quantize_linears(model, multiplied)
+        if settings.quantize == FP8_AT_LOAD:
+            quantize_linears(model, multiplied, device)
     elif multiplied:
         multiply_fp8(model, path, config, shards, rank)
 
 
-def quantize_linears(model: Any, multiplied: bool) -> None:
+def quantize_linears(model: Any, multiplied: bool, device: torch.device | None = None) -> None:
     """Round the plain linear layers of a model, with a scale for each output; if `multiplied`, they multiply
-    8-bit floats. Each rank takes the scales of its own part. Raises SettingError if no layer can be rounded.
+    8-bit floats on the `device`, where each goes by itself. Each rank takes the scales of its own part.
+    Raises SettingError if no layer can be rounded.
     """
-    head = model.get_output_embeddings()
-    rounded = [
-        (name, linear) for name, linear in plain_linears(model) if linear is not head and rounds(name, linear)
-    ]
-    if not rounded:
-        raise SettingError(
-            "quantize", f"fp8, but {type(model).__name__} has no linear layers that can be rounded"
-        )
-    for name, linear in rounded:
-        values, scales = round_rows(linear.weight.detach())
+    for name, linear in rounded_linears(model, FP8_AT_LOAD):
+        if not fits_fp8_kernel(linear.weight):
+            continue
+        values, scales = round_rows(linear.weight.detach().to(device or linear.weight.device))
         if multiplied:
             model.set_submodule(name, Fp8Linear(values, scales, linear.bias))
         else:
             linear.weight.copy_(values.float() * scales)
 
 
-def rounds(name: str, linear: nn.Linear) -> bool:
-    """Whether a layer is rounded; layers of routers are not."""
-    return fits_fp8_kernel(linear.weight) and not {*name.split(".")} & ROUTERS
+def quantize_blocks(model: Any, method: str, device: torch.device) -> Mapping[str, Blocks]:
+    """Round the plain linear layers of a model by one of ROUNDINGS, each rank its own part. On CUDA they
+    multiply their blocks from then on; on CPU the blocks are returned, each to be read once. Raises
+    SettingError if there are no such layers.
+    """
+    on_cuda, made = multiplies_blocks(device, model.dtype), dict[str, Blocks]()
+    for name, linear in rounded_linears(model, method):
+        weight = ROUNDINGS[method](linear.weight.detach().to(device))
+        if on_cuda and isinstance(weight, Blocks) and fits_block_kernel(weight):
+            model.set_submodule(name, BlockLinear(weight, linear.bias))
+            continue
+        linear.weight.copy_(widen(weight))
+        if isinstance(weight, Blocks) and expands_blocks(device, model.dtype):
+            made[name] = weight
+    return ReadBlocks(list(made), made.pop)
+
+
+def rounded_linears(model: Any, method: str) -> list[tuple[str, nn.Linear]]:
+    """The linear layers that are rounded at load, with their names: not the head, nor layers of routers.
+    Raises SettingError if there are none.
+    """
+    head = model.get_output_embeddings()
+    found = [
+        (name, linear)
+        for name, linear in plain_linears(model)
+        if linear is not head and not {*name.split(".")} & ROUTERS
+    ]
+    if not found:
+        raise SettingError(
+            "quantize", f"{method}, but {type(model).__name__} has no linear layers that can be rounded"
+        )
+    return found
 
 
 def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int) -> None:

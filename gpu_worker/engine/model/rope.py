@@ -7,6 +7,7 @@ its own. Some models compute every K anew once a sequence outgrows its first fre
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,6 +108,41 @@ class PerTokenRope:
         frequencies, scaling = self.frequencies[key]
         setattr(self.module, f"{side}inv_freq", frequencies)
         setattr(self.module, f"{side}attention_scaling", scaling)
+
+
+class AxisRope:
+    """Replaces the forward of a rotary module of a model whose tokens have a position in time, height and
+    width (M-RoPE, arXiv:2409.12191). Without pictures all three are one number.
+
+    Tensors: states x [1, tokens, hidden] of the model's dtype, position_ids int64 [1, tokens].
+
+    Attributes:
+        axes: int64 [dim]; which of the three turns each number of a head.
+        positions: int64 [3, tokens] of the step that runs; None if it has no row with pictures.
+    """
+
+    def __init__(self, module: Any, axes: Sequence[int]) -> None:
+        self.module = module
+        self.plain_forward = inspect.unwrap(type(module).forward)
+        self.axes = torch.tensor([*axes, *axes], device=module.inv_freq.device)
+        self.positions: torch.Tensor | None = None
+        module.forward = self.forward
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> CosSin:
+        """→ cosines and sines, each [1, tokens, dim] of the module's dtype"""
+        if self.positions is None:
+            return self.plain_forward(self.module, x, position_ids)  # type: ignore[no-any-return]
+        cosines, sines = self.plain_forward(self.module, x, self.positions)
+        chosen = self.axes.expand(1, *cosines.shape[1:])
+        return cosines.gather(0, chosen), sines.gather(0, chosen)
+
+
+def find_axis_rope(model: Any, axes: Sequence[int]) -> AxisRope | None:
+    """Replace the forward of the rotary module of a model whose pictures have positions of three `axes`, by
+    half of a head's rotated numbers.
+    """
+    found = [module for module in model.modules() if types_of(module)] if axes else []
+    return AxisRope(found[0], axes) if found else None
 
 
 def options_of(layer_type: str | None) -> dict[str, str]:

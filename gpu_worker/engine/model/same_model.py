@@ -24,6 +24,7 @@ EQUAL_SETTINGS = (
     "rope_factor",
     "rope_scaling",
     "speculate",
+    "speculative_config",
 )
 """Settings by which ranks compute the same steps."""
 

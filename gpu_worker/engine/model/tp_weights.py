@@ -29,7 +29,13 @@ from gpu_worker.engine.model.weights import (
     without_quantization,
 )
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.shards import Interval, TensorShards, TpPlan, make_tp_plan
+from gpu_worker.engine.parallel.shards import (
+    Interval,
+    TensorShards,
+    TpPlan,
+    intervals_of,
+    make_tp_plan,
+)
 from gpu_worker.engine.parallel.stage_model import WHOLE, ModelStage, make_stage, staged_class
 from gpu_worker.engine.parallel.stages import StagePlan, make_stage_plan
 from gpu_worker.engine.parallel.tp_model import sharded_class
@@ -69,9 +75,10 @@ def read_shard(
     device: torch.device,
     settings: Settings,
     communicator: Communicator,
+    needs_head: bool = True,
 ) -> tuple[Any, TpPlan, ModelStage]:
     """This rank's part of a model, on the device that `read_weights` leaves it on, how the parts of its stage
-    belong together, and the stage. Raises as `read_weights`, and UnservableModel.
+    belong together, and the stage. Takes `needs_head` and raises as `read_weights`, and UnservableModel.
     """
     rank, num_stages = communicator.tp_rank, communicator.num_stages
     method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
@@ -103,8 +110,14 @@ def read_shard(
     check_files(path, settings.model_id, is_plain=method is None)
     tensors = dict(rank_tensors(own_tensors(read_tensors(path, quantization)), whole, plan.shards, rank))
     source = partial(part.from_pretrained, None, config=config)
-    model = load_pretrained(source, settings, dtype=dtype, state_dict=tensors)
-    return model if method else model.to(device), plan, stage
+    try:
+        model = load_pretrained(source, settings, needs_head, dtype=dtype, state_dict=tensors)
+    except AttributeError as error:  # a stage has no module of theirs
+        if stage is WHOLE:
+            raise
+        cause = "its code looks into layers that other stages have (PIPELINE_PARALLEL_SIZE)"
+        raise UnservableModel(f"{cause}: {error}") from error
+    return model if method or settings.quantize else model.to(device), plan, stage
 
 
 def own_plan(plan: TpPlan, stages: StagePlan, stage: ModelStage) -> TpPlan:
@@ -203,12 +216,3 @@ def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[in
             f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)"
         )
     return RankSlices(tensor, dim, intervals_of(shards, own[dim], rank))
-
-
-def intervals_of(shards: TensorShards, size: int, rank: int) -> list[Interval]:
-    """A rank's entries along the dimension that is split, of which a checkpoint's tensor [...] of any dtype
-    has `size`.
-    """
-    begin, end = shards.intervals[rank]
-    packed_size = shards.intervals[-1][1]
-    return [(offset + begin, offset + end) for offset in range(0, size, packed_size)]

@@ -5,17 +5,22 @@ to measure their memory and to compile kernels before rows wait for them.
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from common.messages.request import SamplingParams, StoppingParams
 from common.process.machine import run_delay_s
+from common.settings.settings import Settings
+from gpu_worker.engine.batch.adapters import Adapter
+from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.proposer import MAX_FORCED
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
+from gpu_worker.engine.model.kv_budget import measure_peak
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import StartRow
@@ -48,6 +53,12 @@ def max_decoded_tokens(max_batch_size: int) -> int:
     return max(max_batch_size, min((1 + MAX_FORCED) * max_batch_size, PROPOSING_TOKENS))
 
 
+def max_step_tokens(settings: Settings, device: torch.device) -> int:
+    """Tokens that a step may ever have."""
+    prompt_tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, device)
+    return prompt_tokens + max_decoded_tokens(settings.max_batch_size)
+
+
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
     """ms of one prompt token, in a step of many."""
     timed = min(TIMED_TOKENS[device.type], context)
@@ -61,13 +72,18 @@ def max_batch_prefill_tokens(token_ms: float, device: torch.device) -> int:
 
 
 def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.device) -> float:
+    """The ms of the fastest of several runs of a step."""
+    return fastest_ms(lambda: forward(slices), device)
+
+
+def fastest_ms(run: Callable[[], object], device: torch.device) -> float:
     """The ms of the fastest of several runs. On CPU the time in which other processes had the cores is left
     out, since it would lower the budget for the engine's whole life.
     """
     times = []
     for _ in range(NUM_MEASURED):
         delay_s, cpu_s, began_s = run_delay_s(os.getpid()), time.process_time(), time.perf_counter()
-        forward(slices)
+        run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
@@ -125,10 +141,16 @@ def run_captured_steps(loaded: LoadedModel, max_rows: int, deterministic: bool) 
     capture_steps(loaded, run_once, max_rows, deterministic)
 
 
-def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
-    """Run one token, and several: compilers make code for one, and for any number."""
-    for tokens in (1, 2, 3, 16):
-        forward(prompt_parts(tokens, tokens, vocab_size, block_size))
+def run_all_shapes(forward: Forward, vocab_size: int, block_size: int, has_adapters: bool = False) -> None:
+    """Run one token, and several, and the same as steps with LoRA adapters if there are any: compilers make
+    code for one, and for any number.
+    """
+    for adapter in (None, Adapter("")) if has_adapters else (None,):
+        for tokens in (1, 2, 3, 16):
+            parts = prompt_parts(tokens, tokens, vocab_size, block_size)
+            for part in parts:
+                part.row.adapter = adapter
+            forward(parts)
 
 
 def prompt_parts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[RowSlice]:
@@ -137,7 +159,42 @@ def prompt_parts(tokens: int, context: int, vocab_size: int, block_size: int) ->
     return [prompt_part(length, vocab_size, block_size) for length in lengths]
 
 
+def single_tokens(num_rows: int, vocab_size: int, block_size: int) -> list[RowSlice]:
+    """One token, and its logits, of so many rows."""
+    return [prompt_part(1, vocab_size, block_size) for _ in range(num_rows)]
+
+
 def prompt_part(length: int, vocab_size: int, block_size: int) -> RowSlice:
     ids = np.arange(length, dtype=np.int32) % vocab_size
     blocks = np.zeros(-(-length // block_size), np.int32)
     return RowSlice(Row(0, ids, 0, 1, blocks), 0, length, samples=True)
+
+
+def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
+    """What the largest step allocates on CUDA, and what captured steps keep. The pool of graphs is memory of
+    its own: no other step uses it, so both count.
+    """
+    block_size = loaded.geometry.block_size
+    shape = (loaded.context, loaded.vocab_size, block_size)
+    tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.device)
+    rows = max_decoded_tokens(settings.max_batch_size)
+
+    def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
+        return loaded.forward(build_inputs(slices, block_size, loaded.device))
+
+    largest_bytes = measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape))
+    if (tower := loaded.tower) and tower.model:
+        largest_bytes = max(largest_bytes, measure_peak(loaded.device, tower.try_out()))
+    own_bytes = largest_bytes + captured_bytes(loaded, settings)
+    if loaded.draft is None:
+        return own_bytes
+    draft_bytes = peak_bytes(loaded.draft.cached, settings) if loaded.draft.cached else 0
+    return own_bytes + draft_bytes + loaded.draft.max_states * loaded.draft.state_bytes
+
+
+def captured_bytes(loaded: LoadedModel, settings: Settings) -> int:
+    """What captured steps keep: tensors of all sizes, and the memory in which the largest one computes."""
+    if settings.enforce_eager or not loaded.capturable:
+        return 0
+    run = partial(run_captured_steps, loaded, settings.max_batch_size, settings.deterministic)
+    return measure_peak(loaded.device, run)

@@ -5,7 +5,7 @@ by transformers' own quantizer. Weights that the config does not explain are ref
 import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import model_files
 from common.settings.settings import SettingError, Settings
+from common.settings.types import UNSERVED_METHODS
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.model.config import quantization_of
 from gpu_worker.engine.quantization.checkpoint import (
@@ -35,14 +36,21 @@ TEXT_KEY_MAPPING = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
+    r"^model\.text_model\.": "model.",
 }
-"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava) →
-names in the model for text.
+"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava,
+SmolVLM) → names in the model for text.
 """
 
 
 def make_dummy_model(
-    kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, seed: int = 0
+    kind: type[Any],
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: Settings,
+    seed: int = 0,
+    attention: str = backend.NAME,
 ) -> Any:
     """A model of the class `kind` with random weights, to measure speed without a checkpoint; equal for equal
     seeds on devices of one kind. Raises SettingError if the checkpoint is quantised.
@@ -57,17 +65,23 @@ def make_dummy_model(
     # else it would list each weight that no file has
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": backend.NAME}
+        options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": attention}
         return kind.from_pretrained(None, config=config, state_dict={}, **options)
     finally:
         transformers_logging.set_verbosity(verbosity)
 
 
 def read_weights(
-    path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings
+    path: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: Settings,
+    needs_head: bool = True,
 ) -> Any:
-    """The model on its device; on the CPU if some of its layers may stay quantised. Raises SettingError if
-    its weights would not be what the checkpoint means, and what transformers raises.
+    """The model on its device; on the CPU if some of its layers may be quantised. Raises SettingError if its
+    weights would not be what the checkpoint means, and what transformers raises. With `needs_head` the
+    weights of the head must be there.
     """
     method = quantization_method(config, settings.model_id)
     if settings.makes_weights:
@@ -75,16 +89,17 @@ def read_weights(
     check_files(path, settings.model_id, is_plain=method is None)
     whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     if method is None:
-        model = load_pretrained(whole, settings, dtype=dtype)
-        model.to(device)
+        model = load_pretrained(whole, settings, needs_head, dtype=dtype)
+        if settings.quantize is None:
+            model.to(device)
         return model
     if method in METHODS:
         plain = without_quantization(config)
         source = partial(type(meta_model(plain, settings)).from_pretrained, None, config=plain)
         tensors = read_tensors(path, quantization_of(config))
-        return load_pretrained(source, settings, dtype=dtype, state_dict=tensors)
+        return load_pretrained(source, settings, needs_head, dtype=dtype, state_dict=tensors)
     try:
-        return load_pretrained(whole, settings, dtype=dtype, device_map={"": device})
+        return load_pretrained(whole, settings, needs_head, dtype=dtype, device_map={"": device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
@@ -99,8 +114,12 @@ def meta_model(config: Any, settings: Settings) -> Any:
         )
 
 
-def load_pretrained(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
-    """Call `source`, a `from_pretrained` of transformers. Raises SettingError where weights are missing."""
+def load_pretrained(
+    source: Callable[..., Any], settings: Settings, needs_head: bool = True, **options: Any
+) -> Any:
+    """Call `source`, a `from_pretrained` of transformers. Raises SettingError where weights are missing, of
+    the head only if `needs_head`.
+    """
     options |= {
         "attn_implementation": backend.NAME,
         "trust_remote_code": settings.trust_remote_code,
@@ -108,13 +127,27 @@ def load_pretrained(source: Callable[..., Any], settings: Settings, **options: A
         "key_mapping": TEXT_KEY_MAPPING,
     }
     model, info = source(**options)
-    missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    check_missing(info, settings.model_id, () if needs_head else names_of_head(model))
+    return model
+
+
+def names_of_head(model: Any) -> list[str]:
+    """Names of the parameters of a model's head."""
+    own = {*map(id, model.get_output_embeddings().parameters())}
+    return [name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in own]
+
+
+def check_missing(info: dict[str, Any], model_id: str, unneeded: Collection[str] = ()) -> None:
+    """Raises SettingError where transformers had no weights for a model, by its `loading_info`; those
+    `unneeded` may be missing.
+    """
+    found = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    missing = sorted(found - {*unneeded})
     if missing:
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         raise SettingError(
-            "model_id", f"{settings.model_id} has no weights for {', '.join(missing[:MAX_NAMED])}{more}"
+            "model_id", f"{model_id} has no weights for {', '.join(missing[:MAX_NAMED])}{more}"
         )
-    return model
 
 
 def quantization_method(config: Any, model_id: str) -> str | None:
@@ -127,6 +160,8 @@ def quantization_method(config: Any, model_id: str) -> str | None:
     if method_of(values) in METHODS:
         return method_of(values)
     method = str(values.get("quant_method") or "method not named")
+    if method in UNSERVED_METHODS:
+        raise SettingError("model_id", f"{model_id} is quantised ({method}): {UNSERVED_METHODS[method]}")
     if method == "method not named" or not AutoHfQuantizer.supports_quant_method(values):  # type: ignore[no-untyped-call]
         known = ", ".join(sorted({*METHODS, *AUTO_QUANTIZER_MAPPING}))
         raise SettingError("model_id", f"{model_id} is quantised ({method}); these are known: {known}")

@@ -1,5 +1,5 @@
 """Communicator: what the ranks of a worker send each other. Tensors go by gloo on CPU and by NCCL on CUDA,
-grants and samples by gloo.
+commands and samples by gloo.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ from common.rank import LOOPBACK, RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.engine.parallel.rank_links import RankLinks
 from gpu_worker.engine.parallel.rendezvous import RendezvousFailed, connect_ranks
-from gpu_worker.protocol import FrameDecoder, Grant, encode
+from gpu_worker.frames import FrameDecoder, encode
+from gpu_worker.protocol import Command
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 SIOCGIFADDR = 0x8915
 FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
-GRANTS, STATES, SAMPLES = 1, 2, 3
+COMMANDS, STATES, SAMPLES = 1, 2, 3
 """Tags of messages between two ranks: messages of one tag arrive in order."""
 REST = 8
 """Added to the tag of bytes for what does not fit their first message: later ones may be expected before."""
@@ -52,8 +53,8 @@ class Expected:
 
 
 class Communicator:
-    """One rank's end. Rank 0 receives the grants; the other ranks apply and launch the same, step by step.
-    Tensors have any shape [...] and dtype, the same on all ranks unless a method says otherwise.
+    """One rank's end. Rank 0 receives the commands; the other ranks obey them and launch the same, step by
+    step. Tensors have any shape [...] and dtype, the same on all ranks unless a method says otherwise.
 
     The ranks of a stage are neighbours (tensor parallel). One rank samples for all, the first of the last
     stage. If each rank sampled for itself, all would choose the same token only if they computed the same
@@ -63,7 +64,7 @@ class Communicator:
         tp_rank, tp_size: among the ranks of this stage.
         stage, num_stages: of a pipeline.
         group: the ranks of this stage; None if these are all.
-        grants: the next grants of rank 0, on other ranks, once some have come.
+        commands: the next commands of rank 0, on other ranks, once some have come.
         unfinished: what was sent in the last rounds, with the tensors that must stay until it is over.
     """
 
@@ -84,7 +85,7 @@ class Communicator:
         self.tp_rank = info.rank % self.tp_size
         self.links = links
         self.group: Any = None
-        self.grants: Expected | None = None
+        self.commands: Expected | None = None
         self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
         if self.world_size > 1:
             self.links = links or connect_ranks(info)
@@ -145,6 +146,13 @@ class Communicator:
             dist.all_reduce(tensor, operation)
         return int(tensor)
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank."""
+        texts: list[Any] = [text] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(texts, text)
+        return texts
+
     # From rank to rank. A sender does not wait: its next step may run before the receiver is there.
 
     def send_states(self, states: torch.Tensor) -> None:
@@ -197,25 +205,25 @@ class Communicator:
             for work, _ in self.unfinished.popleft():
                 work.wait()
 
-    # Grants: what rank 0 applies before a step, all others apply before theirs.
+    # Commands: what rank 0 obeys before a step, all others obey before theirs.
 
-    def broadcast_grants(self, grants: Iterable[Grant]) -> list[Grant]:
-        """Rank 0's part. Returns the grants."""
-        grants = list(grants)
+    def broadcast_commands(self, commands: Iterable[Command]) -> list[Command]:
+        """Rank 0's part. Returns the commands."""
+        commands = list(commands)
         if self.world_size > 1:
             self.begin_round()
-            self.send_to_all(b"".join(map(encode, grants)), GRANTS)
-        return grants
+            self.send_to_all(b"".join(map(encode, commands)), COMMANDS)
+        return commands
 
-    def receive_grants(self) -> Iterator[Grant]:
+    def receive_commands(self) -> Iterator[Command]:
         """The other ranks' part; waits for rank 0."""
         self.begin_round()
-        data = self.receive_bytes(self.grants or self.expect_bytes(0, GRANTS))
-        self.grants = self.expect_bytes(0, GRANTS)
+        data = self.receive_bytes(self.commands or self.expect_bytes(0, COMMANDS))
+        self.commands = self.expect_bytes(0, COMMANDS)
         frames = FrameDecoder()
         frames.feed(data)
         for frame in frames:
-            assert isinstance(frame, Grant)
+            assert isinstance(frame, Command)
             yield frame
 
 

@@ -5,6 +5,7 @@ heads is cut between heads, so that a rank computes whole ones: with more ranks 
 share one and split the queries that look at it. Parts need not be of the same size, so nothing has to divide.
 """
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
 LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 """Of latent attention, which some plans leave whole (DeepSeek-V3's): a rank has all latents and its heads."""
 
+STATE_CALLS = {"update_conv_state", "update_recurrent_state"}
+"""Methods of transformers' cache that mixers call (`states/mixers.py`)."""
+
 Interval = tuple[int, int]
 
 
@@ -56,6 +60,15 @@ class TpPlan:
 
     shards: Mapping[str, TensorShards]
     styles: Mapping[str, str]
+
+
+def intervals_of(shards: TensorShards, size: int, rank: int) -> list[Interval]:
+    """A rank's entries along the dimension that is split, of which a checkpoint's tensor [...] of any dtype
+    has `size`.
+    """
+    begin, end = shards.intervals[rank]
+    packed_size = shards.intervals[-1][1]
+    return [(offset + begin, offset + end) for offset in range(0, size, packed_size)]
 
 
 def split_evenly(size: int, world_size: int) -> list[Interval]:
@@ -98,8 +111,11 @@ def make_tp_plan(model: Any, world_size: int) -> TpPlan:
     plan = tp_styles(model)
     shards: dict[str, TensorShards] = {}
     styles: dict[str, str] = {}
+    mixers = mixer_prefixes(model)
     for name, module in model.named_modules():
         style = plan.get(pattern_of(name))
+        if name.startswith(mixers) and style not in GATHERED:
+            continue  # a plan may mean attention of the same name; ranks compute mixers whole
         if style:
             styles[name] = style
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -107,6 +123,18 @@ def make_tp_plan(model: Any, world_size: int) -> TpPlan:
             if own and (found := shards_of(model, name, leaf, parameter.shape, own, world_size)):
                 shards[f"{name}.{leaf}"] = found
     return TpPlan(shards, styles)
+
+
+def mixer_prefixes(model: Any) -> tuple[str, ...]:
+    """What the names of modules within mixers begin with: modules that carry states from token to token."""
+    return tuple(f"{name}." for name, module in model.named_modules() if is_mixer(type(module)))
+
+
+def is_mixer(kind: type[Any]) -> bool:
+    """Whether the forward of these modules asks transformers' cache for states, or did before states took its
+    place.
+    """
+    return hasattr(kind, "mix_rows") or bool(STATE_CALLS & {*inspect.unwrap(kind.forward).__code__.co_names})
 
 
 def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:

@@ -44,8 +44,9 @@ class Blocks:
         return self.quants.shape[1] // self.scales.shape[1]
 
     @property
-    def are_integers_in_turn(self) -> bool:
-        return self.codes is None and self.order is None and not self.quants.dtype.is_floating_point
+    def are_in_turn(self) -> bool:
+        """Whether these are integers whose inputs lie in turn."""
+        return self.order is None and not self.quants.dtype.is_floating_point
 
     def widen(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[outputs, inputs] of this dtype"""

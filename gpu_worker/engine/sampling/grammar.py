@@ -126,6 +126,11 @@ class Matcher:
         tokens = state.compute_ff_tokens()[:most]
         return tokens[: state.validate_tokens(tokens)] if tokens else []
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """None for a matcher with an error."""
+        state = self.compiled.result()
+        return 0 if state.is_error() else state.validate_tokens(list(tokens))
+
     def mask(self) -> Bits | None:
         return self.bits
 

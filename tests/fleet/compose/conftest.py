@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.compose.base_images import SERVICE_IMAGES, make_missing
-from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreachable, why_no_engine
+from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreachable, run, why_no_engine
 from tests.support.machine.ports import free_port
 
 SETTINGS = {"KV_CACHE_BYTES": "256MiB", "THREADS": "1", "WORKER_GRACE_S": "600"}
@@ -17,6 +17,7 @@ def stack() -> Iterator[Stack]:
     """The stack: images are built, nothing runs, and there are no volumes."""
     if why := why_no_engine():
         pytest.skip(why)
+    assert run(["sh", "deploy/make_secrets.sh"]).returncode == 0
     make_missing(SERVICE_IMAGES)
     stack = Stack("tokenfleet-test", PORT=str(free_port()), **SETTINGS)
     built = stack.compose("build", "api", "cpu_worker", timeout_s=2000)

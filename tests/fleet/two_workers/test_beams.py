@@ -61,6 +61,7 @@ async def test_sequences_are_those_of_transformers(fleet: Fleet, redis: Redis) -
     check_found(found, *reference_beams([prompt], NEW_TOKENS, num_beams=WIDTH))
 
 
+@pytest.mark.slow
 async def test_a_search_whose_worker_dies_finds_the_same(fleet: Fleet, redis: Redis) -> None:
     """Nothing of it is published before its end, so nothing is published twice."""
     [prompt] = prompt_ids(PROMPTS[20:21])
@@ -121,6 +122,7 @@ async def test_ids_and_scores_equal_transformers_on_every_route(
     assert of_details(result["details"]) == found
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_costs_a_search_no_sequence(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:

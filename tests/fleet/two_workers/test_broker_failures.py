@@ -7,10 +7,13 @@ import pytest
 import redis as redis_sync
 
 from benchmarks.client import HttpStatusError, stream
+from common.broker.acl import PROCESSES
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import body
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "num_workers": 2,
@@ -81,19 +84,19 @@ async def test_a_read_only_broker_is_the_cause_in_a_503_and_ends_no_process(flee
 async def test_a_changed_password_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
-        redis.config_set("requirepass", "secret")
-        redis.auth("secret")
+        for kind in PROCESSES:
+            redis.execute_command("ACL", "SETUSER", kind, "resetpass", ">secret")
         redis.client_kill_filter(_type="normal", skipme=True)
         redis.client_kill_filter(_type="pubsub", skipme=True)
         try:
             await refused(fleet, "password")
         finally:
-            redis.config_set("requirepass", "")
+            for kind in PROCESSES:
+                redis.execute_command("ACL", "SETUSER", kind, "nopass")
     await serves(fleet)
     assert pids(fleet) == before
 
 
-@pytest.mark.slow
 async def test_a_loading_broker_is_the_cause_in_a_503_and_ends_no_process() -> None:
     with (
         brokers.running("--enable-debug-command", "local") as broker,

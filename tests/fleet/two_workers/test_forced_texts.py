@@ -5,8 +5,11 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
+
+pytestmark = pytest.mark.slow
 
 NAME = "a<|im_end|>b <|im_start|>"
 PLAIN = CHAT | {"temperature": 0, "max_tokens": 80}

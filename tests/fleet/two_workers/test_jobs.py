@@ -104,6 +104,7 @@ def test_a_job_gets_the_answer_that_http_gives(fleet: Fleet, client: redis.Redis
         assert result(client, "sampled") == http.post("/generate", json=sampled).json()
 
 
+@pytest.mark.slow
 def test_jobs_of_a_killed_gateway_continue(fleet: Fleet, client: redis.Redis) -> None:
     """Another gateway takes the job over and sends the rest: each frame comes exactly once."""
     submit(client, id="undisturbed", **LONG)

@@ -21,6 +21,7 @@ from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.process.logs import next_incarnation
+from deploy.chaos import command as chaos
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.crowd import Crowd, Tally
@@ -28,9 +29,9 @@ from tests.support.chaos.outcome import Plan
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.http_calls import PROMPT
 from tests.support.fleet.resuming import ResumingClient
-from tests.support.load import Load
+from tests.support.load import Load, kill_both_workers
 from tests.support.sse import frames_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_sync
 
 KEYS = Keys("default")
 NUM_STREAMS, MAX_NEW_TOKENS, ENDLESS = 6, 60, 2000
@@ -77,6 +78,26 @@ async def kill_processes(fleet: Fleet, plan: Plan) -> None:
 
 
 @pytest.mark.slow
+def test_chaos_counts_no_token_lost_by_a_killed_engine_and_cut_connections(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """`tokenfleet chaos`, as a user calls it."""
+    wait_until_sync(lambda: fleet.workers_ready() == 2)
+    old_pid, [engine] = fleet.pid("w0"), fleet.engines("w0")
+    figures = tmp_path / "figures.json"
+    load = ["--duration", "4", "--streams", "4", "--prompts", "4", "--max-tokens", "48", "--drop", "0.3"]
+    kill = ["--kill", f"kill -9 {engine.pid}", "--every", "4"]
+    words = ["--against", fleet.base_url, *load, *kill, "--json", str(figures)]
+    assert chaos.main([*words, "--fail-on", "lost,repeated,changed,failed"]) == 0
+    found = orjson.loads(figures.read_bytes())
+    assert [strike["problem"] for strike in found["strikes"]] == [""]
+    assert found["figures"]["num_stable"] == 4
+    assert found["figures"]["returns"] >= found["figures"]["cuts"] > 0
+    fleet.restarted("w0", old_pid)
+    wait_until_sync(lambda: fleet.workers_ready() == 2)
+
+
+@pytest.mark.slow
 async def test_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
     """Workers, engines, batcher and broker are killed, and connections are cut."""
     await kill_processes(fleet, replace(KILLS, seed=6, kills=6))
@@ -88,6 +109,7 @@ async def test_sixty_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet
     await kill_processes(fleet, replace(KILLS, seed=60, kills=60))
 
 
+@pytest.mark.slow
 async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
     fleet: Fleet, undisturbed: list[list[int]]
 ) -> None:
@@ -174,6 +196,7 @@ async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[l
     assert await load.whole() == undisturbed
 
 
+@pytest.mark.slow
 async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
     fleet: Fleet, undisturbed: list[list[int]]
 ) -> None:
@@ -200,18 +223,17 @@ async def test_a_suspended_bfloat16_worker_publishes_nothing_when_it_resumes() -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ['{"method": "ngram", "num_speculative_tokens": 4}', '{"method": "suffix"}']
+)
 async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
-    undisturbed: list[list[int]],
+    config: str, undisturbed: list[list[int]]
 ) -> None:
     """An agent, then an engine alone, is killed while rows are ahead of one token a step."""
-    with Fleet(**SETTINGS, dtype="float32", threads=1, speculate=4) as fleet:
+    with Fleet(**SETTINGS, dtype="float32", threads=1, speculative_config=config) as fleet:
         await two_ready(fleet)
         load = Load(fleet, 2 * MAX_NEW_TOKENS, NUM_STREAMS)
-        for name in ("w0", "w1"):
-            await load.progress(8)
-            old = fleet.pid(name)
-            os.kill(old if name == "w0" else fleet.engines(name)[0].pid, signal.SIGKILL)
-            await asyncio.to_thread(fleet.restarted, name, old)
+        await kill_both_workers(fleet, load)
         assert [ids[:MAX_NEW_TOKENS] for ids in await load.whole()] == undisturbed
         metrics = f"{fleet.base_url}/metrics"
         for name in (r"tokenfleet_accepted_tokens_total\{.*\}", "tgi_request_skipped_tokens_sum"):

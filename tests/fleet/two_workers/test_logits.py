@@ -89,6 +89,7 @@ async def test_a_client_gets_a_safetensors_file(http: httpx.AsyncClient) -> None
     )
 
 
+@pytest.mark.slow
 async def test_logits_survive_the_worker(fleet: Fleet, http: httpx.AsyncClient, redis: Redis) -> None:
     """Another worker computes all of them again; nothing is left in the broker."""
     [ids] = prompt_ids([PROMPTS[FEW[-2]]])

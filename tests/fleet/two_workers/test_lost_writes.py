@@ -58,6 +58,7 @@ async def test_writes_that_the_broker_lost_cost_no_token(
     assert fleet.pids() == before
 
 
+@pytest.mark.slow
 async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_model(fleet: Fleet) -> None:
     """The workers go on as their next incarnations, over the same engines."""
 

@@ -11,6 +11,8 @@ from tests.support.fleet.leftovers import KEPT, handles, idle, memory, settled_t
 from tests.support.fleet.random_clients import random_clients
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 MOST_GROWTH = {"tokenfleet engine": 96 * MIB, "tokenfleet": 12 * MIB}
 """Most growth of a process after its first requests. Tensors of new sizes fragment the engine's memory for

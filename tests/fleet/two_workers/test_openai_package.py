@@ -182,6 +182,7 @@ async def test_a_call_that_is_required_is_valid(client: AsyncOpenAI, temperature
     assert isinstance(function.parsed_arguments, GetWeather)
 
 
+@pytest.mark.slow
 async def test_a_streamed_call_is_the_whole_one(client: AsyncOpenAI) -> None:
     body = ASK | {"temperature": 0, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     whole = (await client.chat.completions.create(**body)).choices[0]
@@ -195,6 +196,7 @@ async def test_a_streamed_call_is_the_whole_one(client: AsyncOpenAI) -> None:
     assert call.id != same.id, "ids belong to requests"
 
 
+@pytest.mark.slow
 async def test_a_call_and_its_result_go_back_as_they_came(client: AsyncOpenAI) -> None:
     """The next request repeats the answer unchanged, with the result after it."""
     body = ASK | {"temperature": 0, "tools": LOOSE, "parallel_tool_calls": False}
@@ -206,6 +208,7 @@ async def test_a_call_and_its_result_go_back_as_they_came(client: AsyncOpenAI) -
     assert last.choices[0].message.content and not last.choices[0].message.tool_calls
 
 
+@pytest.mark.slow
 async def test_with_auto_the_answer_is_a_call_or_fits_the_response_format(client: AsyncOpenAI) -> None:
     class Answer(pydantic.BaseModel):
         words: list[Literal["warm", "cold"]] = pydantic.Field(max_length=2)

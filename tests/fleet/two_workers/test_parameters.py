@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.http_calls import PROMPT, complete, generate, post
@@ -31,6 +32,7 @@ async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
     assert await complete(http, temperature=0) == [(await generate(http))["generated_text"]]
 
 
+@pytest.mark.slow
 async def test_parameters_of_the_distribution_change_the_text(http: httpx.AsyncClient) -> None:
     """With one seed, parameters that mean the same give the same text on TGI's and OpenAI's routes."""
     plain: dict[str, Any] = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
@@ -55,6 +57,7 @@ async def test_parameters_of_the_distribution_change_the_text(http: httpx.AsyncC
     )
 
 
+@pytest.mark.slow
 async def test_logit_bias_and_bad_words_change_the_ids(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     first, word = plain["ids"][0], plain["details"]["tokens"][1]["text"].strip()

@@ -2,6 +2,7 @@
 `model`. Its tokenizer is none of its own (TOKENIZER_NAME).
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from common.broker.keys import Keys
 from tests.support.engine import tiny_models, tiny_tokenizers
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = {"dtype": "float32", "kv_cache_bytes": "64MiB", "threads": 1, "num_jobs": 0}
 NEW_TOKENS = 40
@@ -53,6 +56,13 @@ def fleets(fleet: Fleet, tiny: Path, tokenizer: Path) -> Iterator[tuple[Fleet, F
         yield fleet, second
 
 
+def is_served(fleet: Fleet, model: str) -> bool:
+    """Whether the gateways know a worker of the model."""
+    with contextlib.suppress(openai.InternalServerError):
+        return bool(complete(fleet, model))
+    return False
+
+
 def complete(fleet: Fleet, model: str) -> str:
     client = openai.OpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0)
     choice = client.completions.create(
@@ -70,6 +80,7 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path, 
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
+    wait_until_sync(lambda: is_served(fleets[0], "tiny"))
     own = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     prompt = own.encode("The sky is").ids
     ids = tiny_models.generate(
@@ -81,7 +92,7 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path, 
         != complete(fleets[0], "smollm2")
     )
     client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["smollm2", "tiny"]
+    assert [model.id for model in client.models.list()] == ["smollm2", str(tiny), "tiny"]
 
 
 def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
@@ -107,7 +118,6 @@ def test_chats_and_grammars_are_in_the_other_tokenizer(fleets: tuple[Fleet, Flee
     )  # the tokenizer's own end, which the model's config lacks
 
 
-@pytest.mark.slow
 async def test_two_pools_of_the_same_model_give_the_same_ids(
     fleets: tuple[Fleet, Fleet], tiny: Path, tokenizer: Path
 ) -> None:

@@ -23,6 +23,7 @@ NEW_TOKENS = 100
 """Enough tokens that the worker is killed before the last of them."""
 
 
+@pytest.mark.slow
 async def test_prompt_logprobs_equal_transformers_and_survive_the_worker(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:

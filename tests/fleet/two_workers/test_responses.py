@@ -100,6 +100,7 @@ async def kill(fleet: Fleet, *names: str) -> None:
         os.kill(pids[name], signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

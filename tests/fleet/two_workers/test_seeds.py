@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import httpx
+import pytest
 from redis.asyncio import Redis
 
 from benchmarks.client import Stream, events, stream
@@ -32,6 +33,7 @@ NUM_BEFORE, NUM_BEHIND = 6, 10
 """Tokens before the death of a worker, and after it."""
 
 
+@pytest.mark.slow
 async def test_a_seed_gives_the_same_ids_alone_in_full_batches_and_on_each_worker(
     fleet: Fleet, redis: Redis
 ) -> None:
@@ -66,6 +68,7 @@ async def none_lives(redis: Redis) -> bool:
     return not await live_requests(redis)
 
 
+@pytest.mark.slow
 async def test_a_seed_gives_the_same_ids_after_the_worker_died(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:
@@ -133,6 +136,7 @@ async def test_a_seed_gives_the_same_text_on_every_route(http: httpx.AsyncClient
     )
 
 
+@pytest.mark.slow
 async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
     seeded = await asyncio.gather(*(generate(http, seed=seed, do_sample=True) for seed in range(4)))
     texts = [answer["generated_text"] for answer in seeded]

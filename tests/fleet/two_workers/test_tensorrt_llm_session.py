@@ -13,7 +13,7 @@ import pytest
 
 from common.messages.records import pack_ids, unpack_floats
 from common.settings.settings import SettingError, Settings
-from gpu_worker.process import capacity
+from gpu_worker.loading import capacity
 from gpu_worker.protocol import Ready
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.http_calls import PROMPT, generate, post
@@ -155,6 +155,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Parameter → the parameters beside it, and its own value."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLING)
 async def test_sampling(http: httpx.AsyncClient, name: str) -> None:
     """A parameter changes the sequence that has it and none beside it, and gives the same ids again."""
@@ -185,6 +186,7 @@ async def test_top_k_and_top_p_of_zero_are_greedy(http: httpx.AsyncClient) -> No
 # --- beam search --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_beam_width_length_penalty_diversity_and_early_stopping(http: httpx.AsyncClient) -> None:
     """Width 1 is greedy; each parameter changes what a wider search finds, or how it scores it."""
     assert await complete_ids(http, PROMPT, beam_width=1) == await complete_ids(http, PROMPT)
@@ -212,6 +214,7 @@ async def test_max_beam_width(http: httpx.AsyncClient) -> None:
 # --- session, KV cache, model, world ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_requests_join_a_batch_that_runs(http: httpx.AsyncClient) -> None:
     """In-flight batching: a request that comes later joins, and ends before the one that runs."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 200, "ignore_eos": True, "details": True}}

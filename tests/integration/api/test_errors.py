@@ -167,7 +167,7 @@ async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
     async with batching(broker.url), serving(broker.url, served_model_name="small") as (gateway, client):
         model = {"id": "small", "object": "model", "created": STARTED_S, "owned_by": "small"}
         for path in ("/v1/models", "/v1/models/"):
-            assert (await client.get(path)).json() == {"object": "list", "data": [model]}
+            assert (await client.get(path)).json() == {"object": "list", "data": [model], "models": []}
         for path in ("/health", "/ping", "/readyz", "/"):
             assert tgi_error(await client.get(path)) == (503, "healthcheck")
         async with working(broker.url, TOKENIZER, lambda _: Answer([1])):

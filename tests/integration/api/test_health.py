@@ -150,6 +150,7 @@ ACTIVE = {"kind": "batcher", "active": True}
         ([ACTIVE, worker(), worker("draining")], 2, ("warn", "1 of 2 workers ready")),
         ([ACTIVE, worker()], 3, ("warn", "1 of 3 workers ready")),
         ([{**ACTIVE, "active": False}, worker()], 1, ("warn", "no batcher is active")),
+        ([ACTIVE, worker("asleep")], 1, ("good", "1 worker, asleep until a request comes")),
         ([ACTIVE, worker("starting")], 1, ("bad", "no worker is ready")),
         ([], 1, ("bad", "no worker is ready")),
     ],

@@ -14,11 +14,13 @@ from tests.support.tokenizer import ids
 
 PAGE = Path(__file__).parents[3] / "docs" / "not-built.md"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-IMAGE_PART = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 
 
 def user(content: object) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
+
+
+SEARCH = {"type": "web_search"}
 
 
 def beams(**fields: object) -> dict[str, Any]:
@@ -39,12 +41,8 @@ def tag(tag_format: dict[str, Any]) -> dict[str, Any]:
 
 
 REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
-    "images": [
-        (CHAT, user([{"type": "text", "text": "What?"}, IMAGE_PART]), "text only"),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-    ],
-    "adapters (LoRA)": [
-        ("/generate", {"inputs": "a", "parameters": {"adapter_id": "x"}}, "`adapter_id`"),
+    "audio, video and files": [
+        (CHAT, user([{"type": kind}]), kind) for kind in ("input_audio", "video_url", "file", "input_file")
     ],
     "drawing among beams": [(COMPLETIONS, beams(temperature=0.5), "`temperature`")],
     "beside it": [
@@ -68,7 +66,9 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (RESPONSES, {"input": "a", "beam_width": 2}, "beam_width"),
         (RESPONSES, {"input": "a", "return_generation_logits": True}, "return_generation_logits"),
     ],
-    "built-in tools": [(RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search")],
+    "running built-in tools": [
+        (RESPONSES, {"input": "a", "tools": [SEARCH], "tool_choice": SEARCH}, "web_search")
+    ],
     "`conversation`": [(RESPONSES, {"input": "a", "conversation": "c"}, "`conversation`")],
     "`prompt`": [(RESPONSES, {"input": "a", "prompt": {"id": "p"}}, "`prompt`")],
     "`truncation: auto`": [(RESPONSES, {"input": "a", "truncation": "auto"}, "`truncation`")],
@@ -84,19 +84,50 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
 }
 """Words of the page → route, body, and words of the error."""
-SETTINGS: dict[str, list[tuple[list[str], str]]] = {
-    "adapters (LoRA)": [(["--lora-adapters", "a=b"], "adapters"), (["--enable-lora"], "adapters")],
-    "speculation by another model": [(["--speculative-config", '{"model": "m"}'], "no other model")],
-}
+SETTINGS: dict[str, list[tuple[list[str], str]]] = {}
 """Words of the page → command line, and words of the error."""
 NOT_ASKED = {
+    "a load pauses its worker": "it is slower, not refused",
+    "which adapter answered": "nothing there asks for it",
+    "functions within": "they are left out",
+    "`custom` tools": "they are left out",
+    "`mcp_servers`": "tests/integration/api/anthropic",
+    "`container`": "tests/integration/api/anthropic",
+    "files as sources": "tests/integration/api/anthropic",
+    "documents": "tests/integration/api/anthropic",
+    "Anthropic's built-in tools": "tests/integration/api/anthropic",
+    "`budget_tokens`": "they are accepted",
+    "batches of messages": "there is no such route",
+    "lines for": "tests/integration/api/batches",
+    "`/v1/uploads`": "there is no such route",
+    "batches of other pools": "no request can ask for it",
+    "a time before which": "no request can ask for it",
+    "a list of jobs": "there is no such route",
+    "dead letters": "there is no such route",
+    "webhooks": "no request can ask for it",
+    "receipts of answers": "no request can ask for it",
+    "`file_id`": "tests/integration/api/pictures asks a model that sees",
+    "storing responses": "tests/integration/api/pictures asks a model that sees",
     "the rank of a token": "null stands in its place",
     "any_order": "a field inside a format: tests/unit/api/grammar",
     "a regex that could go on": "tests/unit/api/grammar",
-    "of rows with a grammar": "such rows decode without proposals",
     "retrieving as a stream": "tests/integration/api/responses",
     "`standard`": "no request can ask for it",
     "only one gateway knew": "no request can ask for it",
+    "actions on the command line": "they write no line",
+    "budgets while Redis is away": "no request can ask for it",
+    "limits over pools on several brokers": "docs/several-brokers.md says so",
+    "a row that moves": "it is slower, not refused",
+    "vLLM's `/sleep`": "there is no such route",
+    "sleep in memory with several ranks": "they sleep on disk",
+    "jobs for further models": "docs/many-models.md says so",
+    "balance of jobs": "no request can ask for it",
+    "does not simulate": "docs/planning.md says so",
+    "the page does not list": "nothing there asks for it",
+    "cloud metadata": "docs/runbook.md says so",
+    "a gateway that inherits": "it is slower, not refused",
+    "digests of third-party images": "they are names in docker-compose.yml",
+    "one Redis password": "docs/kubernetes.md says so",
     "Redis Cluster": "tests/fleet and tests/unit/common/broker ask a node",
     "the image for CUDA": "it needs a GPU",
     "has not run on a GPU": "it needs a GPU",
@@ -108,10 +139,8 @@ NOT_ASKED = {
     "prompts over latents": "it needs a GPU",
     "captured graphs in a pipeline": "it is slower, not refused",
     "a worker on several machines over NCCL": "it needs a GPU",
-    "NF4, FP4 and INT8": "tests/unit/gpu_worker/engine/model",
     "the manifests for several machines": "they need several machines",
     "another `logprobs_mode`": "prompts show the raw one",
-    "encoder-decoder models": "tests/unit/gpu_worker/engine/model",
     "KServe over gRPC": "no port of this server speaks it",
     "its binary tensors": "tests/integration/api/kserve",
     "`tracestate`": "spans go without it",
@@ -124,6 +153,36 @@ NOT_ASKED = {
     "Its compiler came": "it says how an image was built",
     "All are refused by name": "it says how",
     "quantised experts": "dequantised at load",
+    "DoRA, QA-LoRA": "tests/unit/gpu_worker/engine/adapters",
+    "`adapter_model.bin`": "tests/unit/common/adapters",
+    "merging at download": "tests/unit/deploy/cli",
+    "adapters of the mixers": "tests/unit/gpu_worker/engine/states",
+    "DETERMINISTIC on CUDA beside them": "it needs a GPU",
+    "PaliGemma's": "a model of that family is needed",
+    "Gemma 3's with FlashInfer": "it needs a GPU",
+    "of GGUF files": "the model is served for text",
+    "with DETERMINISTIC on CUDA": "it needs a GPU",
+    "a tile is encoded": "it is slower, not refused",
+    "by heads or EAGLE-3": "tests/unit/gpu_worker/engine/drafting",
+    "by models with PIPELINE": "tests/unit/common/settings",
+    "EAGLE-3 without": "tests/unit/gpu_worker/engine/drafting",
+    "MTP layers": "tests/unit/gpu_worker/engine/drafting",
+    "a repository of heads": "it is refused as a model",
+    "trees of proposals": "no setting asks for it",
+    "encoding a long prompt in parts": "it is slower, not refused",
+    "`forced_eos_token_id`": "docs/models.md says so",
+    "logits of their prompts": "tests/unit/api/requests",
+    "reuse of a system prompt alone": "it is slower, not refused",
+    "DETERMINISTIC with states": "tests/unit/gpu_worker/engine/states",
+    "sparse vectors": "there is no such route",
+    "chats or pictures as input": "tests/integration/api/pooling",
+    "pooled otherwise than": "tests/unit/gpu_worker/engine/pooling",
+    "encoders with relative positions": "tests/unit/gpu_worker/engine/encoder",
+    "encoders that are quantised": "tests/unit/gpu_worker/engine/encoder",
+    "score templates": "docs/embeddings.md says so",
+    "several ranks": "tests/unit/gpu_worker/engine/model",
+    "quantised weights and caches": "tests/unit/gpu_worker/engine/model",
+    "proposals": "they are off, with a line in the log",
 }
 """Words of the page → why no test here asks for it."""
 

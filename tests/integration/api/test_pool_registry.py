@@ -13,11 +13,10 @@ from redis.asyncio import Redis
 from api.errors import LOADING_S, ApiError
 from api.lifecycle import Gateway
 from api.requests.pool_registry import IDLE_S
-from common.broker.heartbeat import Heartbeat
-from common.broker.keys import POOLS, STARTING, Keys
-from common.broker.pool_client import PoolClient
+from common.broker.keys import Keys
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.support.broker.announced import announced
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.tokenizer import TOKENIZER, ids
@@ -34,8 +33,7 @@ def answer(_: Generate) -> Answer:
 @pytest.fixture
 async def worker(broker: Broker, redis: Redis) -> AsyncIterator[FakeWorker]:
     """The only worker of pool `b`."""
-    await redis.zadd(POOLS, {"b": 1})
-    async with working(broker.url, TOKENIZER, answer, pool="b") as one:
+    async with working(broker.url, TOKENIZER, answer, pool="b") as one, announced(broker.url, "b"):
         yield one
 
 
@@ -160,39 +158,38 @@ async def test_a_foreign_pool_with_a_live_stream_stays_open(
         assert not gateway.pools.foreign
 
 
-async def test_a_pool_without_a_live_worker_is_not_found(broker: Broker, redis: Redis) -> None:
-    await redis.zadd(POOLS, {"empty": 1})
-    async with gateway_of_default(broker.url) as (gateway, client):
-        for model in ("empty", "nobody"):
+async def test_a_pool_without_a_live_worker_is_unavailable_and_one_that_nobody_knows_is_not_found(
+    broker: Broker, redis: Redis
+) -> None:
+    async with (
+        announced(broker.url, "empty", num_ready=0),
+        gateway_of_default(broker.url) as (gateway, client),
+    ):
+        for model, status, code in (("empty", 503, "unavailable"), ("nobody", 404, "model_not_found")):
             response = await client.post("/v1/completions", json={"model": model, "prompt": "Count."})
-            assert response.status_code == 404
-            assert response.json()["error"]["code"] == "model_not_found"
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert not gateway.pools.foreign
 
 
 async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: Broker, redis: Redis) -> None:
-    await redis.zadd(POOLS, {"b": 1})
     body = {"model": "b", "prompt": "Count."}
-    async with gateway_of_default(broker.url) as (_, client):
-        starting = Heartbeat(PoolClient(redis, KEYS), STARTING, "w0-1", ttl_s=60)
-        async with starting.sending(30, lambda: {"doing": "loading"}):
-            await wait_until(lambda: redis.exists(KEYS.starting("w0-1")))
-            response = await client.post("/v1/completions", json=body)
-            named = await client.post("/v2/models/b/generate", json={"text_input": "Count."})
-        gone = await client.post("/v1/completions", json=body)
+    async with (
+        announced(broker.url, "b", num_ready=0, num_loading=1),
+        gateway_of_default(broker.url) as (_, client),
+    ):
+        response = await client.post("/v1/completions", json=body)
+        named = await client.post("/v2/models/b/generate", json={"text_input": "Count."})
     assert response.status_code == named.status_code == 503
     assert response.headers["retry-after"] == named.headers["retry-after"] == str(LOADING_S)
     assert response.json()["error"]["code"] == "unavailable"
     assert "the worker of pool b still loads its model" in named.json()["error"]
-    assert gone.status_code == 404
 
 
 async def test_a_request_of_a_pool_whose_worker_is_away_is_asked_for_again_later(
     broker: Broker, redis: Redis
 ) -> None:
     """The request lives on: its client is not told that it does not exist."""
-    await redis.zadd(POOLS, {"b": 1})
-    async with gateway_of_default(broker.url) as (gateway, _):
+    async with announced(broker.url, "b", num_ready=0), gateway_of_default(broker.url) as (gateway, _):
         with pytest.raises(ApiError) as refusal:
             await gateway.pools.named("b")
         assert (refusal.value.status, refusal.value.error_type) == (503, "unavailable")

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,6 +17,8 @@ from tests.support import brokers
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.pooling.pooling_gateway import pooling_gateway
+from tests.support.pooling.tiny_encoders import save_encoder
 from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import PATIENCE_S
 
@@ -33,16 +35,34 @@ def answer(request: Generate) -> Answer:
     return Answer([5, 6] * (request.stopping.max_new_tokens if request.stopping.ignore_eos else 1))
 
 
+CLASSIFY_PATHS = ("/predict", "/classify")
+EMBED_PATHS = ("/v1/embeddings", "/pooling", "/embed", "/embed_all", "/similarity")
+SCORE_PATHS = ("/rerank", "/v1/rerank", "/v1/score")
+
+
 @pytest.fixture(scope="module")
-def base_url(shared_broker: Broker) -> Iterator[str]:
-    """A gateway with a fake worker. It serves in another thread, because schemathesis blocks this one."""
+def base_urls(
+    shared_broker: Broker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], str]]:
+    """Gateways with fake workers: of a model that generates, one that embeds and one that classifies. They
+    serve in another thread, because schemathesis blocks this one.
+    """
     brokers.empty(shared_broker)  # of what the module before has left
-    started, urls, stops = threading.Event(), list[str](), list[Any]()
+    started, urls, stops = threading.Event(), dict[str, str](), list[Any]()
+    url, embeds, scores = shared_broker.url, *(tmp_path_factory.mktemp(name) for name in ("embeds", "scores"))
+    encoder, classifier = save_encoder(embeds, "BERT"), save_encoder(scores, "BERT", num_labels=1)
 
     async def serve() -> None:
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with batching(shared_broker.url), answering(shared_broker.url, answer) as (_, _, client):
-            urls.append(str(client.base_url))
+        async with (
+            batching(url),
+            answering(url, answer, files_dir=str(tmp_path_factory.mktemp("files"))) as (_, _, client),
+            pooling_gateway(url, embeds, encoder, pool="embeds") as (_, _, embedder),
+            pooling_gateway(url, scores, classifier, "classify", pool="scores") as (_, _, scorer),
+        ):
+            urls.update(dict.fromkeys(EMBED_PATHS, str(embedder.base_url)))
+            urls.update(dict.fromkeys((*CLASSIFY_PATHS, *SCORE_PATHS), str(scorer.base_url)))
+            urls[""] = str(client.base_url)
             stops.append(lambda: loop.call_soon_threadsafe(stopped.set))
             started.set()
             await stopped.wait()
@@ -50,13 +70,15 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert started.wait(PATIENCE_S)
-    yield urls[0]
+    yield lambda path: urls.get(path, urls[""])
     stops[0]()
     thread.join()
 
 
 @pytest.mark.parametrize("thoroughly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "all"])
-def test_every_route_is_as_described(base_url: str, thoroughly: bool, subtests: pytest.Subtests) -> None:
+def test_every_route_is_as_described(
+    base_urls: Callable[[str], str], thoroughly: bool, subtests: pytest.Subtests
+) -> None:
     from tests.support.clients import described_routes  # a second, in each of the processes that collect
 
-    described_routes.try_routes(asyncio.run(document()), base_url, thoroughly, subtests.test)
+    described_routes.try_routes(asyncio.run(document()), base_urls, thoroughly, subtests.test)

@@ -24,6 +24,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
+    "/v1/messages": CHAT | {"max_tokens": 9},
 }
 TIMEOUT_S = 100
 

@@ -67,6 +67,7 @@ async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
         await wait_until(lambda: waiting(redis, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump_s", [QUARTER_S, -QUARTER_S])
 async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
     jumping: JumpingBroker, redis: Redis, jump_s: int

@@ -20,6 +20,8 @@ from tests.support.fleet.batchers import active_batcher, batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 CHANNEL = KEYS.events("g")
 NUM_REQUESTS, NUM_TOKENS = 12, 150
 NUM_BATCHERS = 5

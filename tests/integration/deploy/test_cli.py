@@ -158,7 +158,8 @@ def test_a_wrong_broker_password_is_refused() -> None:
         (["serve", "--zzz"], "--zzz: unknown flag; --help lists them"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
         (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
-        (["serve", "--num-workers", "0"], "NUM_WORKERS: 0 is less than 1"),
+        (["serve", "--num-batchers", "0"], "NUM_BATCHERS: 0 is less than 1"),
+        (["serve", "--num-workers", "0"], "NUM_WORKERS: 0, but no worker elsewhere reaches this fleet"),
         (
             ["serve", "--device", "cpu", "--num-workers", "2", "--kv-cache-bytes", "8192GiB"],
             "KV_CACHE_BYTES: 8388608 MiB for each of 2 (NUM_WORKERS), but only",

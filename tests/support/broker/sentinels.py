@@ -79,7 +79,7 @@ def start_sentinel(own: Broker, port: int, primary: int) -> subprocess.Popen[byt
         )
     )
     words = brokers.command(own)
-    words = words[: words.index("--port")]  # the server, without the options of a broker
+    words = words[: words.index("--port") - 1]  # the server, without the options and users of a broker
     process = brokers.spawn([*words, str(config), "--sentinel"], {})
     wait_until_sync(lambda: process.poll() is not None or brokers.answers(own.url))
     return process

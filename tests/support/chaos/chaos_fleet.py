@@ -50,7 +50,7 @@ class ChaosFleet(Fleet):
     @property
     def redis_url(self) -> str:
         """The URL of the broker itself, whether or not it runs."""
-        return str(self.broker["url"])
+        return str(self.settings.get("redis_url") or self.broker["url"])
 
     @contextlib.asynccontextmanager
     async def proxy(self, draw: random.Random) -> AsyncIterator[LossyProxy]:

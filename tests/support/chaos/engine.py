@@ -2,7 +2,9 @@
 
 Its rows are the real engine's. Each id is a function of all ids before it, and of seed and choice: a row that
 resumes with a token too few or too many goes on with other ids, and so does one that starts with blocks in
-which other ids were computed. With SPECULATE rows propose what they will sample, and sometimes other ids.
+which other ids were computed. An adapter gives other ids, too.
+
+With SPECULATE rows propose what they will sample, and sometimes other ids.
 """
 
 import argparse
@@ -25,10 +27,15 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.protocol import Grant, LoadProgress, PeerClosed, Ready, StartRow, StepResult
+from tests.support.adapters.scripted import MAX_CPU_LORAS, MAX_LORA_RANK, MAX_LORAS, ScriptedAdapters
 from tests.support.chaos.engine_loop import run
 
 STEP_MS = "CHAOS_STEP_MS"
 """Variable: duration of a step."""
+TOKEN_US = "CHAOS_TOKEN_US"
+"""Variable: microseconds that each prompt token adds to its step, which then computes up to 1,024."""
+WAKE_MS = "CHAOS_WAKE_MS"
+"""Variable: how long an engine takes to load, and to wake."""
 BLOCKS = "CHAOS_NUM_BLOCKS"
 """Variable: number of KV blocks, in place of the default."""
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
@@ -47,8 +54,10 @@ class ScriptedEngine:
 
     def __init__(self, step_s: float, num_speculated: int = 0) -> None:
         self.step_s = step_s
+        self.token_s = float(os.environ.get(TOKEN_US, 0)) / 1e6
         self.num_speculated = num_speculated
-        self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True)
+        self.adapters = ScriptedAdapters()
+        self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True, adapters=self.adapters.loaded)
         self.chains: dict[int, int] = {}
         self.ids: dict[int, bytes] = {}
         self.contents: dict[int, int] = {}
@@ -82,15 +91,18 @@ class ScriptedEngine:
 
     def step(self) -> StepResult | None:
         slices = self.rows.launch()
+        duration_s = self.step_s + self.token_s * sum(
+            one.kv_len - one.begin for one in slices if not one.decodes
+        )
         if slices:
-            time.sleep(self.step_s)
+            time.sleep(duration_s)
             self.fill_blocks(slices)
             ids = [token for one in slices if one.samples for token in self.sample(one)]
             self.rows.collect(slices, ids, [-0.5] * len(ids))
         result = self.rows.take_result()
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
         self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}
-        return result.build(self.rows.step, self.step_s * 1e3) if slices or result else None
+        return result.build(self.rows.step, duration_s * 1e3) if slices or result else None
 
     def sample(self, one: RowSlice) -> list[int]:
         """Sample for a slice, and after its proposals, too. The row goes on with what is confirmed. A
@@ -110,6 +122,8 @@ class Guesser:
     """Proposes what a row of the scripted engine will sample; each fifth time the last of them is wrong."""
 
     is_sure = False
+    waits = False
+    method = "ngram"
 
     def __init__(self, engine: ScriptedEngine, row: int) -> None:
         self.engine = engine
@@ -146,8 +160,9 @@ def checksum(ids: bytes, place: int) -> int:
 
 
 def first_chain(start: StartRow) -> int:
-    sampling = start.sampling
-    return crc32(start.ids, crc32(struct.pack("<qi", sampling.seed, sampling.choice)) if sampling else 0)
+    sampling, adapter = start.sampling, crc32(start.adapter.encode())
+    seed = crc32(struct.pack("<qi", sampling.seed, sampling.choice)) if sampling else 0
+    return crc32(start.ids, seed ^ adapter)
 
 
 def main() -> None:
@@ -164,17 +179,22 @@ def main() -> None:
         "cpu",
         BLOCK_SIZE,
         int(os.environ.get(BLOCKS, NUM_BLOCKS)),
-        MAX_BATCH_PREFILL_TOKENS,
+        1024 if TOKEN_US in os.environ else MAX_BATCH_PREFILL_TOKENS,
         CONTEXT,
         eos_ids=b"",
         token_ms=0.01,
         prefix_caching=True,
+        max_loras=MAX_LORAS,
+        max_lora_rank=MAX_LORA_RANK,
+        max_cpu_loras=MAX_CPU_LORAS,
     )
     with contextlib.suppress(PeerClosed):
         link.send(LoadProgress("there is no model to load"))
+        wake_s = float(os.environ.get(WAKE_MS, 0)) / 1e3
+        time.sleep(wake_s)
         link.send(ready)
         speculate = Settings.read([], os.environ).speculate
-        run(ScriptedEngine(float(os.environ[STEP_MS]) / 1e3, speculate), link)
+        run(ScriptedEngine(float(os.environ[STEP_MS]) / 1e3, speculate), link, ready, wake_s)
 
 
 if __name__ == "__main__":

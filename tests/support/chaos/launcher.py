@@ -27,12 +27,12 @@ ADDRESS = "broker.json"
 
 
 def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
-    assert broker is not None
     directory = Path(os.environ[DIRECTORY])
-    files = broker.directory / "appendonlydir"
-    (directory / ADDRESS).write_text(
-        json.dumps({"url": broker.url, "socket": str(broker.socket_path), "files": str(files)})
-    )
+    if broker is not None:
+        files = broker.directory / "appendonlydir"
+        (directory / ADDRESS).write_text(
+            json.dumps({"url": broker.url, "socket": str(broker.socket_path), "files": str(files)})
+        )
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]

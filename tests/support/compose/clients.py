@@ -34,6 +34,7 @@ class Clients:
     """
 
     def __init__(self, stack: Stack) -> None:
+        self.stack = stack
         self.url = f"http://127.0.0.1:{stack.variables['PORT']}"
         self.num_tokens = 0
         self.request_ids: list[str] = []
@@ -112,8 +113,7 @@ class Clients:
         """Return the seconds until the batcher knew of a worker's death, for each stream of the last run that
         the worker held. All containers have the same clock.
         """
-        async with httpx.AsyncClient(base_url=self.url, timeout=180) as client:
-            told = [event for name in self.request_ids for event in await timeline(client, name)]
+        told = [event for name in self.request_ids for event in await timeline(self.stack, name)]
         return [event["at_ms"] / 1000 - died_at_s for event in told if event["what"] == "died"]
 
     async def is_healthy(self) -> bool:
@@ -124,8 +124,7 @@ class Clients:
             return False
 
     async def num_workers(self) -> int:
-        async with httpx.AsyncClient() as client:
-            processes = (await client.get(f"{self.url}/fleet", timeout=60)).json()["processes"]
+        processes = (await asyncio.to_thread(self.stack.ask_gateway, "/fleet"))["processes"]
         return sum(one["kind"] == "worker" and one["state"] == "ready" for one in processes)
 
     async def wait_for_workers(self, num_workers: int = 1) -> None:
@@ -137,11 +136,11 @@ class Clients:
         await wait_until(are_serving, SETTLED_S)
 
 
-async def timeline(client: httpx.AsyncClient, request_id: str) -> list[dict[str, Any]]:
+async def timeline(stack: Stack, request_id: str) -> list[dict[str, Any]]:
     """Return the events of a request that has ended."""
 
     async def whole() -> list[dict[str, Any]]:
-        answer = (await client.get(f"/fleet/requests/{request_id}")).json()
+        answer = await asyncio.to_thread(stack.ask_gateway, f"/fleet/requests/{request_id}")
         events: list[dict[str, Any]] = answer.get("timelines", {}).get(request_id, [])
         return events if events and events[-1]["what"] == "ended" else []
 

@@ -1,10 +1,11 @@
 """Fixed grammar: a grammar with the same mask for every token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class FixedGrammar:
     """Accepts every token, and never ends a row."""
 
@@ -27,6 +28,9 @@ class FixedGrammar:
 
     def forced(self, most: int) -> list[int]:
         return []
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
 
     def mask(self) -> Any:
         return self.mask_words

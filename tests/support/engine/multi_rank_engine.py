@@ -27,7 +27,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.pipeline import PipelineEngine
-from gpu_worker.protocol import Grant, StepResult
+from gpu_worker.protocol import AdapterAnswer, Command, Grant, StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.forks.client import ForkedProcess
@@ -49,11 +49,11 @@ class Over(Exception):
 
 
 class Follower(Communicator):
-    def receive_grants(self) -> Iterator[Grant]:
-        for grant in super().receive_grants():
-            if grant.until < 0:
+    def receive_commands(self) -> Iterator[Command]:
+        for command in super().receive_commands():
+            if command == OVER:
                 raise Over
-            yield grant
+            yield command
 
 
 class Led:
@@ -69,17 +69,21 @@ class Led:
     def apply(self, grant: Grant) -> None:
         self.grants.append(grant)
 
+    def obey(self, command: Command) -> AdapterAnswer | None:
+        self.communicator.broadcast_commands([command])
+        return self.engine.obey(command)
+
     def step(self) -> StepResult | None:
         grants, self.grants = self.grants, []
-        for grant in self.communicator.broadcast_grants(grants):
-            self.engine.apply(grant)
+        for command in self.communicator.broadcast_commands(grants):
+            self.engine.obey(command)
         return self.engine.step()
 
     def __enter__(self) -> "Led":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.communicator.broadcast_grants([OVER])
+        self.communicator.broadcast_commands([OVER])
 
 
 @contextlib.contextmanager

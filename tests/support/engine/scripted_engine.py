@@ -18,7 +18,8 @@ from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids
 from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.protocol import SAMPLE, StartRow, StepResult, encode
+from gpu_worker.frames import encode
+from gpu_worker.protocol import SAMPLE, Grant, StartRow, StepResult
 
 LOGPROB, DURATION_MS = -1.5, 10.0
 
@@ -51,9 +52,9 @@ def read_starts(link: AgentLink) -> list[StartRow]:
     """Reads the rows that are started by the time the first step is granted."""
     rows: list[StartRow] = []
     while True:
-        for grant in link.grants(60.0):
-            rows += grant.starts
-            if grant.until:
+        for command in link.commands(60.0):
+            rows += command.starts if isinstance(command, Grant) else ()
+            if isinstance(command, Grant) and command.until:
                 return rows
 
 

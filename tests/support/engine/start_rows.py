@@ -21,6 +21,8 @@ def start_row(
     class_index: int = 0,
     logits: tuple[int, int, str] | None = None,
     beams: BeamParams | None = None,
+    adapter: str = "",
+    pictures: Sequence[tuple[int, int, str, bytes]] = (),
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -37,4 +39,6 @@ def start_row(
         class_index,
         logits,
         beams,
+        adapter,
+        pictures,
     )

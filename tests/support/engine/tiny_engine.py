@@ -54,9 +54,13 @@ def play(
     )
 
 
-def check_ids(engine: Engine, expected: dict[int, list[int]]) -> None:
-    """Rows with the prompts have the expected ids, however they are batched, chunked and resumed."""
-    fresh, [new_tokens] = dict(enumerate(prompts())), {len(ids) for ids in expected.values()}
+def check_ids(
+    engine: Engine, expected: dict[int, list[int]], fresh: dict[int, list[int]] | None = None
+) -> None:
+    """Rows with the prompts, by default those of `prompts`, have the expected ids, however they are batched,
+    chunked and resumed.
+    """
+    fresh, [new_tokens] = fresh or dict(enumerate(prompts())), {len(ids) for ids in expected.values()}
     ids_of = partial(play, engine, new_tokens=new_tokens)
     assert {row: ids_of({row: prompt})[row] for row, prompt in fresh.items()} == expected, "alone"
     assert ids_of(fresh) == expected, "batched"

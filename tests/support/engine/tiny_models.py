@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import model_files
 
@@ -300,6 +301,17 @@ def save_with_tokenizer(folder: Path, config_name: str, sizes: dict[str, Any]) -
     return folder
 
 
+def save_with_bytes(folder: Path, config_name: str, sizes: dict[str, Any]) -> Path:
+    """As `save`, with a tokenizer whose tokens are bytes → the folder."""
+    save(folder, config_name, sizes)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
     """Greedy new ids. On a copy: rotary embeddings of some types remember the longest sequence they saw."""
     ids = torch.tensor([prompt])
@@ -310,5 +322,6 @@ def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
         "attention_mask": torch.ones_like(ids),
     }
     output = copy.deepcopy(model).generate(ids, max_new_tokens=max_new_tokens, **settings)
-    new_ids: list[int] = output[0, len(prompt) :].tolist()
+    begin = 1 if model.config.is_encoder_decoder else len(prompt)
+    new_ids: list[int] = output[0, begin:].tolist()
     return new_ids

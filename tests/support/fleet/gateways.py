@@ -11,7 +11,9 @@ import uvicorn
 from api.app import build
 from api.http.protocol import HttpProtocol
 from api.lifecycle import Gateway
+from api.prompts.tokenizer import ModelTokenizer
 from api.server import own_listener
+from common.broker.keys import USAGE
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -26,10 +28,15 @@ SETTINGS: dict[str, Any] = {
 
 @contextlib.asynccontextmanager
 async def serving(
-    url: str, lose: Callable[[], bool] | None = None, name: str = "g0-test", **settings: Any
+    url: str,
+    lose: Callable[[], bool] | None = None,
+    name: str = "g0-test",
+    tokenizer: ModelTokenizer | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
-    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer(), lose)
+    own = Settings(redis_url=url, **(SETTINGS | settings))
+    gateway = Gateway(own, name, tokenizer or model_tokenizer(), lose)
     listener = own_listener(0)
     host, port = listener.getsockname()
     config = uvicorn.Config(build(gateway), log_config=None, http=HttpProtocol, timeout_graceful_shutdown=5)
@@ -106,7 +113,8 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
         lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
     )
     assert not gateway.pool.relay.filler.doubtful
-    kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
+    names = [key.decode() for key in await worker.redis.keys("*")]
+    kinds = {name.split(":")[2] for name in names if not name.startswith(USAGE)}
     assert kinds <= {
         "log",
         "reports",

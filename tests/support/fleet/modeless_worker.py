@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import zlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
@@ -14,8 +15,8 @@ from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.process import seal
 from gpu_worker.protocol import Grant, StepResult
+from gpu_worker.stay import Stay
 from tests.support.tokenizer import TOKENIZER
 
 BLOCK_SIZE = 16
@@ -104,13 +105,19 @@ class ModelessEngine(EngineClient):
 
 @contextlib.asynccontextmanager
 async def modeless_worker(
-    url: str, name: str, num_blocks: int = 1000, step_s: float = 0.02, max_batch_size: int = 256
+    url: str,
+    name: str,
+    num_blocks: int = 1000,
+    step_s: float = 0.02,
+    max_batch_size: int = 256,
+    pool: str = "default",
 ) -> AsyncIterator[ModelessEngine]:
     """A worker that serves while the context is open."""
     engine = ModelessEngine(step_s)
     sizes = (BLOCK_SIZE, num_blocks, 512, 8192)
     worker = WorkerCapacity(f"{name}-1", name, "m", "float32", *sizes, standby=True)
-    settings = Settings(redis_url=url, heartbeat_s=0.2, worker_ttl_s=TTL_S, max_batch_size=max_batch_size)
+    own: dict[str, Any] = {"pool": pool, "max_batch_size": max_batch_size}
+    settings = Settings(redis_url=url, heartbeat_s=0.2, worker_ttl_s=TTL_S, **own)
     agent = Agent(settings, PoolClient.connect(settings), engine, AgentState(RowTable(TOKENIZER)), worker)
     engine.draining = agent.state.draining
     engine.serving = asyncio.create_task(serve(agent))
@@ -129,6 +136,6 @@ async def serve(agent: Agent) -> None:
     """Serve as a worker's process does. Whenever its streams are gone it goes on as the next incarnation.
     When it has drained, its log is sealed.
     """
-    while not await agent.run():
-        agent = await agent.next_incarnation()
-    await seal(agent.pool, agent.worker.incarnation, "drained")
+    stay = Stay(agent)
+    await stay.run()
+    await stay.seal("drained")

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 from benchmarks.client import HttpStatusError, Stream, stream
+from common.broker.client import ERRORS
 from common.messages.codec import decode
 from common.messages.events import REPEAT_S
 from common.messages.records import unpack_ids
@@ -56,8 +57,8 @@ class Member(FakeWorker):
 class ScriptedFleet:
     """Scripted workers, and the batcher that gives each request to the next of them."""
 
-    def __init__(self, url: str, num_workers: int, step_s: float) -> None:
-        self.members = [Member(url, TOKENIZER, answer, step_s) for _ in range(num_workers)]
+    def __init__(self, url: str, num_workers: int, step_s: float, pool: str) -> None:
+        self.members = [Member(url, TOKENIZER, answer, step_s, pool) for _ in range(num_workers)]
         self.batcher = self.members[0]
         self.last_entry = b"0"
         self.num_taken = 0
@@ -76,24 +77,30 @@ class ScriptedFleet:
         await member.run()
 
     async def take_requests(self) -> None:
-        redis, keys = self.batcher.redis, self.batcher.keys
         while True:
-            entries = await redis.xrange(keys.requests, b"(" + self.last_entry, count=NUM_REQUESTS)
-            for entry_id, fields in entries:
-                self.last_entry = entry_id
-                request = decode(Generate, fields[b"generate"])
-                member = self.members[self.num_taken % len(self.members)]
-                self.num_taken += 1
-                placed = {"worker": member.incarnation, "attempt": 1, "base": 0}
-                await redis.hset(keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
-                member.live[request.request_id] = Live(entry_id, request, answer(request), TOKENIZER)
+            with contextlib.suppress(*ERRORS):
+                await self.take_new()
             await asyncio.sleep(0.01)
+
+    async def take_new(self) -> None:
+        redis, keys = self.batcher.redis, self.batcher.keys
+        entries = await redis.xrange(keys.requests, b"(" + self.last_entry, count=NUM_REQUESTS)
+        for entry_id, fields in entries:
+            request = decode(Generate, fields[b"generate"])
+            member = self.members[self.num_taken % len(self.members)]
+            placed = {"worker": member.incarnation, "attempt": 1, "base": 0}
+            await redis.hset(keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
+            self.last_entry = entry_id
+            self.num_taken += 1
+            member.live[request.request_id] = Live(entry_id, request, answer(request), TOKENIZER)
 
 
 @contextlib.asynccontextmanager
-async def scripted_fleet(url: str, num_workers: int, step_s: float) -> AsyncIterator[ScriptedFleet]:
+async def scripted_fleet(
+    url: str, num_workers: int, step_s: float, pool: str = "default"
+) -> AsyncIterator[ScriptedFleet]:
     """Workers that are ready and work while the context is open."""
-    fleet = ScriptedFleet(url, num_workers, step_s)
+    fleet = ScriptedFleet(url, num_workers, step_s, pool)
     task = asyncio.create_task(fleet.run())
     try:
         yield fleet

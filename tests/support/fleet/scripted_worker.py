@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
@@ -19,6 +20,7 @@ from common.broker.keys import Keys
 from common.broker.lua import ScriptCall, run_script
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.detokenize import Detokenizer
+from common.messages.adapters import HeldAdapters
 from common.messages.beams import BeamSequence, pack_sequences
 from common.messages.codec import decode, encode
 from common.messages.events import ChannelSequences, Events, Terminal, Tokens, pack_tokens
@@ -123,12 +125,20 @@ class FakeWorker:
     Attributes:
         spill_steps: its log is trimmed after so many steps.
         most_tokens: no row gets more than so many.
+        max_total_tokens: of a prompt and its answer together, as it announces.
         keeps_logits: whether it writes the logits that requests return.
+        held: the adapters that it has; None if it serves none.
+        sees: whether it says that it computes pictures.
+        pooling: what its model makes, if that is no tokens.
     """
 
     spill_steps = SPILL_STEPS
     most_tokens = sys.maxsize
+    max_total_tokens = 8192
     keeps_logits = True
+    held: HeldAdapters | None = None
+    sees = False
+    pooling = ""
 
     def __init__(
         self,
@@ -151,9 +161,13 @@ class FakeWorker:
 
     async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
         capacity = WorkerCapacity(
-            *(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192),
+            *(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, self.max_total_tokens),
             model_id="smollm2",
             vocab_size=VOCAB_SIZE,
+            max_loras=0 if self.held is None else 4,
+            max_lora_rank=0 if self.held is None else 64,
+            pictures=self.sees,
+            pooling=self.pooling,
         )
         call = worker_scripts.worker_heartbeat(
             self.keys,
@@ -162,7 +176,7 @@ class FakeWorker:
             ttl_ms=TTL_MS,
             state=state,
             step=0,
-            fields={},
+            fields={} if self.held is None else {"adapters": encode(self.held)},
         )
         reply = await run_script(self.redis, call)
         assert reply == "OK", reply
@@ -207,9 +221,12 @@ class FakeWorker:
 
     async def begin(self, entry_id: bytes, request: Generate) -> None:
         self.seen.append(request)
-        self.live[request.request_id] = live = Live(entry_id, request, self.answer(request), self.tokenizer)
+        self.live[request.request_id] = live = self.row(entry_id, request)
         placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
         await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
+
+    def row(self, entry_id: bytes, request: Generate) -> Live:
+        return Live(entry_id, request, self.answer(request), self.tokenizer)
 
     def heed(self, fields: dict[bytes, bytes]) -> None:
         if b"cancel" in fields and (live := self.live.get(decode(Cancel, fields[b"cancel"]).request_id)):
@@ -320,9 +337,21 @@ async def working(
     answer: Callable[[Generate], Answer],
     step_s: float = 0.0,
     pool: str = "default",
+    sees: bool = False,
 ) -> AsyncIterator[FakeWorker]:
     """A fake worker that is ready and works while the context is open."""
     worker = FakeWorker(url, tokenizer, answer, step_s, pool)
+    worker.sees = sees
+    async with at_work(worker):
+        yield worker
+
+
+Worker = TypeVar("Worker", bound=FakeWorker)
+
+
+@contextlib.asynccontextmanager
+async def at_work(worker: Worker) -> AsyncIterator[Worker]:
+    """A fake worker of any kind, ready and at work while the context is open."""
     await worker.open()
     task = asyncio.create_task(worker.run())
     try:

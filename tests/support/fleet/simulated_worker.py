@@ -13,7 +13,8 @@ from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import class_index
-from gpu_worker.engine.batch.prefill import PATIENCE, PrefillBudget
+from common.prefill_budget import PrefillBudget
+from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.protocol import Grant
 
 

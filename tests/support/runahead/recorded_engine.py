@@ -21,7 +21,8 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.in_flight import LaunchPace
-from gpu_worker.protocol import Frame, Grant, PeerClosed, Ready, StepResult
+from gpu_worker.protocol import Command, Frame, Grant, PeerClosed, Ready, StepResult
+from tests.support.adapters.scripted import ScriptedAdapters
 from tests.support.chaos.engine_loop import run
 
 STEP_MS, RECORD = "TIMED_STEP_MS", "RECORD_FILE"
@@ -44,11 +45,11 @@ class RecordedLink(AgentLink):
             self.record("step", frame.duration_ms, [row for row, *_ in frame.sampled])
         super().send(frame)
 
-    def grants(self, wait_s: float) -> Iterator[Grant]:
-        for grant in super().grants(wait_s):
-            for start in grant.starts:
+    def commands(self, wait_s: float) -> Iterator[Command]:
+        for command in super().commands(wait_s):
+            for start in command.starts if isinstance(command, Grant) else ():
                 self.record("start", start.row, int.from_bytes(start.ids[:4], "little"))
-            yield grant
+            yield command
 
 
 class TimedStep(NamedTuple):
@@ -69,6 +70,7 @@ class TimedEngine:
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
         self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True)
+        self.adapters = ScriptedAdapters()
         self.in_flight: TimedStep | None = None
         self.free_s = 0.0
         self.pace = LaunchPace()
@@ -116,10 +118,10 @@ def main() -> None:
     link = RecordedLink(socket.socket(fileno=parser.parse_args().fd))
     with contextlib.suppress(PeerClosed):
         sizes = (BLOCK_SIZE, NUM_BLOCKS, MAX_PREFILL, CONTEXT)
-        link.send(
-            Ready(os.environ["MODEL_ID"], "float32", "cpu", *sizes, b"", token_ms=0.01, prefix_caching=True)
-        )
-        run(TimedEngine(float(os.environ[STEP_MS]) / 1e3), link)
+        model_id = os.environ["MODEL_ID"]
+        ready = Ready(model_id, "float32", "cpu", *sizes, b"", token_ms=0.01, prefix_caching=True)
+        link.send(ready)
+        run(TimedEngine(float(os.environ[STEP_MS]) / 1e3), link, ready)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ class KnowingProposer:
         steps: how many tokens each step brought that checked proposals.
     """
 
+    waits = False
+    method = "knowing"
+
     def __init__(
         self,
         answer: Sequence[int],

@@ -28,3 +28,5 @@ async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis
     assert not await absence.is_over_grace(False)
     now_s = 124.0
     assert await absence.is_over_grace(False)
+    await Heartbeat(pool, "sleeper", "w0-1", 5.0).send(state="asleep")
+    assert not await absence.is_over_grace(False), "a worker serves other models, and comes"

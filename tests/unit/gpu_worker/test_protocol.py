@@ -8,18 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.request import SamplingParams, StoppingParams
+from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import (
     SAMPLE,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
     EngineFailure,
     Frame,
-    FrameDecoder,
     Grant,
+    LoadAdapter,
     LoadProgress,
     ProtocolError,
     Ready,
     StartRow,
     StepResult,
-    encode,
+    UnloadAdapter,
 )
 
 SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[[5, 6]])
@@ -51,6 +55,11 @@ FRAMES: list[Frame] = [
         64,
     ),
     EngineFailure("dtype", "float7 is none"),
+    LoadAdapter("sql", "/adapters/sql"),
+    AdapterLoaded("sql", 16, 2**20),
+    AdapterRefused("sql", "/adapters/sql has no adapter_config.json"),
+    UnloadAdapter("sql"),
+    AdapterUnloaded("sql"),
 ]
 
 
@@ -93,7 +102,9 @@ def test_samples_are_packed_and_unpacked() -> None:
         (msgpack.packb(["step"]), "missing 1 required positional argument: 'step'"),
         (msgpack.packb(["grant", 1, 2, 3, [], []]), "not iterable"),
         (
-            msgpack.packb(["grant", 1, 2, [[1, b"", 0, b"", [1], b"what?", 0, None]], [], []]),
+            msgpack.packb(
+                ["grant", 1, 2, [[1, b"", 0, b"", [1], b"what?", 0, None, 0, 0, None, None, "", []]], [], []]
+            ),
             "Sampling",
         ),
     ],

@@ -82,9 +82,10 @@ template <class T> struct Queries {
             int some = std::min(ROWS, rows - row), first = token(row), last = first + some - 1;
             if (last >= tile.count) first = 0, last = tile.count - 1;
             first += tile.position, last += tile.position;
-            int seen = std::min(CHUNK, last + 1 - base);
+            int seen = std::min(CHUNK, std::max(last + 1, tile.seen) - base);
             if (seen <= 0 || (cache.window && base + CHUNK <= first + 1 - cache.window)) continue;
-            bool hides = base + CHUNK > first + 1 || (cache.window && base <= last - cache.window);
+            bool hides = base + CHUNK > std::max(first + 1, tile.seen);
+            hides |= cache.window && base <= last - cache.window;
             alignas(64) float scores[ROWS * CHUNK];
             Products::score(some, seen, chunk, ahead, prefetch, dim, &queries[row * dim], scores);
             for (int n = 0; n < some; n++) weigh(cache, base, row + n, hides, scores + n * CHUNK);
@@ -97,7 +98,8 @@ template <class T> struct Queries {
     // Turns a row's scores into weights.
     void weigh(const Cache& cache, int base, int row, bool hides, float* scores) {
         if (cache.softcap) cap(scores, cache.scaling * cache.pages.key_scale, cache.softcap);
-        if (hides) hide(scores, base, tile.position + token(row), cache.window);
+        int position = tile.position + token(row);
+        if (hides) hide(scores, base, position, std::max(position + 1, tile.seen), cache.window);
         float factor = softmax[row].weigh(scores, scaling, (Weight*)scores);
         float* output = &sums.outputs[row * sums.width];
         if (factor != 1)

@@ -13,15 +13,38 @@ constexpr int BLOCKS_AHEAD = 2048;  // bytes of quants prefetched in advance
 // quants of PAIRS even inputs, the second those of the odd ones, beginning with the lowest bits.
 template <int BITS> constexpr int PAIRS = 32 / BITS;
 
-// The quant at a place in each word: from 0 to 15, or of 8 bits with a sign.
-template <int BITS> inline Floats read_quants(Words words, int place) {
-    if constexpr (BITS == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * place)) >> 24, Floats);
-#if defined(__AVX512F__)
-    const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// What blocks of weights are like: bits of a quant, and whether there are offsets and codes.
+template <int B, bool O, bool C, class S> struct Kind {
+    static constexpr int BITS = B;
+    static constexpr bool OFFSETS = O, CODES = C;
+    typedef S Scale;
+};
+
+// What quants of 4 bits stand for.
+struct Codes {
+    Floats numbers[16 / LANES];
+    explicit Codes(const float* codes) {
+        for (int part = 0; part < 16 / LANES; part++)
+            for (int lane = 0; lane < LANES; lane++) {
+                int quant = part * LANES + lane;
+                numbers[part][lane] = codes ? codes[quant] : quant;
+            }
+    }
+};
+
+// The number of the quant at a place in each word: of 4 bits, or of 8 with a sign.
+template <class K> inline Floats read_quants(Words words, int place, const Codes& codes) {
+    if constexpr (K::BITS == 8)
+        return __builtin_convertvector((Ints)(words << (24 - 8 * place)) >> 24, Floats);
     words >>= 4 * place;
-    return (Floats)_mm512_permutexvar_ps((__m512i)words, (__m512)numbers);  // by the lowest 4 bits
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutexvar_ps((__m512i)words, (__m512)codes.numbers[0]);  // by the lowest 4 bits
 #else
-    return __builtin_convertvector((Ints)(words >> 4 * place & 15), Floats);
+    Ints quants = (Ints)(words & 15);
+    if constexpr (!K::CODES) return __builtin_convertvector(quants, Floats);
+    Floats found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = ((const float*)codes.numbers)[quants[lane]];
+    return found;
 #endif
 }
 
@@ -49,9 +72,12 @@ template <class S> inline void load_twice(const S* from, Floats* to) {
 // Calls `each(k, weights)` for every pair of inputs of a panel of SPAN * LANES outputs, from an input on
 // that begins a block; weights are SPAN vectors of pairs. A product of a quant and a scale is exact in
 // float32, so it does not matter whether it is fused with the sum.
-template <int BITS, bool OFFSETS, class S, class F>
+template <class K, class F>
 inline void expand_pairs(const Linear& linear, int panel, int from, int count, F each) {
-    constexpr int OUTPUTS = SPAN * LANES, HALVES = 2 * SPAN;
+    typedef typename K::Scale S;
+    constexpr bool OFFSETS = K::OFFSETS;
+    constexpr int BITS = K::BITS, OUTPUTS = SPAN * LANES, HALVES = 2 * SPAN;
+    const Codes codes(linear.blocks.codes);
     const int size = linear.blocks.size;
     const uint32_t* quants = (const uint32_t*)linear.blocks.quants
         + ((int64_t)panel * linear.inputs + from) / PAIRS<BITS> * OUTPUTS;
@@ -76,7 +102,7 @@ inline void expand_pairs(const Linear& linear, int panel, int from, int count, F
                 for (int w = 0; w < SPAN; w++) {
                     Floats both[2];
                     for (int half = 0; half < 2; half++) {
-                        both[half] = read_quants<BITS>(words[2 * w + half], place) * scale[2 * w + half];
+                        both[half] = read_quants<K>(words[2 * w + half], place, codes) * scale[2 * w + half];
                         if (OFFSETS) both[half] += offset[2 * w + half];
                     }
                     weights[w] = round_both(both[0], both[1]);
@@ -87,15 +113,15 @@ inline void expand_pairs(const Linear& linear, int panel, int from, int count, F
     }
 }
 
-// Calls `with` with a number for each of BITS, OFFSETS and S of this layer's blocks.
+// Calls `with` with the Kind of this layer's blocks.
 template <class F> inline void with_kind(const Blocks& blocks, F with) {
     auto with_scales = [&](auto scale) {
-        std::integral_constant<int, 4> four;
-        std::integral_constant<int, 8> eight;
-        std::true_type yes;
-        std::false_type no;
-        if (blocks.bits == 4) blocks.offsets ? with(four, yes, scale) : with(four, no, scale);
-        else blocks.offsets ? with(eight, yes, scale) : with(eight, no, scale);
+        typedef decltype(scale) S;
+        if (blocks.codes) with(Kind<4, false, true, S>{});
+        else if (blocks.bits == 4 && blocks.offsets) with(Kind<4, true, false, S>{});
+        else if (blocks.bits == 4) with(Kind<4, false, false, S>{});
+        else if (blocks.offsets) with(Kind<8, true, false, S>{});
+        else with(Kind<8, false, false, S>{});
     };
     if (blocks.half_scales) with_scales(float16{});
     else with_scales(float{});
@@ -103,8 +129,8 @@ template <class F> inline void with_kind(const Blocks& blocks, F with) {
 
 // `count` inputs of a panel → [count / 2][outputs][2]
 inline void expand(const Linear& linear, int panel, int from, int count, bfloat16* to) {
-    with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
-        expand_pairs<bits.value, offsets.value, decltype(scale)>(
+    with_kind(linear.blocks, [&](auto kind) {
+        expand_pairs<decltype(kind)>(
             linear, panel, from, count, [&](int k, const Words* weights) {
                 memcpy(to + (int64_t)k * SPAN * LANES, weights, SPAN * sizeof(Words));
             });
@@ -119,8 +145,8 @@ template <int N> void multiply_expanding(
     Floats total[N][SPAN];
     for (int n = 0; n < N; n++)
         for (int w = 0; w < SPAN; w++) total[n][w] = load(sums + (n * SPAN + w) * LANES);
-    with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
-        expand_pairs<bits.value, offsets.value, decltype(scale)>(
+    with_kind(linear.blocks, [&](auto kind) {
+        expand_pairs<decltype(kind)>(
             linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
                 for (int part = 0; part < Pair::PARTS; part++)
                     for (int n = 0; n < N; n++)
@@ -138,8 +164,8 @@ template <int N> void multiply_expanding(
 inline void multiply_expanding_in_runs(const bfloat16* row, const Linear& linear, int panel, float* sums) {
     FlushedDenormals arithmetic;
     Floats even[SPAN] = {}, odd[SPAN] = {};
-    with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
-        expand_pairs<bits.value, offsets.value, decltype(scale)>(
+    with_kind(linear.blocks, [&](auto kind) {
+        expand_pairs<decltype(kind)>(
             linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
                 Floats first = splat(load_one(row + k)), second = splat(load_one(row + k + 1));
                 for (int w = 0; w < SPAN; w++) {

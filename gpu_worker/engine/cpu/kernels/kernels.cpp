@@ -1,4 +1,5 @@
 // The functions that Python calls (cpu/native.py). Types of numbers: 0 float32, 1 bfloat16, 2 float16.
+#include "adapters.h"
 #include "attention.h"
 #include "layer.h"
 #include "products.h"
@@ -79,6 +80,16 @@ extern "C" void tf_product(
         typedef decltype(number) T;
         if (whole) product(threads, (const T*)rows, num_rows, *linear, (float*)out);
         else product(threads, (const T*)rows, num_rows, *linear, (T*)out);
+    });
+}
+
+// Adds to outputs, `whole` as in tf_product, what the adapters of rows give.
+extern "C" void tf_adapt(int type, int threads, const void* rows, int num_rows, const Linear* linear,
+    const Adapters* adapters, int whole, void* out) {
+    with_product_type(type, [=](auto number) {
+        typedef decltype(number) T;
+        if (whole) adapt(threads, (const T*)rows, num_rows, *linear, *adapters, (float*)out);
+        else adapt(threads, (const T*)rows, num_rows, *linear, *adapters, (T*)out);
     });
 }
 

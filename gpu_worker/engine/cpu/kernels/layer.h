@@ -1,6 +1,7 @@
 // Decoder layers, computed by all threads. The parts of a layer are phases (phases.h).
 #pragma once
 #include <cmath>
+#include "adapters.h"
 #include "attention.h"
 #include "phases.h"
 #include "products.h"
@@ -38,7 +39,9 @@ constexpr int FEW_ROWS = 8;
 template <class T> struct LayerBuffers {
     Buffer<T> projected;
     Buffer<Input<T>> normed, attended, gated;
-    void fit(int64_t rows, int threads, const Layer& layer) {
+    Buffer<float> shrunk;
+    void fit(int64_t rows, int threads, const Layer& layer, const Adapters* adapters) {
+        if (adapters) shrunk.fit(3 * rows * adapters->max_rank);
         projected.fit(rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
         rows = rows_in_memory(rows);
         normed.fit(std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
@@ -88,16 +91,21 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
     int v_panels = num_panels<T>(layer.v);
+    auto shrink_for = [&](const Input<T>* from, std::initializer_list<const Linear*> linears) {
+        return shrink<T>(phases, step.adapters, from, rows, linears, buffers.shrunk.begin());
+    };
 
     const Input<T>* normed =
         normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.begin());
+    Shrunk shrunk = shrink_for(normed, {&layer.q, &layer.k, &layer.v});
     phases.run(q_panels + k_panels + v_panels, [&](int panel) {
         const Linear* linear = &layer.q;
         T* to = projected;
-        if (panel >= q_panels) linear = &layer.k, panel -= q_panels, to += layer.q.outputs;
+        int place = 0;
+        if (panel >= q_panels) linear = &layer.k, panel -= q_panels, to += layer.q.outputs, place = 1;
         if (linear == &layer.k && panel >= k_panels)
-            linear = &layer.v, panel -= k_panels, to += layer.k.outputs;
-        panel_product<T>(normed, rows, *linear, panel, to, stride, nullptr);
+            linear = &layer.v, panel -= k_panels, to += layer.k.outputs, place = 2;
+        panel_product<T>(normed, rows, *linear, panel, to, stride, nullptr, Expand<T>{shrunk.of(place)});
     });
     if (!independent)
         phases.run(rows, [&](int row) {
@@ -111,13 +119,20 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
         attend<T>(
             step, *layer.cache, parts, unit, {projected, stride, layer.cache->key_dim}, attended);
     });
-    phases.run(num_panels<T>(layer.o),
-        [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
+    shrunk = shrink_for(attended, {&layer.o});
+    phases.run(num_panels<T>(layer.o), [&](int panel) {
+        panel_product<T>(attended, rows, layer.o, panel, states, hidden, states, Expand<T>{shrunk});
+    });
     normed = normalize_rows<T>(phases, layer.before_mlp, states, rows, hidden, buffers.normed.begin());
-    phases.run(num_panels<T>(layer.gate),
-        [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
-    phases.run(num_panels<T>(layer.down),
-        [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
+    shrunk = shrink_for(normed, {&layer.gate, &layer.up});
+    phases.run(num_panels<T>(layer.gate), [&](int panel) {
+        Expand<T> to_gate{shrunk}, to_up{shrunk.of(1)};
+        panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated, to_gate, to_up);
+    });
+    shrunk = shrink_for(gated, {&layer.down});
+    phases.run(num_panels<T>(layer.down), [&](int panel) {
+        panel_product<T>(gated, rows, layer.down, panel, states, hidden, states, Expand<T>{shrunk});
+    });
 }
 
 // Layers that follow each other.
@@ -126,7 +141,7 @@ template <class T> void run_layers(
     static LayerBuffers<T> buffers;
     int heads = 0;
     for (int i = 0; i < count; i++) {
-        buffers.fit(step.num_tokens, step.threads, layers[i]);
+        buffers.fit(step.num_tokens, step.threads, layers[i], step.adapters);
         heads = std::max(heads, layers[i].cache->kv_heads);
     }
     PartSums parts(step, heads);

@@ -38,7 +38,7 @@ struct KeyRange {
 
 inline KeyRange visible_keys(const Step& step, const Cache& cache, const Tile& tile) {
     int first = cache.window ? std::max(0, tile.position - cache.window + 1) : 0;
-    int base = first / CHUNK * CHUNK, end = tile.position + tile.count;
+    int base = first / CHUNK * CHUNK, end = std::max(tile.position + tile.count, tile.seen);
     if (tile.parts > 1)
         base = std::max(base, tile.part * SEGMENT), end = std::min(end, (tile.part + 1) * SEGMENT);
     return {step.tables + tile.table, base, end};

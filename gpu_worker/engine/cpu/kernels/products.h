@@ -151,14 +151,23 @@ template <class T> void store_row(T* to, const float* sums, int count) {
     for (; j < count; j++) store_one(to + j, sums[j]);
 }
 
-// rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
-template <class T, class U> void panel_product(const Input<T>* rows, int num_rows, const Linear& linear,
-    int panel, U* out, int64_t stride, const T* residual) {
+// Adds nothing to the sums of rows.
+struct Nothing {
+    void operator()(const Linear&, int /*panel*/, int /*first*/, int /*count*/, float*) const {}
+    void prefetch(const Linear&, int /*panel*/) const {}
+};
+
+// rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one. `add` adds to
+// sums [count][PANEL<T>] of rows from `first` on.
+template <class T, class U, class A = Nothing> void panel_product(const Input<T>* rows, int num_rows,
+    const Linear& linear, int panel, U* out, int64_t stride, const T* residual, A add = {}) {
     alignas(64) float sums[GROUP * PANEL<T>];
     int width = std::min(PANEL<T>, linear.outputs - panel * PANEL<T>);
+    add.prefetch(linear, panel);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
         panel_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
+        add(linear, panel, row, count, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL<T>;
             if (residual)
@@ -171,14 +180,18 @@ template <class T, class U> void panel_product(const Input<T>* rows, int num_row
 inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 
 // silu(gate) * up of a panel → out [num_rows][outputs]
-template <class T> void panel_gated(
-    const Input<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Input<T>* out) {
+template <class T, class A> void panel_gated(const Input<T>* rows, int num_rows, const Linear& gate,
+    const Linear& up, int panel, Input<T>* out, A add_to_gate, A add_to_up) {
     alignas(64) float gates[GROUP * PANEL<T>], ups[GROUP * PANEL<T>];
     int width = std::min(PANEL<T>, gate.outputs - panel * PANEL<T>);
+    add_to_gate.prefetch(gate, panel);
+    add_to_up.prefetch(up, panel);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
         panel_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
         panel_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, ups);
+        add_to_gate(gate, panel, row, count, gates);
+        add_to_up(up, panel, row, count, ups);
         for (int n = 0; n < count; n++) {
             for (int j = n * PANEL<T>; j < (n + 1) * PANEL<T>; j += LANES)
                 store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));

@@ -57,13 +57,13 @@ inline void store_weights(bfloat16* to, const Floats* x) {
 #endif
 }
 
-// Hides the scores of keys that a query at `position` does not see.
-inline void hide(float* scores, int base, int position, int window) {
+// Hides the scores of keys that a query at `position` does not see, of the first `seen`.
+inline void hide(float* scores, int base, int position, int seen, int window) {
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int j = 0; j < CHUNK; j += LANES) {
         Ints key = lane + (base + j);
-        Floats x = key > position ? splat(HIDDEN) : load(scores + j);
+        Floats x = key >= seen ? splat(HIDDEN) : load(scores + j);
         if (window) x = key <= position - window ? splat(HIDDEN) : x;
         store(scores + j, x);
     }

@@ -7,7 +7,30 @@ struct Tile {
     int32_t token, count;  // the first, and how many
     int32_t position;  // of the first
     int32_t table;  // first index in `tables`
+    int32_t seen;  // keys that each of its queries sees at least: up to the end of a picture seen as one
     int32_t part, parts;  // with more than one part, `part` is the segment of keys that is attended to
+};
+
+// The matrices of one adapter for one linear layer.
+struct LowRank {
+    const void* down;  // [rank][inputs]
+    const void* up;  // [panels][rank][PANEL], with the adapter's scaling
+    int32_t rank;  // 0: the adapter leaves this layer as it is
+};
+
+// Tokens of one adapter, next to each other in `order`.
+struct Run {
+    int32_t slot, first, count;
+};
+
+// Which tokens of a step have an adapter.
+struct Adapters {
+    const LowRank* matrices;  // [slots][linear layers]
+    int32_t num_linears, max_rank, num_runs;
+    const Run* runs;
+    const int32_t* order;  // the tokens that have one
+    const int32_t* slots;  // [tokens]; -1: none
+    const uint8_t* used;  // [linear layers] whether an adapter of the step changes it
 };
 
 // What all layers share in a step.
@@ -17,6 +40,7 @@ struct Step {
     const int64_t* slots;  // [tokens] block * block_size + offset: where K and V go
     const Tile* tiles;
     const int32_t* tables;
+    const Adapters* adapters;  // null: no token has one
 };
 
 // K pages are [blocks][kv_heads][key_dim / P][block_size][P],
@@ -42,9 +66,10 @@ struct Heads {
 };
 
 // Quants as in blocks.h. Scales, and offsets where there are any, are [panels][inputs / size][PANEL] numbers
-// of float16 or float32.
+// of float16 or float32. Codes are 16 numbers, what quants of 4 bits stand for; null where for themselves.
 struct Blocks {
     const void *quants, *scales, *offsets;
+    const float* codes;  // then there are no offsets
     int32_t bits;  // of a quant: 4 or 8; 0 where weights are not in blocks
     int32_t size, half_scales;
 };
@@ -54,6 +79,7 @@ struct Linear {
     const float* bias;  // [outputs, rounded up to whole panels] or null
     int32_t inputs, outputs;
     Blocks blocks;
+    int32_t number;  // among those that adapters change
 };
 
 struct Norm {

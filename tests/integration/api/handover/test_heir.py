@@ -182,6 +182,7 @@ async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Br
         await wait_until(lambda: not gateways.keeper.kept)
 
 
+@pytest.mark.slow
 async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Broker, redis: Redis) -> None:
     """Then only the keeper knows of them. Their requests are queued again and give the same bytes, even if
     the client has left.

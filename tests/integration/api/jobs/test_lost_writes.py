@@ -98,7 +98,7 @@ async def test_a_job_worker_submits_a_lost_job_again(
     redis = connect(broker.url)
     client = ArqClient(PoolClient(redis, KEYS))
     polling = asyncio.create_task(client.run())
-    answer = asyncio.create_task(client.run_job("a", {"inputs": "Count."}))
+    answer = asyncio.create_task(client.run_job("a", {"inputs": "Count."}, {}))
     await wait_until(lambda: client.waiting)
     await redis.delete(KEYS.submit)
     async with running_gateway(broker.url):

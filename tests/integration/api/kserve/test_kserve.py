@@ -214,7 +214,7 @@ async def test_requests_are_counted(broker: Broker) -> None:
 
 
 async def test_metadata_has_tgis_shapes_and_the_protocols(broker: Broker) -> None:
-    async with answering(broker.url, repeat, **OWN) as (_, _, client), batching(broker.url):
+    async with batching(broker.url), answering(broker.url, repeat, **OWN) as (_, _, client):
         found = {
             path: (await client.get(path)).json()
             for path in ("/v2", VERSIONED, MODEL, f"{VERSIONED}/ready", f"{MODEL}/ready", "/v2/health/ready")

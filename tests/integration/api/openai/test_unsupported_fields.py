@@ -177,7 +177,7 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
         }
         assert (answer.status_code, answer.json()) == (404, {"error": error})
     known = {"id": "smollm2", "object": "model", "created": STARTED_S, "owned_by": "smollm2"}
-    assert (await client.get("/v1/models")).json() == {"object": "list", "data": [known]}
+    assert (await client.get("/v1/models")).json() == {"object": "list", "data": [known], "models": []}
     assert (await client.get("/v1/models/smollm2")).json() == known
 
 
@@ -222,7 +222,7 @@ async def test_a_reasoning_effort_without_effect_is_logged_once(
 
 
 async def test_an_unknown_route_is_answered_with_the_known_ones(client: httpx.AsyncClient) -> None:
-    missing = await client.post("/v1/embeddings", json={})
+    missing = await client.post("/v1/audio/speech", json={})
     words = missing.json()["error"]["message"]
     assert missing.status_code == 404
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/models"):

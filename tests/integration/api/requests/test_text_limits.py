@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.openai import routes
+from api.openai import completions
 from api.prompts.tokenizer import ModelTokenizer
 from api.tgi import routes_clouds
 from deploy.launcher.embedded_broker import Broker
@@ -62,7 +62,7 @@ async def test_a_long_text_that_is_truncated_is_served(broker: Broker) -> None:
             "/v1/completions",
             {"prompt": ["a"] * 100_000},
             "`prompt` supports up to 1024 prompts. Given: 100000",
-            routes,
+            completions,
             "from_completion",
         ),
         (

@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"background": True, "store": False}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
-    ({"include": ["web_search_call.results"]}, "include[0]"),
+    ({"include": ["message.input_image.image_url"]}, "include[0]"),
     ({"input": []}, "input"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),

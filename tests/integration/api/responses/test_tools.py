@@ -20,6 +20,21 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "get_weather", "description": "Weather", "parameters": PARAMETERS},
     {"type": "function", "name": "get_time"},
 ]
+CODEX_TOOLS: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "image_generation", "output_format": "png"},
+    {
+        "type": "namespace",
+        "name": "mcp__files",
+        "description": "",
+        "tools": [{"type": "function", "name": "read"}],
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": ""},
+    },
+]
 ASKED = BODY | {"tools": TOOLS}
 THOUGHT = "<think>\nHm, 7.\n</think>\n\n"
 
@@ -119,6 +134,30 @@ async def test_calls_and_their_outputs_are_in_the_next_prompt(broker: Broker) ->
     ]
 
 
+async def test_tools_that_no_model_here_can_call_are_left_out(broker: Broker) -> None:
+    """The prompt is the same without them, and the answer shows them, as Codex sent them."""
+    fields = {
+        "tools": [*CODEX_TOOLS, *TOOLS],
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "store": False,
+        "tool_choice": "auto",
+        "prompt_cache_key": "k",
+        "client_metadata": {"x": "y"},
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "medium", "summary": "auto"},
+    }
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (worker, _, client):
+        with_them = await ask(client, **fields)
+        await ask(client, **(fields | {"tools": TOOLS}))
+        await ask(client, **(fields | {"tools": CODEX_TOOLS}))
+        listed = (await client.get("/v1/models")).json()
+    prompts = [one.prompt_ids for one in worker.seen]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert with_them["tools"] == fields["tools"]
+    assert [item["type"] for item in with_them["output"]] == ["message", *["function_call"] * 2]
+    assert listed["models"] == [] and [one["object"] for one in listed["data"]] == ["model"]
+
+
 async def test_a_stream_with_calls_adds_up_in_openai_s_package(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(THOUGHT + CALLS)), **HERMES) as (_, _, client):
         own = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
@@ -134,7 +173,9 @@ async def test_a_stream_with_calls_adds_up_in_openai_s_package(broker: Broker) -
 
 async def test_errors_name_the_field_of_a_tool(broker: Broker) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "functoin"}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, *CODEX_TOOLS], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": CODEX_TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),

@@ -90,4 +90,5 @@ async def test_info_has_the_limits(
         "version",
         "sha",
         "docker_label",
+        "adapters",
     ]

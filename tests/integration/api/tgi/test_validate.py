@@ -83,7 +83,7 @@ CASES: list[
     ({"best_of": -1}, 422, "`parameters.best_of`"),
     ({"best_of": 2}, 422, "`best_of`"),
     ({"top_n_tokens": 21}, 422, "`top_n_tokens` must be at most 20. Given: 21"),
-    ({"adapter_id": "a"}, 422, "`adapter_id` is not supported yet"),
+    ({"adapter_id": "a"}, 422, "`adapter_id`: there is no adapter 'a'"),
     ({"watermark": "yes"}, 422, "`parameters.watermark`"),
     ({"allowed_token_ids": []}, 422, "`allowed_token_ids` cannot be empty"),
     ({"allowed_token_ids": [10**6]}, 422, "`allowed_token_ids` must have token ids"),
@@ -91,7 +91,7 @@ CASES: list[
     ({"grammar": {"type": "json_object"}}, 422, "`grammar.value` is required"),
     ({"grammar": {"type": "regex", "value": "("}}, 422, "`grammar.value` cannot be compiled: "),
     ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids[0]`: Input should be a valid integer"),
-    ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),
+    ({"adapter_id": 1}, 422, "`parameters.adapter_id`"),
     ({"max_tokens": 5}, 422, "`max_tokens` is not a field of this route"),
     ({"response_format": {"type": "json_object"}}, 422, "`response_format` is not a field of this route"),
     (

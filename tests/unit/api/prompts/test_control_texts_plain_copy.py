@@ -133,7 +133,7 @@ def test_ids_of_this_repository_s_texts_are_the_same() -> None:
     """As messages in the model's own template: no text needs guards, and those of the copy are equal."""
     controls, template = control_texts(TOKENIZER), model_tokenizer().chat_template
     assert template is not None
-    for file in [*ROOT.glob("docs/*.md"), *ROOT.glob("api/prompts/*.py"), *ROOT.glob("api/page/*")]:
+    for file in [*ROOT.glob("docs/*.md"), *ROOT.glob("api/prompts/*.py"), *ROOT.glob("api/page/*.*")]:
         content = file.read_text()
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "\n Yes. "}]
         text = template.render(messages, True, {})

@@ -2,13 +2,18 @@
 tests/integration/api/tgi/test_validate.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from api.errors import ApiError
+from api.pictures.prompts import PicturePrompts
 from api.requests.params import Limits
 from api.requests.validate import validate
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.settings.ranges import RANGES
@@ -20,8 +25,10 @@ SIZE = model_tokenizer().size
 LIMITS = Limits(99, 100, Settings(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=2))
 
 
-async def validated(**fields: Any) -> list[Generate]:
-    return await validate(generation_params(**fields), LIMITS, model_tokenizer())
+async def validated(tokenizer: Any = None, **fields: Any) -> list[Generate]:
+    client = PoolClient(Redis(), Keys("default"))  # never connects
+    prompts = PicturePrompts(client, LIMITS.settings, None)
+    return await validate(generation_params(**fields), LIMITS, tokenizer or model_tokenizer(), prompts)
 
 
 async def test_stopping_parameters_are_kept_and_max_new_tokens_has_a_default() -> None:
@@ -74,3 +81,14 @@ async def test_errors_of_prompts_of_ids_name_the_client_s_own_fields() -> None:
                 text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
             )
         assert words in str(refused.value) and refused.value.param == param
+
+
+async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
+    tokenizer = replace(model_tokenizer(), starting_ids=(0, 7))
+    [one] = await validated(tokenizer, text=None, prompt_ids=[1, 2, 3], truncate=2)
+    assert one.prompt_ids == pack_ids([2, 3, 0, 7]) and one.stopping.max_new_tokens == 96
+    with pytest.raises(ApiError, match=r"must have at most 99 tokens\. Given: 100"):
+        await validated(tokenizer, text=None, prompt_ids=[1] * 98)
+    for fields in ({"prompt_logprobs": 0}, {"context_logits": True}):
+        with pytest.raises(ApiError, match="is not served with an encoder-decoder model"):
+            await validated(tokenizer, **fields)

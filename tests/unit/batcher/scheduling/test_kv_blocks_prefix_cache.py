@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.kv_blocks import PrefixCache
+from batcher.scheduling.kv_blocks import BlockPool, PrefixCache
 from batcher.scheduling.replica import Replica, WorkerLimits
 from common.messages.records import unpack_ids
 from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
@@ -216,3 +216,37 @@ def test_blocks_add_up_and_none_is_shared_before_it_is_complete(
     ended = [*pool.finished, *(name for name, _ in pool.to_finish)]
     assert sorted(ended) == sorted(one.request_id for one in requests)
     pool.check_blocks_returned()
+
+
+def test_rows_with_states_start_at_the_last_snapshot() -> None:
+    """Blocks after it are there, but the states at their end are not."""
+    cache, names = PrefixCache(), [bytes([i]) for i in range(6)]
+    for block, name in enumerate(names[:5], 1):
+        cache.add(name, block)
+    assert cache.find(names) == [1, 2, 3, 4, 5]
+    cache.snapshots = set()
+    assert cache.find(names) == []
+    cache.note_snapshots([2, 4, 5, -5])
+    assert cache.find(names) == [1, 2, 3, 4] and cache.find(names[:3]) == [1, 2]
+
+
+def test_a_request_waits_for_a_row_whose_states_it_can_start_with() -> None:
+    """These are kept at the end of the row's last block, so a request that shares less does not wait."""
+    pool = Pool(1, num_blocks=100, seed=1)
+    [replica] = pool.scheduler.replicas.values()
+    row = replica.start(sharing_request("r0", list(range(100)), 5, entry=0, salt=""))
+    names = replica.names(row.sequence)
+    cache = PrefixCache()
+    cache.snapshots = set()
+    cache.expect(names, row)
+    assert cache.find_expected(names) == (0, len(names), row)
+    assert cache.find_expected([*names, b"more"]) == (0, len(names), row)
+    assert cache.find_expected(names[:-1]) == (0, 0, None)
+    cache.expect_no_more(names, row)
+    assert cache.find_expected(names) == (0, 0, None)
+
+
+def test_a_block_that_is_allocated_again_has_no_snapshot() -> None:
+    pool = BlockPool(2)
+    pool.cache.snapshots = {1, 2}
+    assert pool.allocate(1) == [1] and pool.cache.snapshots == {2}

@@ -8,6 +8,7 @@ from batcher.scheduling.plan_builder import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from common.messages.beams import num_group_blocks
+from common.messages.block_hashes import prompt_hashes
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_ids
 from common.messages.request import BeamParams, Generate, StoppingParams
@@ -219,3 +220,24 @@ def test_what_a_worker_can_ever_hold_counts_the_blocks_and_places_of_beams(
 ) -> None:
     """Ten blocks: two of the prompt, and two for each of four beams."""
     assert make_replica().can_ever_hold(make_beams(32, max_new_tokens, width)) == fits
+
+
+def test_states_of_rows_bound_the_batch() -> None:
+    """A worker of a model with states has room for fewer rows than MAX_BATCH_SIZE allows."""
+    for max_rows, places in ((2, 2), (0, 4), (9, 4)):
+        capacity = replace(make_replica().capacity, max_rows=max_rows)
+        assert Replica(capacity, WorkerLimits(4)).limits.max_batch_size == places
+
+
+def test_a_worker_whose_model_has_states_shares_what_its_snapshots_reach() -> None:
+    """One token at least is left to compute, also of a prompt of whole blocks."""
+    capacity = replace(make_replica().capacity, max_rows=4, prefix_caching=True)
+    states, plain = (Replica(replace(capacity, max_rows=max_rows), WorkerLimits(4)) for max_rows in (4, 0))
+    sequence = make_sequence(3 * BLOCK_SIZE)
+    sequence.block_hashes = prompt_hashes(sequence.request)
+    assert (len(states.names(sequence)), len(plain.names(sequence))) == (2, 3)
+    for replica in (states, plain):
+        for block, name in enumerate(plain.names(sequence), 1):
+            replica.pool.cache.add(name, block)
+    states.pool.cache.note_snapshots([1, 3])
+    assert (states.cached_blocks(sequence), plain.cached_blocks(sequence)) == ([1], [1, 2])

@@ -202,4 +202,4 @@ def check_urgent(pool: Pool) -> None:
         return  # there is none, or it has come back behind the last decision
     for replica in pool.scheduler.workers.placement.with_batch:
         count, victims = rows_in_the_way(replica)
-        assert count > len(victims) or not replica.has_blocks(sequence), sequence.request_id
+        assert count > len(victims) or not replica.has_room(sequence), sequence.request_id

@@ -195,3 +195,16 @@ async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
         await other.client_kill_filter(_id=str(identity))
         with pytest.raises(access.ERRORS):
             await blocked
+
+
+async def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    with brokers.running("--requirepass", "c&rrect") as locked:
+        url = f"{locked.url}?password_file={secret}&db=0"
+        assert f"cannot read password_file {secret}: No such file" in await refusal(url)
+        secret.write_text("\n")
+        assert f"password_file {secret} is empty" in await refusal(url)
+        secret.write_text("wrong\n")
+        assert "refused user name or password" in await refusal(url)
+        secret.write_text("c&rrect\n")
+        await access.check_broker(url)

@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, OutOfMemoryError, ResponseError
 
 from common.broker import client
 from common.broker.client import FailureLog
@@ -104,3 +105,18 @@ def test_only_errors_of_the_broker_are_caught(clock: Clock, caplog: pytest.LogCa
     with pytest.raises(LookupError), failing.caught():
         raise LookupError
     assert caplog.messages == []
+
+
+async def test_a_write_to_a_closed_transport_is_a_lost_connection(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await redis.ping()
+    (connection,) = redis.connection_pool._available_connections
+
+    def fail(_: list[bytes]) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    monkeypatch.setattr(connection._writer, "writelines", fail)  # as uvloop's does
+    with pytest.raises(ConnectionError):
+        await connection.send_command("PING")
+    assert await redis.ping()

@@ -60,10 +60,10 @@ def test_more_than_a_script_takes_is_refused(more: dict[str, Any]) -> None:
 
 
 def called_scripts() -> list[str]:
-    """Names of the scripts that the functions of `common.broker` call."""
+    """Names of the scripts that the functions of `common` call."""
     calls = [
         node
-        for path in BROKER.glob("*_scripts.py")
+        for path in BROKER.parent.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "call_script"
     ]

@@ -5,11 +5,19 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.messages.answer import AnswerTrace, HttpAnswer, InferOutputs, Reading, Rendering
+from common.messages.answer import (
+    AnswerTrace,
+    HttpAnswer,
+    InferOutputs,
+    Reading,
+    Rendering,
+    VectorAnswer,
+)
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, Terminal, Timeline, TimelineEvent, TokenColumns, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.plan import HeldRow, NewRow, Plan, Report, WorkerCapacity, WorkerDied
+from common.messages.pooling import PoolingParams
 from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, unpack_ids
 from common.messages.request import Cancel, Generate, Resume, SamplingParams, StoppingParams
 
@@ -54,12 +62,15 @@ GENERATE = Generate(
     b"hashes",
     4,
     traceparent="00-1-2-01",
+    key_id="k1",
+    pooling=PoolingParams(4),
 )
 TOKENS_MAP = {"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]} | {
     "ti": b"",
     "tl": b"",
     "ss": 7,
     "nc": 16,
+    "sp": 0,
 }
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7, num_cached=16)
 RECORDS = pack_records(pack_ids([5, 6]), pack_floats([-0.5, -1.0]), b"", b"")
@@ -103,7 +114,20 @@ EXAMPLES = [
         }
         | {"tl": 1000}
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "sh": 5}
-        | {"cs": "salt", "bh": b"hashes", "ns": 4, "bm": None, "lo": None, "tr": "00-1-2-01"},
+        | {
+            "cs": "salt",
+            "bh": b"hashes",
+            "ns": 4,
+            "bm": None,
+            "lo": None,
+            "tr": "00-1-2-01",
+            "ky": "k1",
+            "we": 0.0,
+            "ac": None,
+            "ad": "",
+            "pi": [],
+            "po": {"ps": 4, "et": False},
+        },
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Resume("r1"), {"v": 1, "id": "r1"}),
@@ -113,6 +137,7 @@ EXAMPLES = [
             Rendering(details=True, reading=Reading("hermes", "qwen3", "<think>", [("f", "{}")])),
             infer=InferOutputs("own", [("x", False, [2, 1])]),
             trace=AnswerTrace("00-1-2-01", "2", 9),
+            vectors=VectorAnswer("rerank", num_queries=1, texts=["t"]),
         ),
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
@@ -124,9 +149,23 @@ EXAMPLES = [
             }
             | {"ti": False, "ni": False, "pt": None, "js": False, "sf": False}
         }
-        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None}
+        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0, "rt": 0, "bo": ""}, "rp": None}
         | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}}
-        | {"tr": {"r": "00-1-2-01", "p": "2", "s": 9}},
+        | {"tr": {"r": "00-1-2-01", "p": "2", "s": 9}}
+        | {
+            "ve": {
+                "f": "rerank",
+                "b": False,
+                "d": 0,
+                "n": True,
+                "q": 1,
+                "r": False,
+                "t": 0,
+                "x": ["t"],
+                "l": [],
+            }
+            | {"s": False}
+        },
     ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
     (
@@ -160,6 +199,7 @@ EXAMPLES = [
             step_times=[(3, 2, 64, 7.5)],
             round_trips=[12.5],
             lengths=[(1, 12, 11)],
+            snapshots=[3, -4],
         ),
         {
             "v": 1,
@@ -180,12 +220,14 @@ EXAMPLES = [
             "st": [[3, 2, 64, 7.5]],
             "ln": [[1, 12, 11]],
             "rt": [12.5],
+            "sn": [3, -4],
         },
     ),
     (
         WorkerCapacity(
             *("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True, True),
             tokenizer_name="dir/t",
+            pooling="embed",
         ),
         {
             "v": 1,
@@ -201,7 +243,8 @@ EXAMPLES = [
             "w": 1,
             "mi": "dir/m",
         }
-        | {"dv": "cpu", "pc": True, "sb": True, "tn": "dir/t", "vs": 0},
+        | {"dv": "cpu", "pc": True, "sb": True, "tn": "dir/t", "vs": 0, "sn": [], "pi": False}
+        | {"mr": 0, "po": "embed", "la": 0, "lr": 0},
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),

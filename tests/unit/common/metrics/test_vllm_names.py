@@ -33,6 +33,7 @@ def numbers(values: Values | None, gauges: Gauges = GAUGES) -> dict[str, float]:
     families = list(text_string_to_metric_families(text))
     assert len({one.name for one in families}) == len(families)
     samples = [one for family in families for one in family.samples if one.name.startswith("vllm:")]
+    samples = [one for one in samples if one.name != "vllm:lora_requests_info"]  # it names no model
     assert all(one.labels["model_name"] == "smollm2" and one.labels["engine"] == "0" for one in samples)
     labels = ("model_name", "engine")
     return {

@@ -18,9 +18,17 @@ REQUEST_MS = 500_000
 """How long the request of an answer is kept."""
 
 
-async def register_job(redis: Redis, digest: str = "d", channel: str = "", in_stream: bool = False) -> str:
-    call = job_scripts.register_job(KEYS, "a", digest=digest, channel=channel, in_stream=in_stream)
+async def register_job(
+    redis: Redis, digest: str = "d", channel: str = "", in_stream: bool = False, tenant: str = ""
+) -> str:
+    call = job_scripts.register_job(
+        KEYS, "a", digest=digest, tenant=tenant, channel=channel, in_stream=in_stream
+    )
     return await run_script(redis, call)
+
+
+async def cancel_job(redis: Redis, tenant: str = "") -> int:
+    return await run_script(redis, job_scripts.cancel_job(KEYS, "a", tenant=tenant, mark_ttl_ms=REQUEST_MS))
 
 
 async def reply(
@@ -125,9 +133,19 @@ async def test_cancel_job_marks_jobs_that_have_not_ended(
 ) -> None:
     if known:
         await redis.hset(JOB, mapping=known)  # type: ignore[misc]
-    assert await run_script(redis, job_scripts.cancel_job(KEYS, "a", mark_ttl_ms=REQUEST_MS)) == answer
+    assert await cancel_job(redis) == answer
     assert await redis.hexists(JOB, "cancel") == (answer >= 0)  # type: ignore[misc]
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
+
+
+async def test_a_tenant_cancels_no_job_of_another(redis: Redis) -> None:
+    await register_job(redis, tenant="acme")
+    assert (await cancel_job(redis, "other"), await redis.hexists(JOB, "cancel")) == (-1, False)  # type: ignore[misc]
+    assert await cancel_job(redis, "acme") == 0
+    await redis.delete(JOB)
+    assert await cancel_job(redis, "other") == 0  # before the job has come
+    assert await register_job(redis, tenant="acme") == "live"
+    assert not await redis.hexists(JOB, "cancel")  # type: ignore[misc]
 
 
 async def test_claim_jobs_takes_from_dead_gateways_only(redis: Redis) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker import request_scripts, worker_scripts
+from common.broker import worker_scripts
 from common.broker.committed import read_logits
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
@@ -13,7 +13,7 @@ from common.messages.codec import encode
 from common.messages.logits import LogitsParams
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
-from tests.support.scripts import KEYS, REQUEST, admit, create_logs, dequeue, forget, seal
+from tests.support.scripts import KEYS, REQUEST, admit, admit_request, create_logs, dequeue, forget, seal
 
 ROW = b"01234567"
 
@@ -109,17 +109,7 @@ def returning(name: str, num_rows: int) -> Generate:
 
 
 async def ask(redis: Redis, request: Generate) -> str:
-    call = request_scripts.admit(
-        KEYS,
-        request,
-        payload=encode(request),
-        answer=b"",
-        weight=1.0,
-        max_requests=10,
-        max_tokens=None,
-        max_bytes=2000,
-    )
-    return (await run_script(redis, call)).outcome
+    return (await admit_request(redis, request, encode(request), max_count=10, max_bytes=2000)).outcome
 
 
 async def test_the_logits_of_live_requests_have_a_limit(redis: Redis) -> None:

@@ -32,6 +32,7 @@ SERVED = """
 --limit-mm-per-prompt.image 5 --limit_mm_per_prompt.video=1 --structured-outputs-config.backend xgrammar
 --guided-decoding-backend xgrammar --attention-config.backend FLASH_ATTN --cuda-graph-sizes 512
 --mm-encoder-tp-mode data --mm-processor-cache-type shm --interleave-mm-strings --allowed-local-media-path /
+--enable-lora --lora-modules sql=/adapters/sql {"name":"de","path":"o/de"} --max-loras 4 --max-lora-rank 8
 --enable-eplb --eplb-config {"window_size":1000} --all2all-backend deepep_low_latency --moe-backend marlin
 --data-parallel-hybrid-lb --decode-context-parallel-size 1 --numa-bind --performance-mode throughput
 --mamba-ssm-cache-dtype float32 --mamba-cache-mode align --logprobs-mode raw_logprobs
@@ -47,6 +48,7 @@ SERVED = """
 --disable_chunked_mm_input --worker-cls auto --fingerprint-mode hash --offload-backend auto --lora-dtype auto
 --linear-backend flashinfer-b12x --moe-backend Batched-Triton --mamba-backend CPU --offload-backend uva
 --guided-decoding-backend lm-format-enforcer:no-fallback
+-sc.method suffix --speculative_config.num-speculative-tokens=5
 --kv-cache-memory-bytes 4GiB --load-format safetensors --revision main --download-dir /models
 """.strip().splitlines()
 
@@ -54,7 +56,7 @@ REFUSED = {
     '--hf-overrides {"rope_theta":1}': 'HF_OVERRIDES: {"rope_theta":1} is not served: edit the config',
     "--kv-cache-dtype int8": "KV_CACHE_DTYPE: 'int8' is not one of auto, fp8_e4m3, fp8_e5m2",
     "--omni --port 80": "OMNI: true is not served: models take and give text only",
-    "-sc.method mtp": "SPECULATIVE_CONFIG: mtp is not served: no other model proposes",
+    "-sc.method mtp": "SPECULATIVE_CONFIG: method mtp is not served; these are: ngram",
     "-dcp 4": "DECODE_CONTEXT_PARALLEL_SIZE: 4 is not served: one sequence",
     "--reasoning-config {}": "REASONING_CONFIG: {} is not served: thinking is not cut",
     "--attention-backend NOPE": "ATTENTION_BACKEND: NOPE is not one of auto, flash_attn,",
@@ -73,8 +75,10 @@ REFUSED = {
     "--reasoning-parser step3": "REASONING_PARSER: 'step3' is not one of deepseek_r1, deepseek_v3,",
     '--override-generation-config {"n":2}': 'OVERRIDE_GENERATION_CONFIG: {"n":2} must be an object with',
     "--load-format mistral": "LOAD_FORMAT: 'mistral' is not one of auto, dummy",
-    "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
-    "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: no other model proposes",
+    "--enable-prompt-adapter": "ENABLE_PROMPT_ADAPTER: true is not served: prompt adapters",
+    "--enable-lora --lora-modules a=/b a=/c": "LORA_ADAPTERS: 'a' is the name of two adapters",
+    '--lora-modules {"name":1': '--lora-modules: {"name":1 is not served: an adapter in JSON is as',
+    "--speculative_config {}": "SPECULATIVE_CONFIG: an object without a method needs a model",
     "--default-chat-template-kwargs {}": "DEFAULT_CHAT_TEMPLATE_KWARGS: {} is not served: requests give",
     "--decode-context-parallel-size 8": "DECODE_CONTEXT_PARALLEL_SIZE: 8 is not served: one sequence",
     "--data-parallel-size-local 4": "DATA_PARALLEL_SIZE_LOCAL: 4 is not served: workers of other machines",

@@ -78,7 +78,7 @@ LAUNCHER = """
 -e
 --env
 --max-client-batch-size 4
---lora-adapters repo/adapter1,name=/path : adapters are not built yet
+--lora-adapters repo/adapter1,name=/path
 --usage-stats on
 --usage-stats off
 --usage-stats no-stack
@@ -278,6 +278,6 @@ def test_a_secret_is_not_repeated() -> None:
 
 def test_the_help_says_what_becomes_of_each() -> None:
     text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
-    assert "--max-image-fetch-size X accepted: no image is ever fetched" in text
+    assert "--max-image-fetch-size X see --max-picture-bytes" in text
     assert "--ngrok-edge X refused: tunnels are not built" in text
     assert "--messages-api-enabled [X] accepted: /invocations takes" in text

@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from common import model_files, native_kernels
+from common.broker import acl
 from common.model_files import cache_folder
 from common.process import machine
 from common.settings.settings import Settings
@@ -253,3 +254,16 @@ def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatc
     assert found("broker", redis_url=broker.url).level == "fail"
     with Redis.from_url(broker.url) as client:
         assert client.ping()
+
+
+def test_it_prints_the_users_that_a_pools_processes_need_as_an_acl_file() -> None:
+    done = tokenfleet("doctor", "--acl", "--pool", "fast")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines] == [*acl.USERS]
+    assert all(">" not in line and "nopass" not in line for line in lines), "no password is printed or spared"
+    assert "~tf:{fast}:log:*" in lines[2].split()
+    with brokers.running() as broker, Redis.from_url(broker.url) as client:
+        for line in lines:
+            client.execute_command("ACL", "SETUSER", *line.split()[1:])
+        assert set(client.acl_users()) == {*acl.USERS, "default"}

@@ -138,7 +138,7 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["organisation/model", "--extension", ".bin"], "--extension: .bin is not served: only .safetensors"),
-        (["organisation/model", "--merge-lora"], "--merge-lora: adapters are not built yet"),
+        (["organisation/model", "--merge-lora"], "--merge-lora: an adapter is not merged"),
         (["organisation/model", "--merge-lora=perhaps"], "--merge-lora: 'perhaps' is not true or false"),
         (["/no/such/model"], "MODEL_ID: /no/such/model does not exist"),
         (

@@ -115,6 +115,7 @@ def test_who_may_send_requests_is_said_without_the_key() -> None:
     assert "need no key" in prepare.describe_access(Settings())
     said = prepare.describe_access(Settings(api_key="secret"))
     assert "must carry the key" in said and "secret" not in said
+    assert "must carry a key of API_KEYS_FILE" in prepare.describe_access(Settings(api_keys_file="keys.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,7 @@ def test_limits_beyond_the_context_are_refused_before_anything_is_loaded(tmp_pat
         ({"hostname": "::"}, True),
         ({"hostname": "my-machine"}, True),
         ({"api_key": "secret"}, False),
+        ({"api_keys_file": "keys.yaml"}, False),
         ({"hostname": "127.0.0.1"}, False),
         ({"hostname": "localhost"}, False),
     ],

@@ -10,7 +10,8 @@ import pytest
 
 from common.settings.settings import SettingError
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
-from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, Ready, StepResult, encode
+from gpu_worker.frames import encode
+from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, Ready, StepResult
 from tests.support.waiting import wait_until
 
 READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", token_ms=0.5)

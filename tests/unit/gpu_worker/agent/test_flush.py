@@ -8,13 +8,13 @@ from redis.exceptions import RedisError
 
 from common.broker.committed import read
 from common.broker.pool_client import PoolClient
+from common.broker.worker_scripts import FlushReply
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids, unpack_records
 from gpu_worker.agent import flush
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Flush, Sealed
-from gpu_worker.agent.row_text import RowText
 from tests.support.agents import CHANNEL, KEYS, reports, start, step
 from tests.support.broker.listening import listening
 from tests.support.broker_state import seal
@@ -105,7 +105,7 @@ async def test_a_flush_that_fails_for_long_is_said_once_and_so_is_its_end(
 ) -> None:
     write, failures = agent.publisher.write, [RedisError("away")] * 5
 
-    async def fail_first(flush: Flush) -> list[RowText]:
+    async def fail_first(flush: Flush) -> FlushReply:
         if failures:
             raise failures.pop()
         return await write(flush)

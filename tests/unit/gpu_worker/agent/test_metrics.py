@@ -29,14 +29,22 @@ def test_steps_beside_a_row_that_stands_by_are_those_that_they_are() -> None:
 
 def test_each_row_of_a_step_counts_what_speculation_gave_it() -> None:
     metrics, skipped = BatchMetrics(), catalogue.SKIPPED_TOKENS.series[()]
-    before, accepted = dict(skipped), catalogue.ACCEPTED_TOKENS.values[()]
+    before = dict(skipped)
+    accepted, proposed = (
+        metric.values["suffix",] for metric in (catalogue.ACCEPTED_TOKENS, catalogue.PROPOSED_TOKENS)
+    )
+    second = catalogue.ACCEPTED_AT.values["1",]
     plain = StepResult(1, samples=packed([(1, 1), (2, 1)]))
     guessed = packed([(1, 2), (1, 3), (1, 4), (2, 2)])
-    metrics.on_steps([plain, StepResult(2, samples=guessed, proposed_tokens=4)], 0.0)
+    metrics.on_steps(
+        [plain, StepResult(2, samples=guessed, proposals=[("suffix", 3, 2), ("suffix", 1, 0)])], 0.0
+    )
     metrics.count_steps()
     changed = {bound: number - before.get(bound, 0) for bound, number in skipped.items()}
     assert {bound: number for bound, number in changed.items() if number} == {0.0: 3, 2.0: 1, TOTAL: 2}
-    assert catalogue.ACCEPTED_TOKENS.values[()] == accepted + 2
+    assert catalogue.ACCEPTED_TOKENS.values["suffix",] == accepted + 2
+    assert catalogue.PROPOSED_TOKENS.values["suffix",] == proposed + 4
+    assert catalogue.ACCEPTED_AT.values["1",] == second + 1
     [shown] = [family for family in text_string_to_metric_families(exposed()) if family.name == NAME]
     values = {sample.labels.get("le", sample.name): sample.value for sample in shown.samples}
     assert values["2.0"] - values["1.0"] == changed[2.0] + before.get(2.0, 0)

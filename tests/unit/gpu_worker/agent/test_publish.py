@@ -1,4 +1,4 @@
-"""The publisher: contents of a flush, and the rows after it is written."""
+"""The publisher: contents of a flush, what its readers read of it, and the rows after it is written."""
 
 from dataclasses import replace
 
@@ -6,9 +6,12 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.committed import logged_messages
+from common.broker.heartbeat import Heartbeat, Readers
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids
+from common.messages.wire_version import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from gpu_worker.agent import publish
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import StreamsGone
@@ -27,7 +30,7 @@ async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent:
     agent.state.table.rows[2].request = replace(agent.state.table.rows[2].request, channel="")
     step(agent, {1: (0, 5), 2: (0, 6)})
     flush = agent.publisher.build(agent.state.outbox, None, 0, [])
-    assert await agent.publisher.write(flush) == []
+    assert await agent.publisher.write(flush) == ("OK", [])
     [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
     logged = [decode(Events, message) for message in logged_messages(fields)]
     assert {(unpack_ids(one.all_tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
@@ -97,3 +100,46 @@ async def test_a_flush_without_streams_is_refused(agent: Agent, redis: Redis) ->
     await redis.delete(KEYS.log("w0-1"), KEYS.reports("w0-1"))
     with pytest.raises(StreamsGone):
         await agent.publisher.write(flush)
+
+
+async def test_the_oldest_reader_that_is_alive_counts(redis: Redis) -> None:
+    pool = PoolClient(redis, KEYS)
+    readers = Readers(pool)
+    assert await readers.lowest_version() == WIRE_VERSION, "nobody reads yet"
+    await Heartbeat(pool, "gateway", "g0-a", 60).send()
+    await Heartbeat(pool, "worker", "w9-a", 60).send(wire=1)
+    assert await readers.lowest_version() == WIRE_VERSION, "no worker reads what others write"
+    for kind, name in (("batcher", "b0-old"), ("gateway", "g1-old")):
+        old = Heartbeat(pool, kind, name, 60)
+        await old.send()
+        await redis.hdel(KEYS.process(kind, name), "wire")  # type: ignore[misc]
+        assert await readers.lowest_version() == 1
+        await redis.delete(KEYS.process(kind, name))
+        assert await readers.lowest_version() == WIRE_VERSION, "it has died, and its name stays in the list"
+
+
+async def test_a_worker_writes_no_columns_while_an_old_reader_lives(agent: Agent, redis: Redis) -> None:
+    await start(agent, row=1)
+    step(agent, {1: (0, 5)})
+    assert has_columns(agent) is False, "first tokens never are"
+    step(agent, {1: (1, 6)})
+    assert has_columns(agent)
+    agent.publisher.set_wire_version(TOKEN_COLUMNS_SINCE - 1)
+    step(agent, {1: (2, 7)})
+    rows = [*agent.state.table.rows.values()]
+    outbox, agent.state.outbox = agent.state.outbox, Outbox()
+    flush = agent.publisher.build(outbox, None, 0, rows)
+    [(_, message)] = flush.messages
+    assert decode(Events, message).columns is None
+    assert flush.mode == "trim" and [spill.num_tokens for spill in flush.spills] == [3], (
+        "columns leave the log"
+    )
+    agent.publisher.set_wire_version(WIRE_VERSION)
+    step(agent, {1: (3, 8)})
+    assert has_columns(agent)
+
+
+def has_columns(agent: Agent) -> bool:
+    outbox, agent.state.outbox = agent.state.outbox, Outbox()
+    [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
+    return decode(Events, message).columns is not None

@@ -8,6 +8,7 @@ import pytest
 from common.model_files import no_progress
 from common.settings.settings import Settings
 from gpu_worker.engine import engine as engine_module
+from gpu_worker.engine import preparation
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import nondeterministic_because
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
@@ -27,7 +28,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("compile")
         return 0
 
-    monkeypatch.setattr(engine_module, "compile_layers", compile_layers)
+    monkeypatch.setattr(preparation, "compile_layers", compile_layers)
     monkeypatch.setattr(engine_module, "stop_compiling", lambda: None)
     monkeypatch.setattr(engine_module, "make_capture", lambda device: on_cuda.again)
     return done
@@ -62,6 +63,7 @@ def test_an_eager_engine_on_cuda_cannot_be_deterministic(tmp_path: Path) -> None
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine = engine_with_graphs(tmp_path)
     engine.loaded.device = on_cuda.torch.device("cuda")  # type: ignore[attr-defined]
+    engine.loaded.adapters = None  # as on CUDA without LORA_ADAPTERS
     reason = nondeterministic_because(Settings(enforce_eager=True), engine.loaded, 0, SINGLE_RANK)
     assert "ENFORCE_EAGER" in reason
     assert nondeterministic_because(Settings(), engine.loaded, 0, SINGLE_RANK) == ""

@@ -15,7 +15,8 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.protocol import Frame, FrameDecoder, Grant, PeerClosed, StepResult, encode
+from gpu_worker.frames import FrameDecoder, encode
+from gpu_worker.protocol import Frame, Grant, PeerClosed, StepResult
 from tests.support.chaos.random_delays import RandomDelays
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import start_row

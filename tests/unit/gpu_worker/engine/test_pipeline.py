@@ -38,6 +38,7 @@ from tests.support.engine.multi_rank_engine import (
     prompts,
 )
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
+from tests.support.pooling.pooled_ranks import check_vectors
 
 QUICK = ("Llama-tied", "Mixtral", "Granite", "GPT2", "Falcon", "MPT")
 """A tied head, experts, scaled embeddings, no plan, and layers that return tuples."""
@@ -96,6 +97,10 @@ def test_rows_sample_as_on_one_rank(two: Communicator, tmp_path: Path) -> None:
 
 def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_path: Path) -> None:
     check_grammar(two, tmp_path)
+
+
+def test_vectors_are_those_of_the_whole_model(two: Communicator, tmp_path: Path) -> None:
+    check_vectors(two, tmp_path)
 
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:

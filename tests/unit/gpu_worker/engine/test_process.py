@@ -14,17 +14,8 @@ import psutil
 import pytest
 
 from gpu_worker.engine import process
-from gpu_worker.protocol import (
-    Begin,
-    EngineFailure,
-    Frame,
-    FrameDecoder,
-    Grant,
-    LoadProgress,
-    Ready,
-    StepResult,
-    encode,
-)
+from gpu_worker.frames import FrameDecoder, encode
+from gpu_worker.protocol import Begin, EngineFailure, Frame, Grant, LoadProgress, Ready, StepResult
 from tests.support.engine.batch_player import unpacked
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.engine.start_rows import start_row

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from common.messages.request import SamplingParams
 from common.settings.settings import Settings
-from gpu_worker.engine.batch.proposer import make_proposer
+from common.settings.speculation import read_speculation
+from gpu_worker.engine.drafting.proposers import guessing_factory
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
@@ -201,7 +201,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     free = list(range(1, 1 + loaded.ready.num_blocks))
     played = Player(loaded, free, until=loaded.rows.step)
     loaded.runs_ahead = False
-    monkeypatch.setattr(loaded.rows, "make_proposer", partial(make_proposer, 3))
+    monkeypatch.setattr(loaded.rows, "make_proposer", guessing_factory(read_speculation(3, None)))
     played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
     assert played.ids == answers
     num_steps = sum(bool(step.num_samples) for step in played.steps)

@@ -96,4 +96,4 @@ def test_proposals_are_rows_beside_the_token_before_them() -> None:
     assert decoded.lengths.tolist() == [8, 9, 10, 11, 6]
     assert decoded.blocks.tolist() == [[1, 2, 0], [1, 2, 3], [1, 2, 3], [1, 2, 3], [101, 102, 0]]
     assert decoded.shares.tolist() == [4, 1]
-    assert tiles_of(decoded, 0, 3).tolist() == [[0, 4, 7, 9], [4, 1, 5, 12]]
+    assert tiles_of(decoded, 0, 3).tolist() == [[0, 4, 7, 9, 0], [4, 1, 5, 12, 0]]

@@ -42,6 +42,8 @@ class Guesser:
     wrong: float
     is_sure: bool
     draw: random.Random
+    waits: bool = False
+    method: str = "guesses"
 
     def propose(self, most: int, skipped: int = 0) -> list[int]:
         right = self.answer[skipped : skipped + self.draw.randint(0, min(most, 4))]
@@ -146,6 +148,8 @@ class Fixed:
     """Proposes three of these ids at a time."""
 
     is_sure = True
+    waits = False
+    method = "fixed"
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids

@@ -1,5 +1,7 @@
 """The row table alone: which rows take part in a step, which wait, and when rows are released."""
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -221,6 +223,9 @@ class SlowGrammar:
 
     def forced(self, most: int) -> list[int]:
         return []
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
 
     def mask(self) -> None:
         return None

@@ -7,8 +7,8 @@ from gpu_worker.engine.cpu.kernel_arguments import SEGMENT, split_tiles
 
 def cut(*tiles: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     """Tiles as (first token, tokens, position) → (first token, part, parts), for two threads."""
-    split = split_tiles(np.array([(*tile, 0) for tile in tiles]), threads=2)
-    return [(int(tile[0]), int(tile[4]), int(tile[5])) for tile in split]
+    split = split_tiles(np.array([(*tile, 0, 0) for tile in tiles]), threads=2)
+    return [(int(tile[0]), int(tile[5]), int(tile[6])) for tile in split]
 
 
 def test_a_long_row_beside_short_ones_is_split_by_its_keys() -> None:

@@ -79,16 +79,19 @@ def random_blocks(bits: int, size: int, offsets: bool, dtype: torch.dtype, outpu
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("size", [16, 32])
-@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("more", ["offsets", "codes", ""])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_weights_in_blocks_give_the_bits_of_plain_weights(
-    bits: int, size: int, offsets: bool, dtype: torch.dtype, library: Any
+    bits: int, size: int, more: str, dtype: torch.dtype, library: Any
 ) -> None:
     """Alone, and beside the plain weights; for few rows and many."""
+    if bits == 8 and more == "codes":
+        pytest.skip("only quants of 4 bits stand for codes")
     if not library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]):
         pytest.skip("torch's products are used on this processor")
     torch.manual_seed(0)
-    blocks = random_blocks(bits, size, offsets, dtype)
+    blocks = random_blocks(bits, size, more == "offsets", dtype)
+    blocks.codes = torch.randn(16) if more == "codes" else None
     linear = nn.Linear(320, 100).bfloat16()
     linear.weight = nn.Parameter(blocks.widen(), requires_grad=False)
     plain = NativeLinear(linear, library, True, LargePages())

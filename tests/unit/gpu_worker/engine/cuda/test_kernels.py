@@ -148,6 +148,11 @@ def product_types(quants: str) -> dict[str, str]:
     return types | dict.fromkeys(("scales", "offsets"), "*fp16")
 
 
+def adapter_types(own: str) -> dict[str, str]:
+    types = dict.fromkeys(("rows", "down", "up", "output"), "*bf16") | {"shrunk": "*fp32"}
+    return types | dict.fromkeys(("ranks", "order", "starts"), "*i32") | {own: "i32"}
+
+
 SCALES = {"key_scale": "fp32", "value_scale": "fp32"}
 COMPILED: list[tuple[str, str, dict[str, int | None], dict[str, str]]] = [
     (
@@ -214,6 +219,18 @@ COMPILED: list[tuple[str, str, dict[str, int | None], dict[str, str]]] = [
         {"logits": "*bf16", "parameters": "*fp64", "ids": "*i32", "values": "*fp32", "masks": "*i32"}
         | {"all_scores": "*fp32", "lists": "*i32", "output_ids": "*i64", "output_logprobs": "*fp32"}
         | {"totals": "*i64", "kept_counts": "*i32"},
+    ),
+    (
+        "adapters",
+        "shrink_tile",
+        {"max_rank": 64, "tile_rows": 16, "tile_ranks": 64, "tile_inputs": 128},
+        adapter_types("row_stride"),
+    ),
+    (
+        "adapters",
+        "expand_tile",
+        {"max_rank": 24, "tile_rows": 16, "tile_ranks": 32, "tile_outputs": 64},
+        adapter_types("output_stride"),
     ),
 ]
 """Module, kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a

@@ -22,6 +22,8 @@ INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
         (NF4, None),
         (None, None),
         (None, "fp8"),
+        (None, "bitsandbytes"),
+        (None, "eetq"),
     ],
 )
 def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | None, asked: str | None) -> None:
@@ -36,10 +38,16 @@ def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | Non
         (NF4, "awq", "weights are loaded as the checkpoint has them (bitsandbytes-nf4)"),
         (
             None,
-            "bitsandbytes-nf4",
-            "this checkpoint's weights are plain, and only fp8 is made of such at load",
+            "gptq",
+            "this checkpoint's weights are plain; `tokenfleet quantize MODEL OUT --method gptq` makes such a "
+            "checkpoint",
         ),
-        (None, "eetq", "this checkpoint's weights are plain, and only fp8 is made of such at load"),
+        (
+            None,
+            "hqq",
+            "this checkpoint's weights are plain; fp8, bitsandbytes, bitsandbytes-nf4, bitsandbytes-fp4, "
+            "eetq are made of such at load",
+        ),
     ],
 )
 def test_another_method_is_refused(quantization: dict[str, Any] | None, asked: str, cause: str) -> None:

@@ -44,7 +44,6 @@ SERVED = [
     *((name, NEW_TOKENS) for name in QUICK),
     *(pytest.param(name, MANY_NEW_TOKENS, marks=pytest.mark.slow) for name in FAMILIES | SEEING),
 ]
-HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
 COMPRESSED = SIZES | {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -63,10 +62,6 @@ REFUSED = {
         LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2},
         "chunked_attention; only",
     ),
-    "FalconH1": (
-        LLAMA | HYBRID,
-        "layers of type hybrid; only full_attention and sliding_attention are served",
-    ),
     "DeepseekV4": (
         LLAMA | {"head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4},
         "heavily_compressed_attention; only",
@@ -75,13 +70,13 @@ REFUSED = {
         LLAMA | {"ffn_dim": 128, "sliding_window": 16},
         "its cache has a window of 16 tokens and its mask none",
     ),
-    "Mamba": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
+    "Rwkv": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads, and no"),
+    "Zaya": (COMPRESSED, "ZayaCCAProjection, which has states, returns more than hidden states"),
     "Dots3NoteText": (
         LLAMA | {"head_dim": 16, "n_routed_experts": 4} | MIXTURE | INDEXED,
         "layers of type indexed_attention; only",
     ),
     "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
-    "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
 }
 
 
@@ -232,13 +227,12 @@ def test_unservable_families_are_refused_with_the_cause(family: str, tmp_path: P
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("FalconH1", LLAMA | HYBRID), ("Zaya", COMPRESSED)])
-def test_layers_that_mix_tokens_outside_attention_are_refused(
-    family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_layers_that_mix_tokens_outside_attention_and_states_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the config says of its layers: states beside attention, and convolutions of its inputs."""
-    monkeypatch.setattr(config, "LAYER_TYPES", {"hybrid", "hybrid_sliding"})
-    tiny_models.save(tmp_path, family, sizes)
+    """Whatever the config says of its layers: MiniMax' have states in a cache of its own."""
+    sizes = LLAMA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    tiny_models.save(tmp_path, "MiniMax", sizes | {"num_local_experts": 2, "head_dim": 16})
     with pytest.raises(SettingError, match="see each other by other ways than attention"):
         engine_of(tmp_path)
 

@@ -102,8 +102,25 @@ def test_8_bit_floats_give_the_ids_of_transformers(tmp_path: Path) -> None:
         ({"quant_method": "hqq"}, r"is quantised \(hqq\): .*[Hh][Qq][Qq]"),
         ({"quant_method": "modelopt"}, r"is quantised \(modelopt\); these are known: .*gptq"),
         ({"bits": 4}, r"is quantised \(method not named\)"),
+        ({"quant_method": "exl2", "bits": 4.65}, r"is quantised \(exl2\): ExLlamaV2's layout .* is not read"),
+        ({"quant_method": "aqlm"}, r"is quantised \(aqlm\): .*[Aa][Qq][Ll][Mm]"),
+        ({"quant_method": "quanto"}, r"is quantised \(quanto\): .*quanto"),
+        ({"quant_method": "torchao"}, r"is quantised \(torchao\): .*torchao"),
     ],
-    ids=["marlin", "bits", "gemv", "nvfp4", "sparse", "hqq", "unknown", "nameless"],
+    ids=[
+        "marlin",
+        "bits",
+        "gemv",
+        "nvfp4",
+        "sparse",
+        "hqq",
+        "unknown",
+        "nameless",
+        "exl2",
+        "aqlm",
+        "quanto",
+        "torchao",
+    ],
 )
 def test_a_quantisation_method_that_is_not_read_is_refused(
     quantization: dict[str, Any], words: str, tmp_path: Path
@@ -114,7 +131,7 @@ def test_a_quantisation_method_that_is_not_read_is_refused(
 
 
 def test_quantize_is_what_the_checkpoint_says(tmp_path: Path) -> None:
-    """Names of vLLM's kernels are those of their method; plain weights become 8-bit floats only."""
+    """Names of vLLM's kernels are those of their method; plain weights do not become AWQ's or GPTQ's."""
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     given = {name: Settings.read(["--quantize", name], {}) for name in ("awq", "awq_marlin", "gptq", "fp8")}
     for name in ("awq", "gptq"):

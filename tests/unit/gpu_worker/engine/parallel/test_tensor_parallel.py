@@ -32,6 +32,7 @@ from tests.support.engine.multi_rank_engine import (
     prompts,
 )
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
+from tests.support.pooling.pooled_ranks import check_vectors
 
 MODELS = (
     FAMILIES
@@ -151,6 +152,10 @@ def test_ids_of_a_cache_of_8_bit_floats_are_those_of_one_rank(two: Communicator,
 
 def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_path: Path) -> None:
     check_grammar(two, tmp_path)
+
+
+def test_vectors_are_those_of_the_whole_model(two: Communicator, tmp_path: Path) -> None:
+    check_vectors(two, tmp_path)
 
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:

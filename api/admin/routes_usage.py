@@ -1,0 +1,151 @@
+"""GET /usage: what API keys, tenants and models have used, as JSON or CSV."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from redis.asyncio import Redis
+from starlette.responses import Response
+
+from api.admin.usage_report import GROUPS, UsageFilter, group, iso, to_csv, total
+from api.errors import asking_broker, invalid, quoted
+from api.http.auth import key_of
+from api.http.openapi import FLEET, only
+from api.json import to_json
+from api.requests.on_pool import own_pool
+from api.tgi.response_schemas import ERROR_RESPONSES
+from common.broker.usage import HOURS_KEPT, UsageRow, read_hours, read_months
+from common.months import month_begin
+
+BY_DEFAULT = "key,tenant,model"
+CSV, JSON = "csv", "json"
+NO_STORE = {"cache-control": "no-store"}
+NAME = f"({'|'.join(GROUPS)})"
+TIME: dict[str, Any] = {
+    "json_schema_extra": {"pattern": r"^(20[0-9]{2}-(0[1-9]|1[0-2])-[0-2][1-8]|[0-9]{10})$"}
+}
+NAMES: dict[str, Any] = {"json_schema_extra": {"pattern": f"^{NAME}(,{NAME})*$"}}
+FORMATS: dict[str, Any] = {"json_schema_extra": {"enum": [JSON, CSV, None]}}
+"""How the parameters are described; more forms of times are read."""
+router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 422, 503), tags=[FLEET])
+
+
+@router.get(
+    "/usage",
+    summary="Report usage",
+    responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+)
+async def usage(
+    request: Request,
+    key: Annotated[str | None, Query(description="The id of an API key.")] = None,
+    tenant: str | None = None,
+    model: str | None = None,
+    begin: Annotated[
+        str | None,
+        Query(alias="from", description="ISO 8601 or Unix seconds. Default: this month's begin.", **TIME),
+    ] = None,
+    end: Annotated[str | None, Query(alias="to", description="As `from`. Default: now.", **TIME)] = None,
+    group_by: Annotated[
+        str,
+        Query(description="Some of hour, day, month, key, tenant, model, with commas between.", **NAMES),
+    ] = BY_DEFAULT,
+    format: Annotated[
+        str | None, Query(description="`json` or `csv`. Default: as `Accept` says.", **FORMATS)
+    ] = None,
+) -> Response:
+    """Returns requests, tokens and cost, counted from what is committed, in whole hours (UTC). Hours are kept
+    for 90 days; before that, only whole months are known. A tenant's key sees its own tenant.
+    """
+    now = datetime.fromtimestamp(time.time(), UTC)
+    by = read_groups(group_by)
+    first = read_time(begin, "from") if begin else month_begin(now.timestamp())
+    last = read_time(end, "to") if end else now
+    if last < first:
+        raise invalid("`to` must not be before `from`", "to")
+    wanted = UsageFilter(key, narrow(request, tenant), model)
+    async with asking_broker():
+        rows = await read_rows(own_pool(request).client.redis, first, last, now, by)
+    groups = group(rows, wanted, by)
+    if read_format(format, request.headers.get("accept", "")) == CSV:
+        return Response(to_csv(groups, by), 200, NO_STORE, "text/csv")
+    content = {
+        "object": "usage",
+        "from": iso(first),
+        "to": iso(last),
+        "group_by": by,
+        "data": groups,
+        "total": total(rows, wanted),
+    }
+    return Response(to_json(content), 200, NO_STORE, "application/json")
+
+
+async def read_rows(
+    redis: Redis, first: datetime, last: datetime, now: datetime, by: Sequence[str]
+) -> list[UsageRow]:
+    """Read months where they are enough, or all that is left, else hours. Raises ApiError (422)."""
+    if not {"hour", "day"} & set(by) and is_month(first) and (is_month(last) or last >= now):
+        return await read_months(redis, first, last)
+    if first < now - timedelta(hours=HOURS_KEPT):
+        raise invalid(
+            "`from` must be within 90 days, or all of it whole months, grouped by no `hour` or `day`", "from"
+        )
+    return await read_hours(redis, first, last)
+
+
+def is_month(time: datetime) -> bool:
+    return time == month_begin(time.timestamp())
+
+
+# --- who may see what ---------------------------------------------------------------------------------------
+
+
+def usage_scope(request: Request) -> str | None:
+    """The tenant whose usage a client may see; None is all. Who has API_KEY, or access without one, may see
+    all.
+    """
+    key = key_of(request)
+    return None if key is None or key.admin else key.tenant
+
+
+def narrow(request: Request, tenant: str | None) -> str | None:
+    """The tenant that a client asks for, or the one that it may see. Raises ApiError (422)."""
+    scope = usage_scope(request)
+    if scope is not None and tenant not in (None, scope):
+        raise invalid(f"`tenant` must be {quoted(scope)}, or left out: your API key is of that one", "tenant")
+    return tenant if scope is None else scope
+
+
+# --- parameters ---------------------------------------------------------------------------------------------
+
+
+def read_groups(text: str) -> list[str]:
+    """Names of GROUPS, in the order of columns. Raises ApiError (422)."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in GROUPS:
+            raise invalid(
+                f"`group_by` must be some of {', '.join(GROUPS)}. Given: {quoted(name)}", "group_by"
+            )
+    return [name for name in GROUPS if name in names]
+
+
+def read_time(text: str, name: str) -> datetime:
+    """A time of ISO 8601 (UTC unless it says another zone), a date or Unix seconds. Raises ApiError (422)."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        if text.replace(".", "", 1).isdigit():
+            return datetime.fromtimestamp(float(text), UTC)
+        found = datetime.fromisoformat(text)
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    raise invalid(
+        f"`{name}` must be a time as 2026-11-27T08:00:00Z or Unix seconds. Given: {quoted(text)}", name
+    )
+
+
+def read_format(given: str | None, accept: str) -> str:
+    """`json` or `csv`. Raises ApiError (422)."""
+    if given not in (None, JSON, CSV):
+        raise invalid(f"`format` must be json or csv. Given: {quoted(given)}", "format")
+    return given or (CSV if "text/csv" in accept and "application/json" not in accept else JSON)

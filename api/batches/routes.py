@@ -1,0 +1,278 @@
+"""Routes of OpenAI's Files and Batch API: /v1/files and /v1/batches."""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response, StreamingResponse
+
+from api.batches.batch import Batch, read_batch
+from api.batches.schemas import (
+    MAX_METADATA,
+    MAX_NAME,
+    MAX_VALUE,
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from api.batches.store import FileStore, StoredFile, new_id
+from api.batches.upload import MAX_TTL_S, MIN_TTL_S, PURPOSES, upload
+from api.errors import ApiError, asking_broker, cut, invalid, overloaded, quoted
+from api.http import body
+from api.http.auth import key_of
+from api.http.openapi import OPENAI, error_responses, json_body
+from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
+from api.requests.on_pool import own_pool
+from api.requests.service_terms import tenant_of
+from common.broker import job_scripts
+
+router = APIRouter(
+    responses=ERROR_RESPONSES
+    | error_responses(
+        OpenAIError,
+        {
+            404: "There is no such object, or it is another tenant's",
+            501: "FILES_DIR names no place for files",
+        },
+    ),
+    tags=[OPENAI],
+)
+FileId = Annotated[str, Path(description="The `id` of a file.")]
+BatchId = Annotated[str, Path(description="The `id` of a batch.")]
+EXAMPLE = {"input_file_id": "file-abc", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"enum": list(PURPOSES)},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": MIN_TTL_S,
+                            "maximum": MAX_TTL_S,
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+def store_of(request: Request) -> FileStore:
+    """Raises ApiError (501) where no place for files is set."""
+    store: FileStore | None = request.app.state.files
+    if store is None:
+        text = "This server keeps no files: FILES_DIR names no folder or store for them"
+        raise ApiError(501, "no_file_store", text, code="no_file_store")
+    return store
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+@router.post("/v1/files", summary="Upload a file", response_model=FileObject, openapi_extra=FORM)
+async def create_file(request: Request) -> dict[str, Any]:
+    """Keeps a file, by default 30 days if it is for a batch. It is written while it comes."""
+    store, settings, owner = store_of(request), own_pool(request).settings, tenant_of(request)
+    if len(await store.names(owner)) >= settings.max_files:
+        raise ApiError(
+            400, "too_many_files", f"A tenant may keep {settings.max_files} files (MAX_FILES)", "file"
+        )
+    return render_file(await upload(request, store, settings, owner))
+
+
+@router.get("/v1/files", summary="List files", response_model=FileList)
+async def list_files(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+    purpose: str | None = None,
+) -> dict[str, Any]:
+    """Lists the caller's files, the newest first. The list begins after the file with the id `after`."""
+    store, owner = store_of(request), tenant_of(request)
+    names = names_after(await store.names(owner), order, after)
+    found = list[StoredFile]()
+    for name in names:
+        try:
+            file = await store.find(owner, name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            continue
+        if purpose in (None, file.purpose):
+            found.append(file)
+        if len(found) > limit:
+            break
+    return render_list([render_file(file) for file in found], limit)
+
+
+@router.get("/v1/files/{file_id}", summary="Retrieve a file", response_model=FileObject)
+async def retrieve_file(request: Request, file_id: FileId) -> dict[str, Any]:
+    """Returns what is known of a file."""
+    return render_file(await store_of(request).find(tenant_of(request), file_id))
+
+
+@router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=DeletedFile)
+async def delete_file(request: Request, file_id: FileId) -> dict[str, Any]:
+    """Deletes a file. A batch that reads it goes on if it has read it whole, else it fails."""
+    store = store_of(request)
+    await store.delete(await store.find(tenant_of(request), file_id))
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+@router.get("/v1/files/{file_id}/content", summary="Retrieve the content of a file")
+async def retrieve_content(request: Request, file_id: FileId) -> Response:
+    """Sends the bytes of a file."""
+    store = store_of(request)
+    file = await store.find(tenant_of(request), file_id)
+    headers = {"content-length": str(file.num_bytes)}
+    return StreamingResponse(store.read(file), 200, headers, "application/octet-stream")
+
+
+def render_file(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+@router.post(
+    "/v1/batches",
+    summary="Create a batch",
+    response_model=BatchObject,
+    openapi_extra=json_body(BatchRequest, EXAMPLE),
+)
+async def create_batch(request: Request) -> dict[str, Any]:
+    """Answers all requests of a file, in the gaps that other requests leave. The answers come as a file."""
+    store, pool, owner = store_of(request), own_pool(request), tenant_of(request)
+    asked = await body.read(request, BatchRequest, pool.max_body_bytes)
+    check_batch(asked)
+    file = await store.find(owner, asked.input_file_id)
+    if file.purpose != "batch":
+        raise invalid(f"`input_file_id` must be a file for `batch`, not for {file.purpose}", "input_file_id")
+    key = key_of(request)
+    batch = Batch(
+        id=new_id("batch_"),
+        owner=owner,
+        key_id=key.key_id if key else "",
+        endpoint=asked.endpoint,
+        input_file_id=file.id,
+        window=asked.completion_window,
+        made_ms=time.time_ns() // 1_000_000,
+        metadata=asked.metadata or {},
+        output_ttl_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
+        fields={"status": "validating"},
+    )
+    call = job_scripts.create_batch(
+        pool.client.keys,
+        batch.id,
+        batch.member,
+        batch.made(),
+        made_ms=batch.made_ms,
+        deadline_ms=batch.order_ms,
+        max_batches=pool.settings.max_batches,
+    )
+    async with asking_broker():
+        if not await pool.client.run(call):
+            raise overloaded(f": {pool.settings.max_batches} batches have not ended (MAX_BATCHES)", 60)
+    return batch.render()
+
+
+def check_batch(asked: BatchRequest) -> None:
+    """Raises ApiError (422)."""
+    metadata = asked.metadata or {}
+    if len(metadata) > MAX_METADATA or any(
+        len(name) > MAX_NAME or len(value) > MAX_VALUE for name, value in metadata.items()
+    ):
+        raise invalid(
+            f"`metadata` has up to {MAX_METADATA} pairs: names of {MAX_NAME} characters, "
+            f"values of {MAX_VALUE}",
+            "metadata",
+        )
+
+
+@router.get("/v1/batches", summary="List batches", response_model=BatchList)
+async def list_batches(
+    request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
+) -> dict[str, Any]:
+    """Lists the caller's batches, the newest first. The list begins after the batch with the id `after`."""
+    store_of(request)
+    pool, owner = own_pool(request), tenant_of(request)
+    async with asking_broker():
+        members = await pool.client.redis.zrange(pool.client.keys.batches, 0, -1)
+        pairs = [member.decode().rpartition(" ") for member in members]
+        names = names_after([name for whose, _, name in pairs if whose == owner], "desc", after)
+        found = [await read_batch(pool.client, name) for name in names[: limit + 1]]
+    return render_list([batch.render() for batch in found if batch is not None], limit)
+
+
+@router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", response_model=BatchObject)
+async def retrieve_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
+    """Returns how far a batch is."""
+    return (await find_batch(request, batch_id)).render()
+
+
+@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", response_model=BatchObject)
+async def cancel_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
+    """Ends a batch. Requests that are answered already stay in its files."""
+    batch, pool = await find_batch(request, batch_id), own_pool(request)
+    call = job_scripts.cancel_batch(pool.client.keys, batch_id, batch.member, cancelling_at=int(time.time()))
+    async with asking_broker():
+        await pool.client.run(call)
+    return (await find_batch(request, batch_id)).render()
+
+
+async def find_batch(request: Request, batch_id: str) -> Batch:
+    """The caller's batch. Raises ApiError: 404, 503."""
+    store_of(request)
+    async with asking_broker():
+        batch = await read_batch(own_pool(request).client, batch_id)
+    if batch is None or batch.owner != tenant_of(request):
+        raise ApiError(404, "not_found", f"No batch found with id '{cut(batch_id)}'.", "batch_id")
+    return batch
+
+
+# --- lists --------------------------------------------------------------------------------------------------
+
+
+def names_after(names: Sequence[str], order: str, after: str | None) -> list[str]:
+    """Ids in the order that is asked for, after one of them. Raises ApiError (422)."""
+    ordered = sorted(names, reverse=order == "desc")
+    if after is None:
+        return ordered
+    if after not in ordered:
+        raise invalid(f"`after`: there is no {quoted(after)}", "after")
+    return ordered[ordered.index(after) + 1 :]
+
+
+def render_list(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    shown = items[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > limit,
+    }

@@ -1,0 +1,349 @@
+"""Batch run: one batch while this gateway is its writer.
+
+Lines are answered as jobs with ids of their own, so a line that was admitted before goes on and is not
+computed again. Answers are written in the order of the input, in parts. A part counts once Redis has its
+name, together with the line and the offset after it: whoever goes on begins there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from api.batches.batch import ENDED, FILES, Batch, read_batch
+from api.batches.lines import (
+    BatchLine,
+    LineFault,
+    digest_of_id,
+    job_id_of,
+    make_job,
+    read_line,
+    render_answer,
+    render_unserved,
+    was_broken_off,
+)
+from api.batches.store import FileStore, StoredFile, lines_of
+from api.errors import ApiError, openai
+from api.event_loop import Pace, attempt, offload, retry_forever
+from api.jobs.consumer import JobConsumer
+from api.jobs.job import Job
+from api.json import to_json
+from api.requests.service_terms import ServiceTerms
+from common.broker import job_scripts
+from common.broker.keys import request_keys
+from common.metrics.catalogue import BATCH_LINES
+
+log = logging.getLogger(__name__)
+
+LEASE_MS = 5_000
+RENEW_S = 1.0
+COMMIT_BYTES = 2**20
+COMMIT_S = 2.0
+MAX_ERRORS = 100
+"""Faults of the input that a failed batch lists."""
+MAX_WINDOW_BYTES = 64 * 2**20
+"""Input of the lines that are being answered; a single line may be longer."""
+WHY_ENDED = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+}
+
+
+class WriterReplaced(Exception):
+    """A batch that another gateway writes now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLine:
+    """A line that is being answered.
+
+    Attributes:
+        after: offset of the input after it.
+    """
+
+    number: int
+    line: BatchLine
+    size: int
+    after: int
+    answer: asyncio.Task[bytes]
+
+
+class BatchRun:
+    """One batch, from its validation to its files.
+
+    Attributes:
+        epoch: of this writer; Redis refuses what an earlier one writes.
+        ending: `cancelled` or `expired`, once no further line is served.
+        next_line, offset: of the input, after the lines that are answered.
+        buffers: answers that are not committed, for the output and the error file.
+        answered: ids of jobs whose answers are not committed.
+    """
+
+    def __init__(self, store: FileStore, consumer: JobConsumer, batch: Batch, epoch: int) -> None:
+        self.store = store
+        self.consumer = consumer
+        self.pool = consumer.pool
+        self.settings = consumer.settings
+        self.batch = batch
+        self.epoch = epoch
+        self.ending = ""
+        self.next_line = batch.number("next_line")
+        self.offset = batch.number("offset")
+        self.counts = {name: batch.number(name) for name in ("total", "completed", "failed")}
+        self.buffers = {kind: bytearray() for kind in FILES}
+        self.answered: list[str] = []
+        self.pending: deque[PendingLine] = deque()
+        self.committed_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Returns when the batch has ended. Raises WriterReplaced. The requests of a run that is cancelled go
+        on.
+        """
+        renewal = asyncio.create_task(self.renew_lease())
+        work = asyncio.create_task(self.work())
+        try:
+            await asyncio.wait([renewal, work], return_when=asyncio.FIRST_COMPLETED)
+            for task in (renewal, work):
+                if task.done():
+                    task.result()
+        finally:
+            await end_tasks([renewal, work])
+            await end_tasks([one.answer for one in self.pending])
+
+    async def work(self) -> None:
+        file = await attempt(self.find_input, self.wait_for_store)
+        if self.batch.fields["status"] == "validating" and not await self.validate(file):
+            return
+        await self.answer_lines(file)
+        await self.finish()
+
+    async def find_input(self) -> StoredFile | None:
+        """The input; None if it was deleted."""
+        try:
+            return await self.store.find(self.batch.owner, self.batch.input_file_id)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def wait_for_store(self, error: Exception) -> None:
+        log.warning("batch %s waits: %s", self.batch.id, error)
+        await asyncio.sleep(RENEW_S)
+
+    # --- the lease ------------------------------------------------------------------------------------------
+
+    async def renew_lease(self) -> None:
+        """Keep the lease, and see whether a client has cancelled the batch, or its time is over."""
+        while True:
+            state = await self.write({})
+            deadline_s = self.batch.deadline_s
+            if state == "cancelled":
+                await self.end("cancelled")
+            elif deadline_s is not None and time.time() > deadline_s:
+                await self.end("expired")
+            await asyncio.sleep(RENEW_S)
+
+    async def write(self, fields: dict[str, str | int], ended: bool = False) -> str:
+        """Write fields of the batch. Returns `live` or `cancelled`. Raises WriterReplaced."""
+        call = job_scripts.write_batch(
+            self.pool.client.keys,
+            self.batch.id,
+            self.batch.member,
+            fields,
+            epoch=self.epoch,
+            lease_ms=LEASE_MS,
+            ended=ended,
+        )
+        state = await attempt(lambda: self.pool.client.run(call), retry_forever)
+        if state == "lost":
+            raise WriterReplaced(self.batch.id)
+        return state
+
+    async def end(self, why: str) -> None:
+        """Serve no further line, and cancel those that are being answered."""
+        if self.ending:
+            return
+        self.ending = why
+        for one in self.pending:
+            if not one.answer.done():
+                await self.consumer.cancel_own(job_id_of(self.batch.id, one.number))
+
+    # --- validation -----------------------------------------------------------------------------------------
+
+    async def validate(self, file: StoredFile | None) -> bool:
+        """Read the whole input once. Returns False for a batch that has failed."""
+        total, errors = await attempt(partial(self.check_input, file), self.wait_for_store)
+        now_s = int(time.time())
+        if errors:
+            listed = to_json({"object": "list", "data": errors}).decode()
+            await self.write({"status": "failed", "failed_at": now_s, "errors": listed}, ended=True)
+            return False
+        self.counts["total"] = total
+        await self.write({"status": "in_progress", "in_progress_at": now_s, "total": total})
+        return True
+
+    async def check_input(self, file: StoredFile | None) -> tuple[int, list[dict[str, object]]]:
+        """The number of requests, and what is wrong with them."""
+        if file is None:
+            gone = LineFault("input_file_missing", "The input file was deleted.", "input_file_id")
+            return 0, [gone.render(0)]
+        seen, errors, pace, most = (
+            set[bytes](),
+            list[dict[str, object]](),
+            Pace(),
+            self.settings.max_batch_lines,
+        )
+        number = 0
+        async for text in lines_of(self.store.read(file), self.pool.max_body_bytes):
+            number += 1
+            await pace.step()
+            if not text.strip() or self.ending:
+                continue
+            try:
+                line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
+                if (digest := digest_of_id(line.custom_id)) in seen:
+                    why = "An earlier line has this `custom_id`."
+                    raise LineFault("duplicate_custom_id", why, "custom_id")
+                seen.add(digest)
+                if len(seen) > most:
+                    why = f"A batch has at most {most} requests (MAX_BATCH_LINES)."
+                    raise LineFault("too_many_tasks", why)
+            except LineFault as fault:
+                errors.append(fault.render(number))
+                if len(errors) >= MAX_ERRORS or fault.code == "too_many_tasks":
+                    break
+        if not seen and not errors and not self.ending:
+            errors.append(LineFault("empty_file", "The input has no requests.").render(0))
+        return len(seen), errors
+
+    # --- answers --------------------------------------------------------------------------------------------
+
+    async def answer_lines(self, file: StoredFile | None) -> None:
+        """Answer the lines after those that are committed, some at once, and write them in their order."""
+        source = self.read_rest(file) if file is not None else nothing()
+        size, is_read = 0, False
+        while not is_read or self.pending:
+            while not is_read and len(self.pending) < self.settings.batch_window and size < MAX_WINDOW_BYTES:
+                if (one := await anext(source, None)) is None:
+                    is_read = True
+                    break
+                self.pending.append(one)
+                size += one.size
+            if self.pending:
+                await self.take_answer(self.pending[0])
+                size -= self.pending.popleft().size
+            await self.commit_if_due()
+        await self.commit()
+
+    async def read_rest(self, file: StoredFile) -> AsyncIterator[PendingLine]:
+        """Begin to answer each line. Raises ApiError while the store is away; the run then begins again."""
+        number, after = self.next_line, self.offset
+        async for text in lines_of(self.store.read(file, after), self.pool.max_body_bytes):
+            number, after = number + 1, after + len(text) + 1
+            if text.strip():
+                line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
+                answer = asyncio.create_task(self.answer(number, line))
+                yield PendingLine(number, line, len(text), after, answer)
+
+    async def answer(self, number: int, line: BatchLine) -> bytes:
+        """The answer to a line; b"" if it is not served, because the batch has ended."""
+        if self.ending:
+            return b""
+        job = self.job(number, line)
+        return await self.consumer.answer_own(job)
+
+    def job(self, number: int, line: BatchLine) -> Job:
+        batch = self.batch
+        key = self.pool.keys.named(batch.key_id) if batch.key_id else None
+        terms = ServiceTerms("batch", batch.owner, None, key)
+        return make_job(line, job_id_of(batch.id, number), batch.made_ms, number, terms, batch.endpoint)
+
+    async def take_answer(self, one: PendingLine) -> None:
+        """Wait for the answer to the next line, and add it to a buffer."""
+        job_id = job_id_of(self.batch.id, one.number)
+        try:
+            answer = await one.answer
+        except ApiError as error:  # its API key counts no more
+            answer = to_json(openai(error)[1])
+        succeeded = False
+        if self.ending and (not answer or was_broken_off(answer)):
+            text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
+        else:
+            succeeded, text = await offload(
+                len(answer), lambda: render_answer(job_id, one.line.custom_id, answer)
+            )
+        self.counts["completed" if succeeded else "failed"] += 1
+        BATCH_LINES.add(1, "completed" if succeeded else "failed")
+        self.buffers["output" if succeeded else "error"] += text
+        self.answered.append(job_id)
+        self.next_line, self.offset = one.number, one.after
+
+    async def commit_if_due(self) -> None:
+        num_bytes = sum(map(len, self.buffers.values()))
+        if num_bytes > COMMIT_BYTES or (num_bytes and time.monotonic() - self.committed_s > COMMIT_S):
+            await self.commit()
+
+    async def commit(self) -> None:
+        """Write the buffers as parts, then their names with the place in the input, then forget the jobs."""
+        fields: dict[str, str | int] = {"next_line": self.next_line, "offset": self.offset, **self.counts}
+        for kind, buffer in self.buffers.items():
+            if buffer:
+                part = f"{self.next_line:09d}-{self.epoch}"
+                put = partial(
+                    self.store.put_part, self.batch.owner, self.batch.file_id(kind), part, bytes(buffer)
+                )
+                await attempt(put, self.wait_for_store)
+                fields[f"{kind}:{self.next_line:09d}"] = f"{part} {len(buffer)}"
+        await self.write(fields)
+        for buffer in self.buffers.values():
+            buffer.clear()
+        answered, self.answered = self.answered, []
+        await self.forget(answered)
+        self.committed_s = time.monotonic()
+
+    async def forget(self, job_ids: list[str]) -> None:
+        """Delete what Redis has of jobs whose answers are committed."""
+        keys = self.pool.client.keys
+        names = [name for job_id in job_ids for name in (keys.job(job_id), keys.result(job_id))]
+        names += request_keys(keys, [f"{job_id}#0" for job_id in job_ids])
+        if names:
+            await attempt(lambda: self.pool.client.redis.delete(*names), retry_forever)
+
+    async def finish(self) -> None:
+        """Write the records of the files, and the last state."""
+        now_s = int(time.time())
+        await self.write({"status": "finalizing", "finalizing_at": now_s})
+        batch = await attempt(self.read, retry_forever)
+        fields: dict[str, str | int] = {}
+        for kind in FILES:
+            if (file := batch.file(kind)) is not None:
+                await attempt(partial(self.store.put_record, file), self.wait_for_store)
+                fields[f"{kind}_file_id"] = file.id
+        status = self.ending or "completed"
+        assert status in ENDED
+        await self.write(fields | {"status": status, f"{status}_at": now_s}, ended=True)
+        log.info("batch %s has ended: %s", batch.id, status)
+
+    async def read(self) -> Batch:
+        found = await read_batch(self.pool.client, self.batch.id)
+        if found is None:
+            raise WriterReplaced(self.batch.id)
+        return found
+
+
+async def nothing() -> AsyncIterator[PendingLine]:
+    for one in list[PendingLine]():
+        yield one
+
+
+async def end_tasks(tasks: list[asyncio.Task[None]] | list[asyncio.Task[bytes]]) -> None:
+    """Cancel tasks, and wait for their ends; their failures were seen, or are of no use any more."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

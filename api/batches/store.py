@@ -1,0 +1,204 @@
+"""File store: the files of /v1/files, in a folder or any store that fsspec has.
+
+A file is a record, which never changes, and parts, which follow each other. Its record is written last. A
+part is at most PART_BYTES and one line of a batch, so no process ever holds a whole file.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import orjson
+
+from api.errors import ApiError, unavailable
+from common.broker.client import describe_error
+from common.settings.settings import SettingError, Settings
+
+PART_BYTES = 4 * 2**20
+Done = TypeVar("Done")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """The record of a file.
+
+    Attributes:
+        owner: the tenant whose it is; empty for all that do not say.
+        expires_at: Unix time, or None.
+        parts: name and size of each, in order.
+    """
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+    expires_at: int | None
+    parts: list[tuple[str, int]]
+
+    def expired(self, now_s: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now_s
+
+
+def new_id(prefix: str) -> str:
+    """An id; ids sort as they were made."""
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{uuid.uuid4().hex[:20]}"
+
+
+class FileStore:
+    """Files of all tenants; each has a folder."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError or ImportError for a URL of an unknown kind."""
+        from fsspec.core import url_to_fs  # its import takes a gateway without files 50 ms
+
+        self.fs, root = url_to_fs(url)
+        self.root = root.rstrip("/")
+
+    async def call(self, work: Callable[[], Done]) -> Done:
+        """The result of `work` on the store, in a thread. Raises ApiError (503)."""
+        try:
+            return await asyncio.to_thread(work)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each store has its own
+            raise unavailable(f"the file store: {describe_error(error)}") from error
+
+    def folder(self, owner: str) -> str:
+        return f"{self.root}/of-{quote(owner, safe='')}"
+
+    def part_path(self, owner: str, file_id: str, part: str) -> str:
+        return f"{self.folder(owner)}/{file_id}/{part}"
+
+    async def put_part(self, owner: str, file_id: str, part: str, data: bytes) -> None:
+        """Write a part; whoever writes it again writes it whole. Raises ApiError (503)."""
+        path = self.part_path(owner, file_id, part)
+        await self.call(lambda: self.put(path, data))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object; readers find all of it or nothing."""
+        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        fresh = f"{path}.{uuid.uuid4().hex}.new"
+        self.fs.pipe_file(fresh, data)
+        self.fs.mv(fresh, path)
+
+    async def put_record(self, file: StoredFile) -> None:
+        """Raises ApiError (503)."""
+        path = f"{self.folder(file.owner)}/{file.id}.json"
+        await self.call(lambda: self.put(path, orjson.dumps(asdict(file))))
+
+    async def find(self, owner: str, file_id: str) -> StoredFile:
+        """Raises ApiError: 404, 503."""
+        try:
+            found = await self.call(lambda: self.read_record(f"{self.folder(owner)}/{quote(file_id)}.json"))
+        except FileNotFoundError as error:
+            raise no_file(file_id) from error
+        if found.expired(time.time()):
+            raise no_file(file_id)
+        return found
+
+    def read_record(self, path: str) -> StoredFile:
+        fields: dict[str, Any] = orjson.loads(self.fs.cat_file(path))
+        return StoredFile(**fields | {"parts": [(name, size) for name, size in fields["parts"]]})
+
+    async def names(self, owner: str) -> list[str]:
+        """Ids of an owner's files; some may have expired. Raises ApiError (503)."""
+
+        def look() -> list[str]:
+            folder = self.folder(owner)
+            self.fs.invalidate_cache(folder)
+            return list(record_ids(self.fs.ls(folder, detail=False)))
+
+        try:
+            return await self.call(look)
+        except FileNotFoundError:
+            return []
+
+    async def read(self, file: StoredFile, offset: int = 0) -> AsyncIterator[bytes]:
+        """The bytes of a file from an offset on, a part at a time. Raises ApiError (503)."""
+        for part, size in file.parts:
+            if offset >= size:
+                offset -= size
+                continue
+            path = self.part_path(file.owner, file.id, part)
+            try:
+                data: bytes = await self.call(lambda path=path: self.fs.cat_file(path))  # type: ignore[misc]
+            except FileNotFoundError as error:
+                raise unavailable(f"a part of the file {file.id} is missing in the file store") from error
+            yield data[offset:]
+            offset = 0
+
+    async def delete(self, file: StoredFile) -> None:
+        """Delete the record, then the parts. Raises ApiError: 404 if somebody else has, 503."""
+        folder = self.folder(file.owner)
+        try:
+            await self.call(lambda: self.fs.rm_file(f"{folder}/{file.id}.json"))
+        except FileNotFoundError as error:
+            raise no_file(file.id) from error
+        await self.remove_parts(file.owner, file.id)
+
+    async def remove_parts(self, owner: str, file_id: str) -> None:
+        path = f"{self.folder(owner)}/{file_id}"
+
+        def remove() -> None:
+            if self.fs.exists(path):
+                self.fs.rm(path, recursive=True)
+
+        await self.call(remove)
+
+    async def delete_expired(self) -> int:
+        """Delete the files whose time is over. Returns their number. Raises ApiError (503)."""
+
+        def expired() -> list[StoredFile]:
+            self.fs.invalidate_cache()
+            records = self.fs.glob(f"{self.root}/of-*/*.json")
+            return [file for path in records if (file := self.read_record(path)).expired(time.time())]
+
+        try:
+            found = await self.call(expired)
+            for file in found:
+                await self.delete(file)
+        except (FileNotFoundError, ApiError) as error:
+            if isinstance(error, ApiError) and error.status != 404:
+                raise
+            return 0  # another gateway deletes them
+        return len(found)
+
+
+def open_store(settings: Settings) -> FileStore | None:
+    """The store that FILES_DIR names; None without one. Raises SettingError."""
+    if not settings.files_dir:
+        return None
+    try:
+        return FileStore(settings.files_dir)
+    except (ValueError, ImportError) as error:
+        raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be used: {error}") from error
+
+
+def record_ids(paths: list[str]) -> Iterator[str]:
+    for path in paths:
+        name = path.rpartition("/")[2]
+        if name.endswith(".json"):
+            yield name.removesuffix(".json")
+
+
+def no_file(file_id: str) -> ApiError:
+    return ApiError(404, "not_found", f"No such File object: {file_id[:100]}", "id")
+
+
+async def lines_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """The lines of a file, without their ends. A line beyond the limit comes cut, one byte too long."""
+    rest = bytearray()
+    async for chunk in chunks:
+        *lines, tail = chunk.split(b"\n")
+        for line in lines:
+            yield bytes(rest + line)[: max_bytes + 1]
+            rest.clear()
+        rest += tail[: max_bytes + 1 - len(rest)]
+    if rest:
+        yield bytes(rest)

@@ -1,0 +1,201 @@
+"""Key ring: the API keys of a gateway, in memory: API_KEY, and those of the file or of Redis."""
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from api.errors import ApiError, unavailable
+from common.api_keys import STATIC_KEY_ID, ApiKey, digest_of
+from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
+from common.broker.key_records import read_keys, read_version
+from common.broker.pool_client import PoolClient
+from common.key_file import read_key_file
+from common.process.event_loop import until_beat
+from common.settings.settings import SettingError, Settings
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often keys are looked at: one that is revoked counts nowhere after this time and a round trip."""
+EXPECTED = "expected the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
+
+
+class KeySource(Protocol):
+    """Where keys are kept."""
+
+    async def read_changes(self) -> Iterable[ApiKey] | None:
+        """All keys; None if they are as they were when they were last read. Raises one of ERRORS."""
+
+
+class RedisKeys:
+    """The keys in Redis.
+
+    Attributes:
+        version: of what was read last; False before the first time.
+    """
+
+    def __init__(self, client: PoolClient) -> None:
+        self.client = client
+        self.version: bytes | bool | None = False
+
+    async def read_changes(self) -> Iterable[ApiKey] | None:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            version = await read_version(self.client)
+            if version == self.version:
+                return None
+            keys = await read_keys(self.client)
+        self.version = version
+        return keys.values()
+
+
+class FileKeys:
+    """The keys in a file. A faulty change of it is logged, and the keys of before count on.
+
+    Attributes:
+        stamp: size, time and number of the file that was read last; empty for no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stamp: tuple[int, ...] | None = None
+
+    async def read_changes(self) -> Iterable[ApiKey] | None:
+        stamp = stamp_of(self.path)
+        if stamp == self.stamp:
+            return None
+        self.stamp = stamp
+        try:
+            return await asyncio.to_thread(read_key_file, self.path)
+        except SettingError as error:
+            log.error("%s; the keys of before count on", error)
+            return None
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+class KeyRing:
+    """The keys of one gateway, whatever its pools.
+
+    Attributes:
+        static: the record of API_KEY, None without it.
+        was_read: set when the keys are known.
+        has_keys: whether there is or was a key besides API_KEY: from then on a request needs one, also if
+            the broker loses them all.
+        active: ids of keys that count.
+        next_expiry_s: Unix time at which the next of them expires.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingError."""
+        self.static = (
+            ApiKey(STATIC_KEY_ID, digest_of(settings.api_key), admin=True) if settings.api_key else None
+        )
+        self.path = Path(settings.api_keys_file) if settings.api_keys_file else None
+        self.by_digest: dict[str, ApiKey] = {}
+        self.by_id: dict[str, ApiKey] = {}
+        self.active: set[str] = set()
+        self.next_expiry_s = float("inf")
+        self.was_read = asyncio.Event()
+        self.has_keys = self.path is not None
+        if self.path is not None:
+            self.take(read_key_file(self.path))
+            self.was_read.set()
+
+    # --- keys -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests need no key. Raises ApiError (503) while that is not known."""
+        if self.static or self.has_keys:
+            return False
+        if not self.was_read.is_set():
+            raise unavailable("the API keys could not be read yet")
+        return True
+
+    def find(self, sent: bytes) -> ApiKey:
+        """The record of the key that a client sent. Raises ApiError: 401; 503 while keys are not known."""
+        digest = digest_of(sent)
+        for known in (self.static, self.by_digest.get(digest)):
+            if known is not None and hmac.compare_digest(known.digest, digest):
+                return self.check(known)
+        if not self.was_read.is_set():
+            raise unavailable("the API keys could not be read yet")
+        raise unauthorized(f"Incorrect API key: {EXPECTED}")
+
+    def named(self, key_id: str) -> ApiKey:
+        """The key with this id. Raises ApiError (401) if it counts no more."""
+        if self.static and key_id == STATIC_KEY_ID:
+            return self.static
+        if (key := self.by_id.get(key_id)) is None:
+            raise unauthorized(f"The API key {key_id} was deleted")
+        return self.check(key)
+
+    def check(self, key: ApiKey) -> ApiKey:
+        """Raises ApiError (401)."""
+        match key.state(time.time()):
+            case "revoked":
+                raise unauthorized(f"The API key {key.key_id} was revoked")
+            case "expired":
+                raise unauthorized(f"The API key {key.key_id} has expired")
+        return key
+
+    # --- changes --------------------------------------------------------------------------------------------
+
+    def take(self, keys: Iterable[ApiKey]) -> None:
+        """Have these keys count, and no others."""
+        self.by_id = {key.key_id: key for key in keys}
+        self.by_digest = {key.digest: key for key in self.by_id.values()}
+        self.has_keys = self.has_keys or bool(self.by_id)
+        self.next_expiry_s = 0.0
+
+    def take_time(self) -> set[str]:
+        """Find which keys count now. Returns the ids of those that did and do no more."""
+        now_s = time.time()
+        if now_s < self.next_expiry_s:
+            return set()
+        before, ends = self.active, [key.expires_at for key in self.by_id.values() if key.expires_at > now_s]
+        self.active = {key_id for key_id, key in self.by_id.items() if key.state(now_s) == "active"}
+        self.next_expiry_s = min(ends, default=float("inf"))
+        return before - self.active
+
+    async def refresh(self, source: KeySource) -> set[str]:
+        """Read the keys if they have changed. Returns the ids of those that count no more. Raises one of
+        ERRORS.
+        """
+        if (keys := await source.read_changes()) is not None:
+            self.take(keys)
+        self.was_read.set()
+        return self.take_time()
+
+    def source(self, client: PoolClient) -> KeySource:
+        return FileKeys(self.path) if self.path is not None else RedisKeys(client)
+
+    async def watch(self, source: KeySource, on_lost: Callable[[Collection[str]], None]) -> None:
+        """Keep up with the keys. Never returns.
+
+        Args:
+            on_lost: takes the ids of keys that count no more.
+        """
+        failures = FailureLog(log, "reading the API keys")
+        while True:
+            await asyncio.sleep(until_beat(POLL_S))
+            lost: set[str] = set()
+            with failures.caught():
+                lost = await self.refresh(source)
+            if lost:
+                log.info("API keys that count no more: %s", ", ".join(sorted(lost)))
+                on_lost(lost)
+
+
+def unauthorized(why: str) -> ApiError:
+    return ApiError(401, "unauthorized", why)

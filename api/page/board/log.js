@@ -1,0 +1,46 @@
+// The log of processes that join, change state, end and come back; newest first.
+
+import { find, make } from "../dom.js";
+import { on } from "../fleet.js";
+import { split } from "../workers.js";
+
+const MAX_LINES = 60;
+/** A process that is silent for longer does not show its new state itself. */
+const FRESH_S = 1.5;
+
+const title = ({ kind, id }) => (kind === id ? kind : `${kind} ${id}`);
+const place = ({ kind, id, host }) => `${kind} ${split(id)[0]} ${host}`;
+const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+
+/** When the last process of each name ended, until it is back. */
+const endings_ms = new Map();
+
+export function startLog() {
+  let begun = false;
+  on("seen", (fleet) => {
+    if (!begun) note(`watching ${fleet.processes.length} processes of pool ${fleet.pool}`);
+    begun = true;
+  });
+  on("came", (one) => note(arrival(one), "good"));
+  on("turned", (one) => one.age_s < FRESH_S && note(`${title(one)} is ${one.state} now`, "good"));
+  on("went", (one) => {
+    endings_ms.set(place(one), performance.now());
+    note(`${title(one)} is gone`, "bad");
+  });
+  on("killed", (one) => note(`${title(one)} was killed from this page`, "bad"));
+}
+
+function arrival(process) {
+  const ended_ms = endings_ms.get(place(process));
+  if (ended_ms === undefined) return `${title(process)} joined, ${process.state}`;
+  endings_ms.delete(place(process));
+  const seconds = ((performance.now() - ended_ms) / 1000).toFixed(1);
+  const [name, incarnation] = split(process.id);
+  return `${process.kind} ${name} is back after ${seconds} s as ${incarnation}, ${process.state}`;
+}
+
+export function note(text, mood = "") {
+  const log = find("log");
+  log.prepend(make("li", { "data-mood": mood }, make("time", {}, clock.format(new Date())), text));
+  while (log.children.length > MAX_LINES) log.lastElementChild.remove();
+}

@@ -1,0 +1,33 @@
+// Tabs of the panel at the left: one view at a time, also by the address (`#wall`).
+
+import { find } from "./dom.js";
+
+const KEYS = { ArrowLeft: -1, ArrowRight: 1 };
+const tabs = () => [...find("tabs").children].filter((tab) => !tab.hidden);
+
+export function startTabs() {
+  find("tabs").onclick = ({ target }) => target.role === "tab" && choose(target);
+  find("tabs").onkeydown = (event) => {
+    const step = KEYS[event.key];
+    if (!step) return;
+    const all = tabs();
+    const next = all[(all.indexOf(document.activeElement) + step + all.length) % all.length];
+    next.focus();
+    choose(next);
+  };
+  const named = tabs().find((tab) => location.hash === `#${viewOf(tab)}`);
+  if (named) choose(named);
+}
+
+const viewOf = (tab) => tab.id.replace("tab-", "");
+
+function choose(chosen) {
+  for (const tab of find("tabs").children) {
+    const isChosen = tab === chosen;
+    tab.setAttribute("aria-selected", isChosen);
+    tab.tabIndex = isChosen ? 0 : -1;
+    find(tab.getAttribute("aria-controls")).hidden = !isChosen;
+  }
+  document.querySelector("main").dataset.view = viewOf(chosen);
+  history.replaceState(null, "", viewOf(chosen) === "chat" ? location.pathname : `#${viewOf(chosen)}`);
+}

@@ -1,0 +1,126 @@
+"""Addresses from which pictures may be fetched. Whoever writes a URL into a prompt must reach nothing through
+the gateway that is not public: no service of this machine, of its network or of its cloud.
+"""
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpcore
+
+from common.pictures.layout import PictureError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+DEFAULT_PORTS = {"http": 80, "https": 443}
+HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""IPv6 addresses that end with an IPv4 address."""
+PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
+"""Addresses of protocols, which Python takes for global in part."""
+SETTING = "ALLOWED_MEDIA_DOMAINS"
+
+
+@dataclass(frozen=True, slots=True)
+class PictureUrl:
+    """What a URL names; the only reading of it, so that nothing is checked that is not connected to."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    @property
+    def url(self) -> httpcore.URL:
+        return httpcore.URL(scheme=self.scheme, host=self.host, port=self.port, target=self.path)
+
+    @property
+    def host_header(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
+
+
+def read_url(url: str) -> PictureUrl:
+    """Read a URL of a picture. Raises PictureError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = (parts.hostname or "").encode("idna").decode().rstrip(".")
+    except ValueError as error:
+        raise PictureError("is no URL") from error
+    if parts.scheme not in DEFAULT_PORTS:
+        raise PictureError("must be a URL that begins with data:, https: or http:")
+    if parts.username is not None or parts.password is not None:
+        raise PictureError("must be a URL without a user and a password")
+    if not (HOST.fullmatch(host) or is_address(host)):
+        raise PictureError("is a URL without a usable host")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    if not path.isascii() or not path.isprintable() or " " in path:
+        raise PictureError("is a URL with characters that must be written with %")
+    return PictureUrl(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], path)
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def check_allowed(target: PictureUrl, domains: Iterable[str]) -> None:
+    """Raises PictureError if the setting does not allow a host and its port."""
+    if not any(is_allowed(target, domain.lower()) for domain in domains):
+        where = target.host_header if target.port != DEFAULT_PORTS[target.scheme] else target.host
+        raise PictureError(f"is at {where}, from which nothing is fetched here ({SETTING})")
+
+
+def is_allowed(target: PictureUrl, domain: str) -> bool:
+    """Whether an entry of the setting allows a target: a host, `*.` and the end of hosts, or `*`; other ports
+    than the usual ones follow a colon.
+    """
+    host, colon, port = domain.rpartition(":")
+    if not colon or not port.isdecimal() or (host.count(":") and not host.endswith("]")):
+        host, port = domain, ""
+    if target.port != (int(port) if port else DEFAULT_PORTS[target.scheme]):
+        return False
+    host = host.strip("[]")
+    if host.startswith("*."):
+        return target.host.endswith(host[1:]) and not is_address(target.host)
+    return host in ("*", target.host)
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is one of the public internet. An IPv6 address that stands for an IPv4 address is
+    that one; those of tunnels are not public.
+    """
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in NAT64:
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
+        if address.ipv4_mapped:
+            return is_public(address.ipv4_mapped)
+        if address.sixtofour or address.teredo or address.is_site_local:
+            return False
+    is_special = address.is_multicast or address.is_reserved or address in PROTOCOLS
+    return address.is_global and not is_special
+
+
+async def public_addresses(host: str, port: int, named: Iterable[str]) -> list[str]:
+    """The addresses of a host. Raises PictureError if it has none, or one that is not public; `named` ones
+    are in the setting themselves, and need not be.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PictureError(f"is at {host}, whose address is not known") from error
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+    for text in addresses:
+        if host not in named and not is_public(ipaddress.ip_address(text.partition("%")[0])):
+            raise PictureError(f"is at {host}, which is no host of the public internet")
+    if not addresses:
+        raise PictureError(f"is at {host}, whose address is not known")
+    return addresses

@@ -1,0 +1,57 @@
+"""Keep: the bytes of pictures in the broker, beside the requests that have them. Workers read them there."""
+
+from collections.abc import Iterable
+
+from api.errors import ApiError, asking_broker, overloaded
+from api.pictures.load import LoadedPicture
+from common.broker.picture_scripts import hold_pictures, keep_picture, let_go_pictures
+from common.broker.pool_client import PoolClient
+from common.messages.request import Generate
+
+PICTURE_GONE = "picture_gone"
+"""Type of the error of a request whose picture the broker has lost."""
+HELD_MARGIN_MS = 600_000
+"""How much longer than its request a picture is kept if no gateway lives to let go of it: deadlines are told
+by a clock that stops while no batcher works.
+"""
+
+
+class PictureKeeper:
+    """Keeps the pictures of one pool, each once."""
+
+    def __init__(self, client: PoolClient, max_bytes: int) -> None:
+        self.client = client
+        self.max_bytes = max_bytes
+
+    async def keep(self, pictures: Iterable[LoadedPicture]) -> None:
+        """Keep pictures for a moment. Raises ApiError: 429, 503."""
+        for picture in {one.digest: one for one in pictures}.values():
+            if await self.offer(picture.digest, b"") == "missing":  # most bytes of a second turn are there
+                outcome = await self.offer(picture.digest, picture.content)
+                if outcome == "full":
+                    raise overloaded(": the pictures of live requests take MAX_KEPT_PICTURES_BYTES")
+
+    async def offer(self, digest: str, content: bytes) -> str:
+        call = keep_picture(self.client.keys, digest, content=content, max_bytes=self.max_bytes)
+        async with asking_broker():
+            return await self.client.run(call)
+
+    async def hold(self, request: Generate) -> None:
+        """Keep a request's pictures while it lives; called before it is admitted. Raises ApiError (503)."""
+        call = hold_pictures(
+            self.client.keys,
+            request.request_id,
+            digests_of(request),
+            life_ms=request.ttl_ms + HELD_MARGIN_MS,
+        )
+        if not await self.client.run(call):
+            text = "the broker has lost a picture of the request: send it again"
+            raise ApiError(503, PICTURE_GONE, text, code=PICTURE_GONE)
+
+    async def let_go(self, request: Generate) -> None:
+        """A request with pictures has ended. Raises what the broker raises."""
+        await self.client.run(let_go_pictures(self.client.keys, request.request_id, digests_of(request)))
+
+
+def digests_of(request: Generate) -> list[str]:
+    return [picture.digest for picture in request.pictures]

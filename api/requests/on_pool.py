@@ -1,0 +1,108 @@
+"""On a pool: the step of a route that chooses which pool serves a request."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import ApiError, cut, invalid, model_not_found, quoted
+from api.http import body
+from api.http.auth import key_of
+from api.http.idempotency import idempotency_key
+from api.http.middleware import retry_key
+from api.requests.fields import ServedFields
+from api.requests.pool import Pool
+from api.requests.pool_registry import PoolRegistry, check_key_adapter, check_key_model
+from common.metrics.catalogue import POOL_REQUESTS
+
+Shape = TypeVar("Shape", bound=ServedFields)
+Serve = Callable[[Pool], Awaitable[Response]]
+"""Serves a request with one pool. Raises ApiError before anything is sent."""
+
+
+def pools_of(request: Request) -> PoolRegistry:
+    return cast(PoolRegistry, request.app.state.pools)
+
+
+def own_pool(request: Request) -> Pool:
+    """The gateway's own pool, whatever model the request names."""
+    return pools_of(request).own
+
+
+async def read_body(request: Request, shape: type[Shape]) -> Shape:
+    """The body of a route that names a model. Raises ApiError."""
+    parsed = await body.read(request, shape, own_pool(request).max_body_bytes)
+    parsed.check()
+    return parsed
+
+
+async def pool_for(request: Request, model: str | None = None) -> Pool:
+    """A pool that serves `model`, by default the gateway's own. Raises ApiError: 403 if the request's API key
+    may not use that model, and as `PoolRegistry.find_all`.
+    """
+    pools = pools_of(request)
+    pool = await pools.find(model) if model else pools.own
+    check_key_model(key_of(request), pool.settings, pools.shown_name(model))
+    check_key_adapter(key_of(request), adapter_of(pools, model))
+    return pool
+
+
+async def on_pool(request: Request, model: str | None, serve: Serve) -> Response:
+    """Serve a request with a pool that serves its model; if that one has no room, once with another one.
+    Raises ApiError.
+    """
+    pools = pools_of(request)
+    first, *others = await pools.find_all(model, retry_key(request))
+    request.state.model_name = pools.shown_name(model)
+    request.state.adapter_name = adapter_of(pools, model)
+    try:
+        return await counted(request, first, serve)
+    except ApiError as error:
+        if error.error_type != "overloaded" or not others or idempotency_key(request):
+            raise  # a repetition has to find its pool again
+    return await counted(request, others[0], serve)
+
+
+async def on_adapter(request: Request, adapter_id: str | None, model: str | None, serve: Serve) -> Response:
+    """Serve a request with the adapter that TGI's `adapter_id` names; without one, as `on_pool`. Raises
+    ApiError: 422 if there is no such adapter.
+    """
+    if adapter_id is None:
+        return await on_pool(request, model, serve)
+    await check_adapter_id(request, adapter_id)
+    return await on_pool(request, adapter_id, serve)
+
+
+async def check_adapter_id(request: Request, adapter_id: str) -> None:
+    """Raises ApiError (422) if there is no such adapter."""
+    if not await pools_of(request).has_adapter(adapter_id):
+        raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
+
+
+def adapter_of(pools: PoolRegistry, model: str | None) -> str:
+    """The name of the adapter that a client means by `model`; empty for a model alone."""
+    return model if model and pools.holding(model) else ""
+
+
+async def counted(request: Request, pool: Pool, serve: Serve) -> Response:
+    """Serve a request with this pool, and count it if it is admitted. Raises ApiError: 403 if its API key may
+    not use the pool's model, or the adapter that it names.
+    """
+    name = request.state.adapter_name
+    check_key_model(key_of(request), pool.settings, request.state.model_name)
+    request.state.adapter = await allowed_adapter(request, pool, name) if name else ""
+    response = await serve(pool)
+    POOL_REQUESTS.add(1, request.state.model_name, pool.settings.pool)
+    return response
+
+
+async def allowed_adapter(request: Request, pool: Pool, name: str) -> str:
+    """The key of a pool's adapter. Raises ApiError: 403 if the request's API key may not use it, 404 if there
+    is none, 422 if no worker will serve it.
+    """
+    check_key_adapter(key_of(request), name)
+    if (adapter := await pool.find_adapter(name)) is None:
+        raise model_not_found(f"The model `{cut(name)}` does not exist")
+    pool.check_adapter(adapter)
+    return adapter.key

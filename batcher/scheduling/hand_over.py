@@ -1,0 +1,174 @@
+"""Hand-over: rows of workers that drain go to others, a few at a time.
+
+A row decodes where it is until another worker can compute its tokens at once, so it stands still for one
+short prefill. If all rows left together, each would wait for the prefills of the others, or for a place.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from batcher.scheduling.placement import WorkerSet
+from batcher.scheduling.replica import Replica
+from batcher.scheduling.sequence import PlacedRow, Sequence
+
+HAND_OVER_MS = 150.0
+"""Time of the prefills that are on their way to one worker: a row stands still for that, and a round trip."""
+UNKNOWN_PACE_TOKENS = 512
+"""The same in tokens, for a worker that has reported no prefill yet."""
+MAX_RECEIVING = 16
+"""Workers that receive rows at once: those with the fewest rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A row that was stopped, and the tokens that another worker must compute."""
+
+    left: PlacedRow
+    kv_len: int
+
+
+@dataclass(slots=True)
+class Room:
+    """What one worker can receive now.
+
+    Attributes:
+        is_idle: no row is on its way to it. The first row may be longer than `tokens`.
+    """
+
+    replica: Replica
+    tokens: int
+    places: int
+    blocks: int
+    is_idle: bool = True
+
+    @classmethod
+    def of(cls, replica: Replica) -> "Room":
+        """Return the room that a worker has beside its rows whose answers stand still."""
+        room = cls(
+            replica,
+            tokens=tokens_at_once(replica),
+            places=replica.limits.max_batch_size - replica.num_due,
+            blocks=0 if replica.starved else replica.pool.num_free - replica.reserved,
+        )
+        for row in replica.interrupted:
+            room.tokens -= row.sequence.num_known - row.num_cached
+            room.is_idle = False
+        return room
+
+    def has(self, sequence: Sequence, kv_len: int) -> bool:
+        """Whether a row with these tokens would be computed at once."""
+        is_next = self.is_idle or kv_len <= self.tokens
+        return is_next and sequence.num_places <= self.places and self.needed(sequence, kv_len) <= self.blocks
+
+    def needed(self, sequence: Sequence, kv_len: int) -> int:
+        """Return how many blocks a row takes for these tokens and the next steps."""
+        ahead = max(self.replica.horizon, self.replica.block_size)
+        return sequence.blocks_for(min(kv_len + ahead, sequence.max_kv), self.replica.block_size)
+
+    def take(self, sequence: Sequence, kv_len: int) -> None:
+        self.tokens -= kv_len
+        self.places -= sequence.num_places
+        self.blocks -= self.needed(sequence, kv_len)
+        self.is_idle = False
+
+
+def tokens_at_once(replica: Replica) -> int:
+    """Return how many prompt tokens a worker computes in HAND_OVER_MS, as far as it has reported."""
+    times = replica.pace.times
+    if times.added_ms <= 0:
+        return min(replica.capacity.max_batch_prefill_tokens, UNKNOWN_PACE_TOKENS)
+    return int(HAND_OVER_MS * times.tokens / times.added_ms)
+
+
+def length(row: PlacedRow, replica: Replica) -> int:
+    """Return the tokens that another worker must compute if a row leaves now."""
+    return max(row.sequence.num_known, row.kv_at(replica.step, replica.step))
+
+
+def find_room(rooms: list[Room], sequence: Sequence, kv_len: int) -> Room | None:
+    """Return the room with the most tokens left of those that have room for a row."""
+    able = [room for room in rooms if room.has(sequence, kv_len)]
+    return max(able, key=lambda room: room.tokens, default=None)
+
+
+class HandOver:
+    """The rows that are on their way from workers that drain.
+
+    Attributes:
+        moves: requests that were stopped, until their tokens are computed elsewhere or they have ended.
+    """
+
+    def __init__(self, workers: WorkerSet) -> None:
+        self.workers = workers
+        self.moves: dict[Sequence, Move] = {}
+
+    def stop_rows(self, live: Mapping[str, Sequence]) -> None:
+        """Stop the rows that leave now: those for which another worker has room. `live`: requests by id."""
+        self.moves = {
+            sequence: move
+            for sequence, move in self.moves.items()
+            if sequence.request_id in live and is_on_its_way(sequence, move.left)
+        }
+        if not (due := self.due()):
+            return
+        rooms = self.rooms()
+        for row, kv_len in due:
+            if (room := find_room(rooms, row.sequence, kv_len)) is None:
+                return
+            room.take(row.sequence, kv_len)
+            self.moves[row.sequence] = Move(row, kv_len)
+            replica = self.workers.replicas[row.worker]
+            replica.preempt(row)
+            self.workers.note_change(replica)
+
+    def holds_back(self, sequence: Sequence) -> bool:
+        """Whether a new request must wait, since the places that are left are for rows on their way."""
+        if sequence.resumed or not self.moves:
+            return False
+        needed = sum(one.num_places for one in self.unplaced())
+        if not needed:
+            return False
+        needed += sequence.num_places
+        for replica in self.workers.placement.rows:
+            needed -= max(0, replica.limits.max_batch_size - replica.num_due)
+            if needed <= 0:
+                return False
+        return True
+
+    def unplaced(self) -> Iterator[Sequence]:
+        """Yield the requests that were stopped and have no place elsewhere yet."""
+        return (one for one, move in self.moves.items() if one.row in (None, move.left))
+
+    def due(self) -> list[tuple[PlacedRow, int]]:
+        """Return the rows that have to leave, with their tokens, the shortest first. Beam searches are last,
+        since they start anew.
+        """
+        rows = [
+            (row, length(row, replica))
+            for replica in self.workers.evacuating
+            for row in replica.running
+            if not row.stopping
+        ]
+        return sorted(rows, key=lambda due: (due[0].sequence.num_places, due[1]))
+
+    def rooms(self) -> list[Room]:
+        """Return what the workers with the fewest rows can receive beside the rows that are on their way."""
+        rooms = [Room.of(replica) for replica in islice(self.receiving(), MAX_RECEIVING)]
+        for sequence in self.unplaced() if rooms else ():
+            kv_len = self.moves[sequence].kv_len
+            room = find_room(rooms, sequence, kv_len) or max(rooms, key=lambda room: room.tokens)
+            room.take(sequence, kv_len)
+        return rooms
+
+    def receiving(self) -> Iterator[Replica]:
+        """Yield the workers that may be given rows, those with the fewest rows first."""
+        placement = self.workers.placement
+        for level in sorted(placement.levels):
+            yield from placement.levels[level]
+
+
+def is_on_its_way(sequence: Sequence, left: PlacedRow) -> bool:
+    """Whether a request that was stopped is not computed elsewhere yet."""
+    row = sequence.row
+    return row is None or row is left or not row.is_prefilled

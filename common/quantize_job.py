@@ -1,0 +1,50 @@
+"""QuantizeJob: what `tokenfleet quantize` asks of the process that computes it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+METHODS = ("gptq", "awq", "fp8")
+GROUP_SIZES = (128, 64, 32)
+"""Sizes of groups that are tried in this order where none is given."""
+WHOLE_ROW = -1
+"""The size of a group that has all inputs of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeJob:
+    """A model to quantise.
+
+    Attributes:
+        source: the directory of the plain model.
+        output: the directory that is made.
+        method: one of METHODS.
+        bits: of a weight; 8 for fp8.
+        group_size: inputs that share a scale; None: the largest that divides all layers, of GROUP_SIZES.
+        damping: what GPTQ adds to the diagonal of its Hessian, as a share of the diagonal's mean.
+        act_order: GPTQ rounds the inputs with the largest values first.
+        scales: a scale of fp8 is for each output (`channel`) or for a matrix (`tensor`).
+        calibration: a text file; None: the text that we bring along.
+        max_tokens: how many tokens of it are used.
+    """
+
+    source: str
+    output: str
+    method: str = "gptq"
+    bits: int = 4
+    group_size: int | None = None
+    damping: float = 0.01
+    act_order: bool = True
+    scales: str = "channel"
+    calibration: str | None = None
+    max_tokens: int = 65_536
+
+    def of_source(self, source: str) -> "QuantizeJob":
+        return dataclasses.replace(self, source=source)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "QuantizeJob":
+        return cls(**json.loads(text))

@@ -1,0 +1,139 @@
+"""`tokenfleet batch run`: answers the requests of a file, by the server's Files and Batch API."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from common.settings.flags import FlagParser
+from common.settings.settings import SettingError
+from deploy.cli.client import (
+    ServerError,
+    add_url,
+    api_key,
+    check_status,
+    connection_errors,
+    fetch_json,
+    frame_errors,
+    new_client,
+    print_error,
+)
+
+READ_TIMEOUT_S = 60.0
+POLL_S = 1.0
+MAX_LINE_BYTES = 2**24
+ENDED = ("completed", "failed", "expired", "cancelled")
+WINDOWS = ("1h", "24h", "best_effort")
+DESCRIPTION = """
+Answers the requests of a file (a JSON object a line, as OpenAI's Batch API and vLLM's run-batch have them).
+Writes the answers in the order of the requests. Those that fail are written to OUT.errors.jsonl.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns 1 if a request has failed, or the server refuses. Raises SettingError."""
+    flags = new_parser().parse_args(list(argv))
+    source: Path | None = flags.input or flags.file
+    if (source is None) == (flags.id is None):
+        raise SettingError("-i", "either a file of requests or the --id of a batch must be given")
+    try:
+        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+            batch_id = flags.id if source is None else begin(client, source, flags.window)
+            return finish(client, wait(client, batch_id), flags.output)
+    except ServerError as error:
+        return print_error(error)
+
+
+def new_parser() -> argparse.ArgumentParser:
+    parser = FlagParser(prog="tokenfleet batch", description=DESCRIPTION)
+    parser.add_argument("action", choices=["run"], help="what to do")
+    parser.add_argument("file", nargs="?", type=Path, help="the requests")
+    parser.add_argument("-i", "--input-file", dest="input", type=Path, help="the requests, too")
+    parser.add_argument("-o", "--output-file", dest="output", type=Path, required=True, help="the answers")
+    parser.add_argument("--id", help="wait for this batch, which was begun before")
+    parser.add_argument("--window", choices=WINDOWS, default="24h", help="by when (default: %(default)s)")
+    add_url(parser)
+    return parser
+
+
+def begin(client: httpx.Client, source: Path, window: str) -> str:
+    """Upload the requests, and create their batch. Returns its id. Raises ServerError, SettingError."""
+    try:
+        with source.open("rb") as file:
+            endpoint = read_endpoint(file.readline(MAX_LINE_BYTES))
+            file.seek(0)
+            form = {"purpose": "batch"}
+            uploaded = post(client, "/v1/files", data=form, files={"file": (source.name, file)})
+    except OSError as error:
+        raise SettingError("-i", f"{source} cannot be read: {error.strerror}") from error
+    asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
+    batch = post(client, "/v1/batches", json=asked)
+    print(f"batch {batch['id']}", file=sys.stderr)
+    return str(batch["id"])
+
+
+def read_endpoint(line: bytes) -> str:
+    """The endpoint of the first request. Raises SettingError."""
+    with contextlib.suppress(orjson.JSONDecodeError, LookupError, TypeError):
+        return str(orjson.loads(line)["url"])
+    raise SettingError("-i", "the first line is no JSON object with a `url`")
+
+
+def post(client: httpx.Client, path: str, **content: Any) -> Any:
+    """Raises ServerError."""
+    with connection_errors(str(client.base_url)):
+        answer = client.post(path, **content)
+    check_status(answer.status_code, answer.content)
+    return answer.json()
+
+
+def wait(client: httpx.Client, batch_id: str) -> dict[str, Any]:
+    """The batch when it has ended; its progress goes to stderr. Raises ServerError."""
+    shown = ""
+    while True:
+        batch: dict[str, Any] = fetch_json(client, f"/v1/batches/{batch_id}")
+        with frame_errors(batch):
+            counts = batch["request_counts"]
+            done = counts["completed"] + counts["failed"]
+            line = f"{batch['status']}: {done} of {counts['total']}, {counts['failed']} failed"
+        if line != shown:
+            print(line, file=sys.stderr)
+            shown = line
+        if batch["status"] in ENDED:
+            return batch
+        time.sleep(POLL_S)
+
+
+def finish(client: httpx.Client, batch: dict[str, Any], output: Path) -> int:
+    """Write the files of a batch, and say what failed. Returns the exit code."""
+    errors = output.with_name(f"{output.stem}.errors.jsonl")
+    for file_id, path in ((batch["output_file_id"], output), (batch["error_file_id"], errors)):
+        if file_id is not None:
+            download(client, file_id, path)
+    for fault in (batch["errors"] or {"data": []})["data"]:
+        print(f"line {fault['line']}: {fault['message']}", file=sys.stderr)
+    if batch["error_file_id"] is not None:
+        print(f"requests that failed: {errors}", file=sys.stderr)
+    return int(batch["status"] != "completed" or batch["error_file_id"] is not None)
+
+
+def download(client: httpx.Client, file_id: str, path: Path) -> None:
+    """Write a file as it comes. Raises ServerError, SettingError."""
+    try:
+        with (
+            connection_errors(str(client.base_url)),
+            client.stream("GET", f"/v1/files/{file_id}/content") as answer,
+            path.open("wb") as file,
+        ):
+            if answer.status_code != 200:
+                check_status(answer.status_code, answer.read())
+            for chunk in answer.iter_bytes():
+                file.write(chunk)
+    except OSError as error:
+        raise SettingError("-o", f"{path} cannot be written: {error.strerror}") from error

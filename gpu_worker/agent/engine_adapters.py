@@ -1,0 +1,128 @@
+"""Engine adapters: which LoRA adapters an engine has, and how a worker follows the registry of its pool."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from common.adapters.files import AdapterFault, find_own_folder
+from common.adapters.registry import AdapterRegistry, read_newer
+from common.broker.client import FailureLog
+from common.broker.pool_client import PoolClient
+from common.messages.adapters import HeldAdapters, PoolAdapter
+from common.process.event_loop import until_beat
+from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnloadAdapter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineAdapters:
+    """What an engine has.
+
+    Attributes:
+        loaded: keys of adapters with which rows may start.
+        refused: key → the record that was refused, and why. Another record of the key is tried again.
+    """
+
+    loaded: set[str] = field(default_factory=set)
+    refused: dict[str, tuple[PoolAdapter, str]] = field(default_factory=dict)
+
+    @property
+    def message(self) -> HeldAdapters:
+        causes = [(key, one.added_ms, cause) for key, (one, cause) in self.refused.items()]
+        return HeldAdapters(sorted(self.loaded), causes)
+
+    def missing(self, registry: AdapterRegistry) -> list[PoolAdapter]:
+        """Return the adapters that the engine is still to load."""
+        tried = {(key, one.added_ms) for key, (one, _) in self.refused.items()}
+        return [
+            one
+            for key, one in registry.adapters.items()
+            if key not in self.loaded and (key, one.added_ms) not in tried
+        ]
+
+    def unwanted(self, registry: AdapterRegistry, used: Collection[str]) -> list[str]:
+        """Return the keys of those that the registry has no more, and that no row has."""
+        return [key for key in self.loaded if key not in registry.adapters and key not in used]
+
+
+class AdapterFollower:
+    """Has the engine load what the registry has, and unload what it has no more once no row has it.
+
+    Attributes:
+        registry: as it was read last.
+        used: returns the keys of adapters that rows have.
+        note_change: called when the engine has another set of adapters.
+    """
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        engine: EngineClient,
+        adapters: EngineAdapters,
+        *,
+        interval_s: float,
+        used: Callable[[], Collection[str]],
+        note_change: Callable[[], None],
+    ) -> None:
+        self.pool = pool
+        self.engine = engine
+        self.adapters = adapters
+        self.interval_s = interval_s
+        self.used = used
+        self.note_change = note_change
+        self.registry = AdapterRegistry()
+
+    async def run(self) -> None:
+        """Never returns."""
+        failures = FailureLog(log, "reading the adapters")
+        while True:
+            with failures.caught():
+                await self.read()
+                await self.follow()
+            await asyncio.sleep(until_beat(self.interval_s))
+
+    async def read(self) -> None:
+        """Read the registry if it has changed. A broker that has lost it gets it back from a gateway: until
+        then it stands as it was.
+        """
+        found = await read_newer(self.pool, self.registry)
+        if found.version:
+            self.registry = found
+
+    async def follow(self) -> None:
+        """Load what is missing, then unload what nobody wants."""
+        adapters = self.adapters
+        for adapter in adapters.missing(self.registry):
+            await self.load(adapter)
+        gone = [key for key in adapters.refused if key not in self.registry.adapters]
+        for key in gone:
+            del adapters.refused[key]
+        if self.registry.version:
+            for key in adapters.unwanted(self.registry, self.used()):
+                await self.unload(key)
+
+    async def load(self, adapter: PoolAdapter) -> None:
+        adapters, key = self.adapters, adapter.key
+        try:
+            folder = await asyncio.to_thread(find_own_folder, adapter)
+            answer = await self.engine.ask(LoadAdapter(key, str(folder)))
+            cause = answer.cause if isinstance(answer, AdapterRefused) else ""
+        except AdapterFault as fault:
+            cause = str(fault)
+        if cause:
+            adapters.refused[key] = adapter, cause
+            log.error("the adapter %s is refused: %s", adapter.name, cause)
+        else:
+            adapters.refused.pop(key, None)
+            adapters.loaded.add(key)
+            log.info("the adapter %s is loaded", key)
+        self.note_change()
+
+    async def unload(self, key: str) -> None:
+        self.adapters.loaded.discard(key)  # first: no row may start with it from here on
+        self.note_change()
+        await self.engine.ask(UnloadAdapter(key))
+        log.info("the adapter %s is unloaded", key)

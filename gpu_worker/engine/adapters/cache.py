@@ -1,0 +1,172 @@
+"""The adapters of an engine: which are known, whose weights are in memory of the host, and which are on the
+device.
+
+The device has MAX_LORAS slots; a step has no more adapters than that (batch/adapters.py). What a slot has is
+replaced, least recently used first, between two steps, and never while the next step needs it. The host keeps
+the weights of MAX_CPU_LORAS adapters; others are read again when rows want them.
+
+All ranks obey the same commands and launch the same steps, so their slots are the same.
+"""
+
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.settings.settings import Settings
+from gpu_worker.engine.adapters.config import AdapterError
+from gpu_worker.engine.adapters.layers import AdapterLayers
+from gpu_worker.engine.adapters.weights import AdapterWeights, Stamp, read_adapter, stamp_of
+from gpu_worker.engine.batch.adapters import Adapter
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.protocol import (
+    AdapterAnswer,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
+
+log = logging.getLogger(__name__)
+
+KEPT_OF_EACH_SLOT = 4
+"""The default of MAX_CPU_LORAS: so many times MAX_LORAS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an adapter was read, and as of when."""
+
+    folder: Path
+    stamp: Stamp
+
+
+class AdapterCache:
+    """The adapters of an engine.
+
+    Attributes:
+        known: by name; rows that start may have these.
+        sources: of known adapters, and of those that rows still have.
+        host: weights in memory of the host, least recently used first.
+        slots: what each slot of the device has; the weights stay in memory with it.
+        used: adapters on the device, least recently used first.
+    """
+
+    def __init__(self, layers: AdapterLayers | None, settings: Settings, communicator: Communicator) -> None:
+        num_slots = settings.max_loras if layers else 0
+        self.layers = layers
+        self.num_kept = (settings.max_cpu_loras or KEPT_OF_EACH_SLOT * num_slots) if layers else 0
+        self.communicator = communicator
+        self.known: dict[str, Adapter] = {}
+        self.sources: dict[Adapter, Source] = {}
+        self.host: dict[Adapter, AdapterWeights] = {}
+        self.slots: list[AdapterWeights | None] = [None] * num_slots
+        self.used: dict[Adapter, None] = {}
+
+    def obey(self, command: LoadAdapter | UnloadAdapter, in_use: Iterable[Adapter]) -> AdapterAnswer:
+        """Load or unload an adapter; rows go on with those `in_use`."""
+        if isinstance(command, LoadAdapter):
+            answer = self.load(command.name, Path(command.path))
+        else:
+            self.known.pop(command.name, None)
+            answer = AdapterUnloaded(command.name)
+        self.forget_all_but({*self.known.values(), *in_use})
+        return answer
+
+    def load(self, name: str, folder: Path) -> AdapterAnswer:
+        """Load an adapter on all ranks, or on none."""
+        found, cause = self.read_on_all_ranks(folder)
+        if found is None:
+            log.warning("adapter %s is refused: %s", name, cause)
+            return AdapterRefused(name, cause)
+        weights, source = found
+        adapter = Adapter(name)
+        self.known[name], self.sources[adapter] = adapter, source
+        self.keep(adapter, weights)
+        log.info("adapter %s of rank %d is loaded", name, weights.rank)
+        return AdapterLoaded(name, weights.rank, weights.num_bytes)
+
+    def read_on_all_ranks(
+        self, folder: Path, known: Source | None = None
+    ) -> tuple[tuple[AdapterWeights, Source] | None, str]:
+        """What this rank has of an adapter, if all can read theirs; else None, and the first cause."""
+        found, cause = None, ""
+        try:
+            found = self.read(folder, known)
+        except AdapterError as error:
+            cause = str(error)
+        cause = next(filter(None, self.communicator.gather_texts(cause)), "")
+        return (None if cause else found), cause
+
+    def read(self, folder: Path, known: Source | None) -> tuple[AdapterWeights, Source]:
+        """Raises AdapterError, also if what is there is not what is `known`."""
+        layers = self.layers
+        if layers is None:
+            raise AdapterError("this worker takes no adapters (ENABLE_LORA)")
+        try:
+            source = Source(folder, stamp_of(folder))
+            if known and source != known:
+                raise AdapterError(f"{folder} has changed since it was loaded")
+            sizes = (layers.targets, layers.max_rank)
+            return read_adapter(folder, layers.model, *sizes, layers.pack, layers.settle), source
+        except OSError as error:
+            raise AdapterError(f"{folder} cannot be read: {error.strerror}") from error
+        except MemoryError as error:
+            raise AdapterError("there is no memory for it") from error
+
+    def keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        """Keep weights in memory of the host, in place of those least recently used."""
+        self.host.pop(adapter, None)
+        self.host[adapter] = weights
+        while len(self.host) > self.num_kept:
+            del self.host[next(iter(self.host))]
+
+    def forget_all_but(self, needed: Collection[Adapter]) -> None:
+        """Forget adapters that no row can have any more."""
+        for adapter in [adapter for adapter in self.sources if adapter not in needed]:
+            del self.sources[adapter]
+            self.host.pop(adapter, None)
+            if self.used.pop(adapter, adapter) is None:
+                self.slots[adapter.slot], adapter.slot = None, -1
+
+    def bring(self, wanted: Iterable[Adapter]) -> set[Adapter]:
+        """Put the adapters of the next step on the device → those whose weights cannot be read any more."""
+        asked = dict.fromkeys(wanted)
+        lost = set()
+        for adapter in asked:
+            if adapter.slot < 0 and not self.place(adapter, asked):
+                lost.add(adapter)
+                continue
+            self.used.pop(adapter, None)
+            self.used[adapter] = None
+        return lost
+
+    def place(self, adapter: Adapter, needed: Collection[Adapter]) -> bool:
+        """Put an adapter into a free slot, or into that of one that the step does not need → whether its
+        weights can be read.
+        """
+        weights = self.host.get(adapter) or self.read_again(adapter)
+        if weights is None:
+            return False
+        self.keep(adapter, weights)
+        if None in self.slots:
+            slot = self.slots.index(None)
+        else:
+            oldest = next(other for other in self.used if other not in needed)
+            slot, oldest.slot = oldest.slot, -1
+            del self.used[oldest]
+        assert self.layers
+        self.layers.place(slot, weights)
+        self.slots[slot], adapter.slot = weights, slot
+        return True
+
+    def read_again(self, adapter: Adapter) -> AdapterWeights | None:
+        """Read an adapter whose weights are not in memory any more; None if a rank cannot, or finds other
+        files than before.
+        """
+        known = self.sources[adapter]
+        found, cause = self.read_on_all_ranks(known.folder, known)
+        if found is None:
+            log.error("adapter %s cannot be read again: %s", adapter.name, cause)
+        return found and found[0]

@@ -1,0 +1,225 @@
+"""Drafter: a model, or heads, that proposes tokens for all rows of a step at once.
+
+One rank drafts, the one that samples, and tells the others. Drafts are sampled as the row's own tokens are:
+with its parameters, its grammar and the random numbers of those tokens. So a draft that computes the same
+logits is always right, whatever the temperature.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gpu_worker.engine.batch.proposer import Proposer
+from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.sampling_state import GrammarMask
+from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
+from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.cuda.graphs import Capture
+from gpu_worker.engine.drafting.acceptance import FIRST_PAUSE, TRIAL_PROPOSALS, Acceptance
+from gpu_worker.engine.drafting.costs import ProposalCosts, measure_steps
+from gpu_worker.engine.drafting.ngrams import RowIds
+from gpu_worker.engine.drafting.proposers import GuidedProposer
+
+log = logging.getLogger(__name__)
+
+NO_DRAFT = -1
+"""Fills up the drafts that are sent to other ranks."""
+MAX_UNREADY = 2
+"""Drafts in vain: heads are ready at the second, and a model once it has computed the row so far."""
+
+
+class DraftProposer:
+    """Proposes what the drafter has left here for the next step.
+
+    Attributes:
+        text: the row's ids, those sampled included.
+        kv_len: of these, whose K and V the draft's cache has; None while nobody has looked.
+        drafted: the next proposals.
+        num_drafting: rows that the last draft was for.
+        num_unready: drafts since the last one that brought proposals.
+        states: hidden states [tokens, any] of the last step with samples, and the position of the first.
+    """
+
+    is_sure = False
+
+    def __init__(self, method: str, num_drafted: int, ids: Int32, worker: Acceptance, costs: ProposalCosts):
+        self.method = method
+        self.num_drafted = num_drafted
+        self.text = RowIds(ids)
+        self.acceptance = Acceptance(budget=worker.budget, gate=worker)
+        self.costs = costs
+        self.kv_len: int | None = None
+        self.states: tuple[int, torch.Tensor] | None = None
+        self.drafted: Sequence[int] = ()
+        self.num_drafting = 1
+        self.num_unready = 0
+
+    @property
+    def waits(self) -> bool:
+        return self.costs.of_one < 1 and not self.acceptance.is_paused
+
+    def num_wanted(self, most: int) -> int:
+        """How many drafts pay, at most `most`."""
+        return self.acceptance.num_worth(min(most, self.num_drafted), self.costs.of_one)
+
+    def take(self, drafted: Sequence[int], num_drafting: int) -> None:
+        """Take the next proposals, of a draft for so many rows; none if there is no draft yet. A row that has
+        none for long does not wait for steps in vain.
+        """
+        self.drafted, self.num_drafting = drafted, num_drafting
+        self.num_unready = 0 if drafted else self.num_unready + 1
+        if self.num_unready > MAX_UNREADY and self.acceptance.is_on_trial:
+            self.num_unready, self.acceptance.pause = 0, FIRST_PAUSE
+
+    def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
+        drafted, self.drafted = self.drafted, ()
+        return () if skipped else drafted[:most]
+
+    def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
+        self.text.append(tokens)
+        if self.kv_len is not None:  # that of wrong drafts does not count, and the newest token has none
+            self.kv_len = min(self.kv_len, self.text.length - 1)
+        self.acceptance.learn(len(tokens), num_proposed, self.costs.of_drafted(self.num_drafting))
+
+
+def draft_proposer_of(row: Row) -> DraftProposer | None:
+    """The proposer of a row for which a model drafts."""
+    proposer = row.proposer.guessing if isinstance(row.proposer, GuidedProposer) else row.proposer
+    return proposer if isinstance(proposer, DraftProposer) else None
+
+
+@dataclass(slots=True)
+class DraftRow:
+    """A row for which drafts are made.
+
+    Attributes:
+        count: how many.
+    """
+
+    row: Row
+    proposer: DraftProposer
+    count: int
+
+
+class DraftSource(Protocol):
+    """What makes drafts."""
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Of each row its drafts, at most `count`; none where it is not ready to draft."""
+
+    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+        """Take note of a step that the model has just computed."""
+
+    def on_granted(self, blocks: Iterable[int]) -> None:
+        """These blocks are empty now."""
+
+    def on_sleep(self) -> None:
+        """The caches are given up, and what was captured with them."""
+
+    def capture(self, capture: Capture, max_rows: int) -> None:
+        """Capture what can be captured."""
+
+    def measure_ms(self, num_rows: int) -> float:
+        """ms of one draft for each of so many rows."""
+
+
+class Drafter:
+    """Makes drafts before each step.
+
+    Attributes:
+        source: None on ranks that do not draft.
+        worker: what became of all rows' drafts.
+        asked: the rows of the last `draft`.
+    """
+
+    def __init__(
+        self, method: str, num_drafted: int, source: DraftSource | None, costs: ProposalCosts
+    ) -> None:
+        self.method = method
+        self.num_drafted = num_drafted
+        self.source = source
+        self.costs = costs
+        self.worker = Acceptance()
+        self.asked: list[DraftRow] = []
+
+    def make_guessing(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
+        """The proposer of a row with these ids so far."""
+        return DraftProposer(self.method, self.num_drafted, ids, self.worker, self.costs)
+
+    def measure(self) -> tuple[float, float]:
+        """ms of one draft for one row, and for each row more; 0 on ranks that do not draft."""
+        return measure_steps(self.source.measure_ms) if self.source else (0.0, 0.0)
+
+    def capture(self, capture: Capture, max_rows: int) -> None:
+        """Capture what can be captured of drafts for up to `max_rows` rows."""
+        if self.source:
+            self.source.capture(capture, max_rows)
+
+    def on_sleep(self) -> None:
+        """The caches are given up, and what was captured with them."""
+        if self.source:
+            self.source.on_sleep()
+
+    def on_granted(self, granted: Iterable[Int32]) -> None:
+        """Blocks that are empty now."""
+        if self.source:
+            self.source.on_granted(number for blocks in granted for number in blocks.tolist())
+
+    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+        """Take note of a step that the model has just computed."""
+        if self.source:
+            self.source.on_forward(slices)
+
+    def draft(self, rows: Sequence[Row], block_size: int, spare: int, may_fail: bool) -> torch.Tensor | None:
+        """Make drafts for rows that decode next, at most `spare` together → int64 [rows, most drafts], filled
+        up with NO_DRAFT; None if no row wants any, or if it `may_fail` and memory does not suffice.
+        """
+        self.asked = wanted = self.wanted(rows, block_size, spare)
+        if not wanted:
+            return None
+        try:
+            drafts = self.source.draft(wanted) if self.source else []
+        except RuntimeError as error:
+            if not may_fail or not is_out_of_memory(error):
+                raise
+            log.warning("out of memory while drafting: a step has no proposals")
+            release_tensors(error)
+            torch.cuda.empty_cache()
+            return None
+        filled = [(*draft, *[NO_DRAFT] * (self.num_drafted - len(draft))) for draft in drafts]
+        shape = (len(wanted), self.num_drafted)
+        return torch.tensor(filled) if filled else torch.full(shape, NO_DRAFT)
+
+    def wanted(self, rows: Sequence[Row], block_size: int, spare: int) -> list[DraftRow]:
+        """The rows that want drafts, the same on all ranks. A trial is spread over the rows: a draft for all
+        takes little longer than for one.
+        """
+        wanted: list[DraftRow] = []
+        most_each = spare
+        if self.worker.is_on_trial and rows:
+            spare = min(spare, TRIAL_PROPOSALS)
+            most_each = max(1, TRIAL_PROPOSALS // len(rows))
+        for row in rows:
+            proposer = draft_proposer_of(row)
+            room = len(row.blocks) * block_size - row.kv_len - 1
+            most = min(room, row.max_new_tokens - row.index - 1, spare, most_each)
+            if proposer is None or most <= 0 or row.num_unread or is_forced(row):
+                continue
+            if count := proposer.num_wanted(most):
+                wanted.append(DraftRow(row, proposer, count))
+                spare -= count
+        return wanted
+
+    def take(self, drafts: torch.Tensor) -> None:
+        """Leave drafts int64 [rows, most drafts] of `draft` with the rows."""
+        for one, ids in zip(self.asked, drafts.tolist(), strict=True):
+            one.proposer.take([token for token in ids if token != NO_DRAFT], len(self.asked))
+
+
+def is_forced(row: Row) -> bool:
+    """Whether a row's grammar says what comes next, so that nothing need be drafted."""
+    state = row.sampling_state
+    return bool(state and state.grammar and state.grammar.forced(1))

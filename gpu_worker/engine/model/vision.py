@@ -1,0 +1,146 @@
+"""Loads the vision tower of a model: the whole model of transformers without its language model, which is
+loaded by itself as a model for text.
+"""
+
+import copy
+import logging
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
+
+from common.settings.settings import Settings
+from gpu_worker.engine.model.config import cannot_serve, quantization_of
+from gpu_worker.engine.model.weights import check_missing, make_dummy_model, without_quantization
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.pictures.encoder import PictureEncoder
+from gpu_worker.engine.pictures.families import FAMILIES, PictureFamily, Tiles
+from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.engine.quantization.checkpoint import METHODS, method_of, read_tensors
+from gpu_worker.protocol import first_cause
+
+log = logging.getLogger(__name__)
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+ATTENTION = "sdpa"
+"""Of the tower: torch's own, since nothing of a picture is paged."""
+NUM_MEASURED = 3
+NOT_MEASURED = 2.0**30
+"""More than anything measured: a stage without a tower takes what the first one measures."""
+
+
+def load_tower(
+    path: Path, dtype: torch.dtype, device: torch.device, settings: Settings, is_first: bool
+) -> VisionTower | None:
+    """The tower of a model that sees; None of others, and of those without a processor. A stage that is not
+    the first has its processor only. Raises SettingError.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    make_family = FAMILIES.get(config.model_type)
+    if make_family is None or not any((path / name).exists() for name in PROCESSOR_FILES):
+        return None
+    family = make_family(config)
+    if reason := blind_because(family, settings, device):
+        log.warning("%s is served for text only: %s", settings.model_id, reason)
+        return None
+    try:
+        processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
+        model = read_tower(path, config, family, dtype, device, settings) if is_first else None
+    except (ValueError, OSError, ImportError) as error:
+        raise cannot_serve(settings.model_id, error) from error
+    placeholder_id, hidden_size = config.image_token_id, config.get_text_config().hidden_size
+    hidden_size *= 1 + family.num_deep
+    return VisionTower(model, processor, family, placeholder_id, hidden_size, device, dtype)
+
+
+def blind_because(family: PictureFamily, settings: Settings, device: torch.device) -> str:
+    """Why pictures cannot be shown to a model that sees; empty if they can."""
+    is_cuda = device.type == "cuda"
+    window = getattr(family.config.get_text_config(), "sliding_window", None)
+    return first_cause(
+        (is_cuda and settings.deterministic, "DETERMINISTIC on CUDA computes steps of token ids alone"),
+        (
+            is_cuda and family.are_blocks and find_spec("flashinfer"),
+            "its pictures are seen as one, and FlashInfer's attention is causal",
+        ),
+        (
+            isinstance(family, Tiles) and family.are_blocks and window and family.tile_tokens > window,
+            "its pictures are seen as one, and are longer than its window",
+        ),
+    )
+
+
+def make_encoder(
+    tower: VisionTower | None, token_ms: float, settings: Settings, communicator: Communicator
+) -> PictureEncoder | None:
+    """The encoder of a model's pictures; None if it does not see. All ranks get the same measures."""
+    if tower is None:
+        return None
+    embedding_ms = measure(tower) if tower.model else NOT_MEASURED
+    cost = communicator.all_reduce_min(round(embedding_ms / token_ms * 1e3)) / 1e3
+    waits = communicator.world_size > 1
+    return PictureEncoder(tower, settings.picture_cache_bytes, cost, waits)
+
+
+def measure(tower: VisionTower) -> float:
+    """The ms of one embedding."""
+    encode, times = tower.try_out(), []
+    for _ in range(NUM_MEASURED):
+        began_s = time.perf_counter()
+        num_embeddings = len(encode())
+        if tower.device.type == "cuda":
+            torch.cuda.synchronize(tower.device)
+        times.append(time.perf_counter() - began_s)
+    return min(times) * 1e3 / num_embeddings
+
+
+def read_tower(
+    path: Path,
+    config: Any,
+    family: PictureFamily,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: Settings,
+) -> Any:
+    """The whole model without its language model, on the device. Its weights are plain in quantised
+    checkpoints, too. Raises SettingError where weights are missing.
+    """
+    quantization, plain = quantization_of(config), copy.deepcopy(without_quantization(config))
+    plain.tie_word_embeddings = False
+    whole: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+    part = tower_class(whole, family)
+    if settings.makes_weights:
+        return make_dummy_model(part, plain, dtype, device, settings, attention=ATTENTION)
+    source = partial(part.from_pretrained, path, config=plain)
+    if quantization and method_of(quantization) in METHODS:
+        source = partial(
+            part.from_pretrained, None, config=plain, state_dict=read_tensors(path, quantization)
+        )
+    verbosity = transformers_logging.get_verbosity()
+    # else it would list the weights of the language model
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        model, info = source(dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    check_missing(info, settings.model_id)
+    return model.to(device)
+
+
+def tower_class(whole: type[Any], family: PictureFamily) -> type[Any]:
+    """The class of a model → a class whose models have no language model. It keeps the name by which
+    transformers finds its conversions.
+    """
+
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        whole.__init__(self, *arguments, **options)
+        setattr(self.model, family.language_model, nn.Identity())
+        self.lm_head = nn.Identity()
+
+    return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})

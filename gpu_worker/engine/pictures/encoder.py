@@ -1,0 +1,184 @@
+"""Picture encoder: processes the pictures of rows in a thread of its own, encodes their units when the
+schedule says so, and keeps the embeddings for later rows.
+
+Each picture is encoded once as long as its embeddings are kept: those used least recently go first. What rows
+are still to read is never dropped.
+"""
+
+import logging
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gpu_worker.engine.batch.encoding import EncodedUnit
+from gpu_worker.engine.batch.row_pictures import (
+    PictureState,
+    PlacedPicture,
+    RowPictures,
+    placeholders_of,
+)
+from gpu_worker.engine.pictures.families import Tensors
+from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.protocol import StartRow
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+"""Digest of a picture and number of its placeholders, which differs where a model sees a picture in several
+ways.
+"""
+MAX_PROCESSED_BYTES = 2**28
+"""Pixels that wait for their encoding: beyond it no further picture is processed ahead."""
+NICENESS = 10
+"""Of the thread that processes pictures: it gives way to the steps of other rows."""
+
+
+def do_nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class HeldPicture:
+    """A picture that the encoder holds.
+
+    Attributes:
+        data: its bytes, until it is processed.
+        tensors: what the tower takes, until it is encoded.
+    """
+
+    key: Key
+    state: PictureState
+    data: bytes = b""
+    tensors: Tensors = field(default_factory=dict)
+
+    @property
+    def processed_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def embedding_bytes(self) -> int:
+        return 0 if self.state.embeddings is None else int(self.state.embeddings.nbytes)
+
+
+class PictureEncoder:
+    """The pictures of one engine.
+
+    Attributes:
+        waits: as in PictureState.
+        token_cost: how many prompt tokens take as long as one embedding.
+        held: by key, those used least recently first.
+        waiting: pictures that are not processed yet.
+        on_processed: called from the thread when a picture is processed.
+    """
+
+    def __init__(self, tower: VisionTower, cache_bytes: int, token_cost: float, waits: bool) -> None:
+        self.tower = tower
+        self.cache_bytes = cache_bytes
+        self.token_cost = token_cost
+        self.waits = waits
+        self.held: OrderedDict[Key, HeldPicture] = OrderedDict()
+        self.waiting: deque[HeldPicture] = deque()
+        self.on_processed: Callable[[], None] = do_nothing
+        self.thread = ThreadPoolExecutor(1, "pictures", initializer=give_way)
+
+    def start(self, start: StartRow) -> RowPictures | None:
+        """The pictures of a row that starts, None if it has none; those that are not held begin to be
+        processed.
+        """
+        ids, placeholder_id = np.frombuffer(start.ids, "<i4"), self.tower.placeholder_id
+        has_axes = bool(self.tower.family.mrope_axes)
+        if not start.pictures and not (has_axes and placeholder_id in ids):
+            return None
+        placed = [
+            PlacedPicture(self.state_of((digest, len(places)), data), places)
+            for first, count, digest, data in start.pictures
+            for places in [placeholders_of(ids, first, count, placeholder_id)]
+        ]
+        prompt = ids[: len(ids) - start.base]
+        known = sum(len(one.places) for one in placed)
+        is_partial = has_axes and known != np.count_nonzero(prompt == placeholder_id)
+        return RowPictures(placed, has_axes, is_partial, self.tower.family.are_blocks)
+
+    def state_of(self, key: Key, data: bytes) -> PictureState:
+        held = self.held.get(key)
+        if held is None or (held.state.shape.done() and held.state.failure):
+            state = PictureState(key[1], Future(), self.waits, self.token_cost)
+            held = self.held[key] = HeldPicture(key, state, data)
+            self.waiting.append(held)
+        self.held.move_to_end(key)
+        return held.state
+
+    def advance(self, needed: Callable[[], Collection[PictureState]]) -> None:
+        """Process what waits, as far as pixels have room. `needed`: the pictures that rows are still to
+        read.
+        """
+        if not self.waiting:
+            return
+        self.trim(needed())
+        pixels = sum(held.processed_bytes for held in self.held.values())
+        while self.waiting and (self.waits or pixels < MAX_PROCESSED_BYTES):
+            held = self.waiting.popleft()
+            if self.held.get(held.key) is held:
+                pixels += MAX_PROCESSED_BYTES // 2  # two at a time, until it is known what they take
+                self.thread.submit(self.process, held)
+
+    def process(self, held: HeldPicture) -> None:
+        """In the thread: process a picture."""
+        shape = held.state.shape
+        try:
+            held.tensors = self.tower.process(held.data, held.state.num_tokens)
+            shape.set_result(self.tower.family.shape(held.tensors))
+        except Exception as error:  # codecs raise what they like
+            shape.set_exception(error)
+        held.data = b""
+        self.on_processed()
+
+    def encode(self, unit: EncodedUnit) -> None:
+        """Encode a unit. If that fails its rows end; of several ranks the worker ends, since the others
+        compute the step.
+        """
+        state, number = unit
+        try:
+            self.fill(state, number)
+        except Exception as error:
+            if self.waits:
+                raise
+            log.warning("a picture cannot be encoded", exc_info=error)
+            state.has_failed = True
+
+    @torch.inference_mode()
+    def fill(self, state: PictureState, number: int) -> None:
+        """Compute the embeddings of a unit, in a stage that embeds tokens."""
+        tower, count = self.tower, state.unit_tokens
+        if state.embeddings is None:
+            size = state.num_tokens, tower.hidden_size
+            state.embeddings = torch.empty(size, dtype=tower.dtype, device=tower.device)
+        if tower.model is not None and not state.has_failed:
+            tensors = next(held.tensors for held in self.held.values() if held.state is state)
+            state.embeddings[number * count : (number + 1) * count] = tower.encode(tensors, number)
+
+    def trim(self, needed: Collection[PictureState]) -> None:
+        """Drop pictures that no row needs: those that are not encoded, and the least recently used beyond
+        `cache_bytes`. Nothing may be launched that is still to read what it drops.
+        """
+        kept_bytes = sum(held.embedding_bytes for held in self.held.values())
+        for key, held in list(self.held.items()):
+            if held.state.is_scheduled:
+                held.tensors = {}
+            if held.state in needed:
+                continue
+            if kept_bytes > self.cache_bytes or not held.state.is_scheduled:
+                kept_bytes -= held.embedding_bytes
+                held.state.embeddings = None
+                del self.held[key]
+
+
+def give_way() -> None:
+    """Lower the priority of this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,3 @@
+from gpu_worker.engine.quantizing.process import main
+
+main()

@@ -1,0 +1,221 @@
+"""Swapper: a worker that serves several models in turns. It leaves one pool and joins another.
+
+A swap is: no row starts any more, rows get a moment to end, the incarnation is sealed, so that its batcher
+resumes what is left; the engine sleeps, the other one wakes, and joins its pool as the next incarnation. All
+requests wait in Redis meanwhile: a worker that is killed at any point of this leaves nothing else behind.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+
+from common.broker.client import ERRORS, describe_error
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import SLEEPER
+from common.broker.pool_client import PoolClient
+from common.metrics import catalogue
+from common.metrics.aggregate import publishing_metrics
+from common.process.event_loop import run_until_one_ends
+from common.process.logs import next_incarnation
+from common.rank import RankInfo
+from common.settings.settings import SettingError, Settings
+from common.startup import ProcessIdentity
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.engine_client import EngineDied, RankProcess
+from gpu_worker.stay import Stay
+from gpu_worker.swapping.choose import ModelTurn, PoolDemand, choose, choose_first
+from gpu_worker.swapping.demand import claim, read_demands, shorten_claim
+from gpu_worker.swapping.room import keep_room
+from gpu_worker.swapping.served_model import ServedModel
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Time between two looks at what waits."""
+MIN_PATIENCE_S = 1.0
+"""Rows get as long as the swap takes to end, and at least this."""
+
+
+class Swapper:
+    """The models of one worker, one of which is awake.
+
+    Attributes:
+        preloaded: processes that become ranks of the first engine.
+        incarnation: of the next stay.
+        draining, signalled: as in AgentState, for all stays.
+        between_stays: the worker is in no pool.
+        next: the pool that is served next.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        own: ProcessIdentity,
+        environ: Mapping[str, str],
+        ranks: Sequence[RankInfo],
+        preloaded: Sequence[RankProcess],
+    ) -> None:
+        self.settings = settings
+        self.own = own
+        self.preloaded = preloaded
+        self.client = PoolClient.connect(settings)
+        self.models = {
+            pool: ServedModel(settings.of_pool(pool), self.client.of_pool(pool), environ, ranks)
+            for pool in settings.pools
+        }
+        self.incarnation = own.incarnation
+        self.draining = asyncio.Event()
+        self.signalled = asyncio.Event()
+        self.between_stays = asyncio.Event()
+        self.between_stays.set()
+        self.next = settings.pool
+
+    def begin_shutdown(self) -> None:
+        """A signal asks the worker to end."""
+        self.signalled.set()
+        self.draining.set()
+
+    async def run(self) -> int:
+        """Serve one model after the other until the worker is drained or fails → the exit status. Raises
+        SettingError if not even the first model can be served.
+        """
+        async with self.client, self.sending_heartbeats():
+            try:
+                await self.choose_first()
+                await run_until_one_ends(self.serve_in_turns(), self.end_between_stays())
+                return 0
+            except StayFailed:
+                return 1
+            finally:
+                for model in self.models.values():
+                    model.end()
+
+    async def serve_in_turns(self) -> None:
+        """Serve one model after the other until the worker is drained. Raises StayFailed, SettingError."""
+        while not self.draining.is_set():
+            model = self.models[self.next]
+            if (stay := await self.join(model)) is not None:
+                await self.serve(model, stay)
+
+    async def end_between_stays(self) -> None:
+        """Return once the worker is to end and is in no pool; a stay ends by itself."""
+        await self.draining.wait()
+        await self.between_stays.wait()
+
+    async def join(self, model: ServedModel) -> Stay | None:
+        """Wake a model → its stay. If it cannot be woken, another one is next. Raises SettingError if none
+        can.
+        """
+        keep_room(model, self.models.values(), self.settings)
+        preloaded, self.preloaded = self.preloaded, ()
+        try:
+            engine, worker = await model.wake(self.own.name, self.incarnation, preloaded)
+        except (EngineDied, SettingError) as error:
+            self.next = self.other_than(model, error)
+            return None
+        assert model.state is not None
+        swap_s = model.swap_ms[model.woken_from] / 1000
+        log.info("%s is awake: woken from %s in %.2f s", model.pool, model.woken_from, swap_s)
+        model.state = replace(
+            model.state.next_incarnation(), draining=self.draining, signalled=self.signalled
+        )
+        return Stay(Agent(model.settings, model.client, engine, model.state, worker))
+
+    def other_than(self, model: ServedModel, error: EngineDied | SettingError) -> str:
+        """Note that a model cannot be woken → the pool of another one. Raises the error if there is none."""
+        model.note_failure(error)
+        now_s = time.monotonic()
+        left = [pool for pool, other in self.models.items() if other.retry_s <= now_s]
+        if not left:
+            raise error
+        return left[0]
+
+    async def serve(self, model: ServedModel, stay: Stay) -> None:
+        """Serve a model until the worker is drained or another is next. Raises StayFailed."""
+        why = "died"
+        self.between_stays.clear()
+        try:
+            with contextlib.suppress(*ERRORS):
+                await shorten_claim(model.client)
+            async with publishing_metrics(model.client):
+                catalogue.MODEL_SWAP.observe(model.swap_ms[model.woken_from] / 1000, model.woken_from)
+                await run_until_one_ends(stay.run(), self.leave(model, stay))
+            why = "drained"
+        except Exception as error:
+            log.error("incarnation %s is over: %s: %s", stay.incarnation, type(error).__name__, error)
+            raise StayFailed from error
+        finally:
+            await stay.seal(why)
+            model.left_s = time.monotonic()
+            self.incarnation = next_incarnation(stay.incarnation)
+            self.between_stays.set()
+        if not self.draining.is_set():
+            await self.put_to_sleep(model, stay)
+        model.doing = "asleep"
+
+    async def put_to_sleep(self, model: ServedModel, stay: Stay) -> None:
+        """Stop the rows that are left, which their batcher resumes, and let the engine sleep."""
+        await stay.agent.stop_rows()
+        model.state = stay.agent.state
+        await model.sleep(self.settings.sleep_level != 2)
+
+    async def leave(self, model: ServedModel, stay: Stay) -> None:
+        """Return once another model is next, and the rows of this one have had time to end."""
+        self.next = await self.wait_for_other(model, stay)
+        other = self.models[self.next]
+        log.info("%s is next (from %s): %s takes no more rows", self.next, other.kept_in, model.pool)
+        stay.agent.leave()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(MIN_PATIENCE_S, other.swap_s)):
+                await stay.agent.state.idle.wait()
+
+    # --- what is next ---------------------------------------------------------------------------------------
+
+    async def choose_first(self) -> None:
+        """Choose the model to serve first: one that is waited for, else one for each worker of a machine."""
+        number = int("".join(filter(str.isdigit, self.own.name)) or 0)
+        self.next = self.settings.pools[number % len(self.settings.pools)]
+        with contextlib.suppress(*ERRORS):
+            demands = await self.read_demands()
+            if (first := choose_first([*demands.values()])) and await self.claim(first):
+                self.next = first
+
+    async def wait_for_other(self, model: ServedModel, stay: Stay) -> str:
+        """Wait until another model is to be served → its pool."""
+        joined_s = busy_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                demands = await self.read_demands()
+            except ERRORS as error:
+                log.debug("what waits is not known: %s", describe_error(error))
+                continue
+            own, now_s = demands.pop(model.pool), time.monotonic()
+            if own.num_waiting or not stay.agent.state.idle.is_set():
+                busy_s = now_s
+            turn = ModelTurn(own, now_s - joined_s, now_s - busy_s)
+            if (other := choose(turn, [*demands.values()])) and await self.claim(other):
+                return other
+
+    async def read_demands(self) -> dict[str, PoolDemand]:
+        found = await read_demands(self.client.redis, self.models)
+        return {pool: self.models[pool].complete(demand) for pool, demand in found.items()}
+
+    async def claim(self, pool: str) -> bool:
+        return await claim(self.models[pool].client, self.own.incarnation, self.models[pool].swap_s)
+
+    @contextlib.asynccontextmanager
+    async def sending_heartbeats(self) -> AsyncIterator[None]:
+        """Tell all pools that this worker serves them in turns, while the context is open."""
+        async with contextlib.AsyncExitStack() as stack:
+            for model in self.models.values():
+                beat = Heartbeat(model.client, SLEEPER, self.own.incarnation, self.settings.worker_ttl_s)
+                await stack.enter_async_context(beat.sending(self.settings.heartbeat_s, model.describe))
+            yield
+
+
+class StayFailed(Exception):
+    """The engine or the incarnation of a stay is lost: the process ends, and its successor starts anew."""

@@ -1,0 +1,111 @@
+"""The compose stack as an attacker would find it: what a container may do, and whom it reaches."""
+
+import asyncio
+import http.server
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from common.broker.acl import PROCESSES
+from tests.support.compose.clients import SETTLED_S
+from tests.support.compose.stack import SERVICES, Stack, run
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
+
+NET_BIND_SERVICE = 1 << 10
+
+
+def test_containers_have_no_rights_and_cannot_change_their_files(serving: Stack) -> None:
+    for service in SERVICES:
+        looks = "cat /proc/1/status; touch /changed && echo changed"
+        status = run(["docker", "exec", serving.container(service), "sh", "-c", looks]).stdout
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        may = int(fields["CapBnd"], 16) | int(fields["CapEff"], 16)
+        assert may == (NET_BIND_SERVICE if service == "proxy" else 0), service
+        assert fields["NoNewPrivs"] == "1", service
+        assert "changed" not in status.splitlines(), service
+        assert int(serving.inspect(service, "{{.HostConfig.Memory}}")) > 0, service
+        assert int(serving.inspect(service, "{{.HostConfig.PidsLimit}}")) > 0, service
+
+
+def reaches(stack: Stack, service: str, host: str, port: int) -> bool:
+    """Whether something answers a container there. HTTP or not, an answer is an answer."""
+    asks = f"wget -q -T 3 -t 1 -O /dev/null http://{host}:{port}/ 2>&1; echo end $?"
+    said = run(["docker", "exec", stack.container(service), "sh", "-c", asks], timeout_s=60).stdout
+    return said.splitlines()[-1] not in ("end 1", "end 4")
+
+
+def test_the_proxy_reaches_gateways_and_not_redis(serving: Stack) -> None:
+    networks = json.loads(serving.inspect("redis", "{{json .NetworkSettings.Networks}}"))
+    [address] = [one["IPAddress"] for one in networks.values()]
+    assert reaches(serving, "proxy", "api", 3000)
+    for host, port in (("redis", 6379), (address, 6379), ("prometheus", 9090), ("batcher", 9100)):
+        assert not reaches(serving, "proxy", host, port), host
+
+
+def test_redis_answers_only_who_has_the_password_of_a_user(serving: Stack) -> None:
+    for words in ([], ["--user", "worker", "--pass", "guess", "--no-auth-warning"]):
+        done = run(["docker", "exec", serving.container("redis"), "redis-cli", *words, "PING"])
+        assert "PONG" not in done.stdout and "NOAUTH" in done.stdout
+    clients = serving.redis("CLIENT", "LIST").splitlines()
+    connected = {line.partition(" user=")[2].split()[0] for line in clients}
+    assert {*PROCESSES} <= connected <= {*PROCESSES, "default"}
+    log = serving.redis("ACL", "LOG").splitlines()
+    reasons = [value for name, value in itertools.pairwise(log) if name == "reason"]
+    assert set(reasons) <= {"auth"}, "no process lacks a right"
+
+
+async def test_the_proxy_passes_on_what_is_public(serving: Stack) -> None:
+    url = f"http://127.0.0.1:{serving.variables['PORT']}"
+    async with httpx.AsyncClient(base_url=url, timeout=180) as client:
+        body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 4}}
+        assert (await client.post("/generate", json=body)).json()["generated_text"]
+        statuses = {
+            path: (await client.get(path)).status_code for path in ("/health", "/info", "/v1/models", "/")
+        }
+        assert set(statuses.values()) == {200}, statuses
+        hidden = ("/metrics", "/metrics/", "/%6detrics", "/fleet", "/fleet/requests/a", "/FLEET")
+        statuses = {path: (await client.get(path)).status_code for path in hidden}
+        assert set(statuses.values()) == {404}, statuses
+
+
+@contextmanager
+def webhook() -> Iterator[tuple[int, list[str]]]:
+    """A server that is told of alerts: its port, and the names of those that fire."""
+    told: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            alerts = json.loads(self.rfile.read(int(self.headers["content-length"])))["alerts"]
+            told.extend(alert["labels"]["alertname"] for alert in alerts if alert["status"] == "firing")
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, told
+        server.shutdown()
+
+
+async def test_an_alert_that_fires_is_sent_to_the_url_of_the_variable(serving: Stack) -> None:
+    [name] = list(json.loads(serving.inspect("alertmanager", "{{json .NetworkSettings.Networks}}")))
+    host = run(
+        ["docker", "network", "inspect", "-f", "{{(index .IPAM.Config 0).Gateway}}", name]
+    ).stdout.strip()
+    with webhook() as (port, told):
+        serving.variables["ALERT_WEBHOOK"] = f"http://{host}:{port}/alerts"
+        try:
+            await asyncio.to_thread(serving.must, "up", "-d", "--no-build", "--no-deps", "alertmanager")
+            await asyncio.to_thread(serving.must, "stop", "batcher")
+            await wait_until(lambda: "NoActiveBatcher" in told, SETTLED_S)
+        finally:
+            del serving.variables["ALERT_WEBHOOK"]

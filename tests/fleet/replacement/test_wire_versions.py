@@ -1,0 +1,92 @@
+"""Two releases side by side: processes of the last one and of this one serve one pool, in every mix."""
+
+import asyncio
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from benchmarks.client import Stream
+from common.broker.committed import logged_messages
+from common.broker.keys import Keys
+from common.messages.codec import decode
+from common.messages.events import Events
+from deploy.launcher.embedded_broker import Broker
+from tests.support.releases.last_release import LAST_RELEASE, unpack
+from tests.support.releases.mixed_pool import expected_ids, mixed_pool
+from tests.support.source_tree import ROOT
+from tests.support.waiting import wait_until
+
+OLD, NEW = "old", "new"
+MIXES = [*itertools.product((OLD, NEW), repeat=3)]
+NUM_STREAMS, NUM_TOKENS, STEP_MS = 6, 500, 20
+PROMPTS = [f"number {number}, and what follows it" for number in range(NUM_STREAMS)]
+
+
+@pytest.fixture(scope="module")
+def releases() -> Iterator[dict[str, Path]]:
+    """Return the roots of both releases."""
+    with tempfile.TemporaryDirectory() as directory:
+        old = unpack(Path(directory))
+        if old is None:
+            pytest.skip(f"this checkout lacks the last release, {LAST_RELEASE}: `git fetch --unshallow`")
+        yield {OLD: old, NEW: ROOT}
+
+
+def other(release: str) -> str:
+    return NEW if release == OLD else OLD
+
+
+@pytest.mark.slow  # five processes that nothing has forked start for each mix
+@pytest.mark.parametrize(("gateway", "batcher", "worker"), MIXES)
+async def test_streams_outlive_a_worker_and_a_batcher_in_every_mix(
+    broker: Broker, redis: Redis, releases: dict[str, Path], gateway: str, batcher: str, worker: str
+) -> None:
+    """The rows of a killed worker resume on a worker of the other release; a standby of the other release
+    takes over from a killed batcher.
+    """
+    async with mixed_pool(broker.url, f"mix-{gateway}-{batcher}-{worker}", STEP_MS) as pool:
+        pool.start("batcher", "b0", releases[batcher])
+        pool.start("gateway", "g0", releases[gateway])
+        for name, release in (("w0", worker), ("w1", other(worker))):
+            pool.start("worker", name, releases[release])
+        await pool.ready(num_workers=2)
+        pool.start("batcher", "b1", releases[other(batcher)])
+        await pool.stands_by("b1")
+        answers = [Stream() for _ in PROMPTS]
+        async with asyncio.TaskGroup() as clients:
+            for prompt, answer in zip(PROMPTS, answers, strict=True):
+                clients.create_task(pool.ask(prompt, NUM_TOKENS, answer))
+            await go_on(answers)
+            assert not await written_columns(redis, Keys(pool.pool)), "one batcher is of the last release"
+            for victim in ("w0", "b0"):
+                await go_on(answers)
+                pool.kill(victim)
+            await go_on(answers)
+        check(answers)
+
+
+async def go_on(answers: list[Stream]) -> None:
+    """Wait until each stream has shown some more tokens, and none has ended."""
+    before = [len(answer.frames) for answer in answers]
+    await wait_until(
+        lambda: all(len(answer.frames) > count + 5 for answer, count in zip(answers, before, strict=True))
+    )
+    assert all(len(answer.frames) < NUM_TOKENS for answer in answers), "tokens come as they are generated"
+
+
+async def written_columns(redis: Redis, keys: Keys) -> list[Events]:
+    """Return the messages in logs that readers of the last release misread."""
+    names = [name.decode() for name in await redis.zrange(keys.workers, 0, -1)]
+    entries = [fields for name in names for _, fields in await redis.xrange(keys.log(name), min="1")]
+    logged = [decode(Events, message) for fields in entries for message in logged_messages(fields)]
+    assert any(one.tokens for one in logged)
+    return [one for one in logged if one.columns]
+
+
+def check(answers: list[Stream]) -> None:
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.ids == expected_ids(prompt, NUM_TOKENS)

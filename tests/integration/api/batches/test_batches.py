@@ -1,0 +1,260 @@
+"""Files and batches, through the unmodified `openai` package."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from common.messages.request import Generate
+from deploy.cli.batch.run import main as batch_command
+from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateways import answering, ready, serving
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+
+CHAT: Any = "/v1/chat/completions"
+NUM_LINES = 160
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def answer(request: Generate) -> Answer:
+    """An answer that depends on the prompt."""
+    return Answer(ids(f" one two {len(request.prompt_ids)}"))
+
+
+def chat_line(number: int, **fields: Any) -> dict[str, Any]:
+    chat = {"messages": [{"role": "user", "content": "Count. " * (number + 1)}], "max_tokens": 20}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": chat | fields}
+
+
+def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def openai_client(client: httpx.AsyncClient, tenant: str = "acme") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{client.base_url}/v1",
+        api_key="none",
+        default_headers={"x-tenant": tenant},
+        max_retries=0,
+    )
+
+
+async def run_batch(
+    client: openai.AsyncOpenAI, content: bytes, endpoint: Any = CHAT, window: Any = "24h"
+) -> Any:
+    """The batch of this input, when it has ended."""
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window=window, metadata={"a": "b"}
+    )
+    return await ended(client, batch.id)
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async def has_ended() -> bool:
+        return (await client.batches.retrieve(batch_id)).status in ENDED
+
+    await wait_until(has_ended)
+    return await client.batches.retrieve(batch_id)
+
+
+async def lines(client: openai.AsyncOpenAI, file_id: str) -> list[Any]:
+    content = await client.files.content(file_id)
+    return [json.loads(line) for line in content.text.splitlines()]
+
+
+async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(broker: Broker, tmp_path: Path) -> None:
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
+        client = openai_client(http)
+        wrong = chat_line(40, temperature=-1)
+        batch = await run_batch(client, jsonl([*(chat_line(number) for number in range(40)), wrong]))
+        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
+        single = (await http.post(CHAT, json=chat_line(3)["body"])).json()
+        assert {one.class_name for one in worker.seen[:40]} == {"batch"}
+        assert {one.tenant for one in worker.seen[:40]} == {"acme"}
+        left = [key.decode() for key in await worker.redis.keys("*job:*")]
+    assert batch.status == "completed" and batch.metadata == {"a": "b"}
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        41,
+        40,
+        1,
+    )
+    assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(40)]
+    assert output[3]["response"]["body"]["choices"] == single["choices"]
+    assert (output[3]["response"]["status_code"], output[3]["error"]) == (200, None)
+    assert [line["custom_id"] for line in errors] == ["line-40"]
+    assert errors[0]["response"]["status_code"] == 400
+    assert errors[0]["response"]["body"]["error"]["param"] == "temperature"
+    assert left == [], "what is committed leaves Redis"
+
+
+async def test_completions_and_their_errors(broker: Broker, tmp_path: Path) -> None:
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        bodies = [
+            {"prompt": "One", "max_tokens": 9},
+            {"prompt": ["One", "Two"]},
+            {"prompt": 1},
+            {"model": "no"},
+        ]
+        content = jsonl(
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+            for i, body in enumerate(bodies)
+        )
+        batch = await run_batch(client, content, "/v1/completions", "best_effort")
+        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
+        single = (await http.post("/v1/completions", json=bodies[0])).json()
+    assert batch.expires_at is None
+    assert output[0]["response"]["body"]["choices"] == single["choices"]
+    assert len(output[1]["response"]["body"]["choices"]) == 2
+    assert [line["response"]["status_code"] for line in errors] == [400, 404]
+
+
+async def test_a_faulty_input_fails_the_batch_with_all_its_faults(broker: Broker, tmp_path: Path) -> None:
+    content = jsonl([chat_line(0), chat_line(0), chat_line(1) | {"url": "/v1/embeddings"}]) + b"{no\n"
+    async with answering(broker.url, answer, files_dir=str(tmp_path), max_batch_lines=2) as (_, _, http):
+        client = openai_client(http)
+        batch = await run_batch(client, content)
+        long = await run_batch(client, jsonl(chat_line(number) for number in range(3)))
+    assert batch.status == "failed"
+    faults = [(fault.line, fault.code) for fault in batch.errors.data]
+    assert faults == [(2, "duplicate_custom_id"), (3, "mismatched_url"), (4, "invalid_json_line")]
+    assert [fault.code for fault in long.errors.data] == ["too_many_tasks"]
+
+
+async def test_a_batch_is_its_tenants(broker: Broker, tmp_path: Path) -> None:
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client, other = openai_client(http), openai_client(http, "other")
+        batch = await run_batch(client, jsonl([chat_line(0)]))
+        assert [one.id async for one in client.batches.list()] == [batch.id]
+        assert {one.id async for one in client.files.list()} == {batch.input_file_id, batch.output_file_id}
+        assert [one async for one in other.batches.list()] == []
+        assert [one async for one in other.files.list()] == []
+        for ask in (
+            other.batches.retrieve(batch.id),
+            other.batches.cancel(batch.id),
+            other.files.retrieve(batch.output_file_id),
+            other.files.delete(batch.output_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await ask
+        await client.files.delete(batch.output_file_id)
+        with pytest.raises(openai.NotFoundError):
+            await client.files.content(batch.output_file_id)
+
+
+@pytest.mark.slow
+async def test_a_cancelled_batch_keeps_what_was_answered(broker: Broker, tmp_path: Path) -> None:
+    def some(request: Generate) -> Answer:
+        return Answer(ids(" one two" * (1 if len(worker.seen) < 8 else 190)))
+
+    async with (
+        working(broker.url, TOKENIZER, some, 0.02) as worker,
+        serving(broker.url, files_dir=str(tmp_path), batch_window=4) as (gateway, http),
+    ):
+        await ready(gateway)
+        client = openai_client(http)
+        content = jsonl(chat_line(number, max_tokens=400) for number in range(30))
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        await wait_until(lambda: len(worker.seen) >= 10)
+        cancelled = await client.batches.cancel(batch.id)
+        assert cancelled.status == "cancelling"
+        batch = await ended(client, batch.id)
+        output = await lines(client, batch.output_file_id)
+        errors = await lines(client, batch.error_file_id)
+    assert batch.status == "cancelled"
+    assert [line["custom_id"] for line in output + errors] == [f"line-{number}" for number in range(30)]
+    assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
+
+
+async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
+    broker: Broker, tmp_path: Path
+) -> None:
+    """The gateway that writes the batch ends again and again; each line is once in the output."""
+    content = jsonl(chat_line(number) for number in range(NUM_LINES))
+    options: dict[str, Any] = {"files_dir": str(tmp_path), "batch_window": 16}
+    async with working(broker.url, TOKENIZER, answer, 0.002) as worker:
+        async with serving(broker.url, name="g0", **options) as (gateway, http):
+            await ready(gateway)
+            client = openai_client(http)
+            undisturbed = await run_batch(client, content)
+            expected = (await client.files.content(undisturbed.output_file_id)).text
+            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            seen = len(worker.seen)
+            await wait_until(lambda: len(worker.seen) > seen + NUM_LINES // 8)
+        for number in range(1, 4):
+            async with serving(broker.url, name=f"g{number}", **options) as (gateway, http):
+                await ready(gateway)
+                seen = len(worker.seen)
+                await wait_until(lambda seen=seen: len(worker.seen) > seen + NUM_LINES // 8)  # type: ignore[misc]
+        async with serving(broker.url, name="last", **options) as (gateway, http):
+            client = openai_client(http)
+            ended_batch = await ended(client, batch.id)
+            output = (await client.files.content(ended_batch.output_file_id)).text
+        asked = [one.request_id for one in worker.seen]
+    assert len(asked) == len(set(asked)) == 2 * NUM_LINES, "nothing is computed twice"
+    times = {json.loads(text.splitlines()[0])["response"]["body"]["created"] for text in (output, expected)}
+    first, second = (
+        text.replace(one.id, "ID").replace(one.id.removeprefix("batch_"), "ID")
+        for text, one in ((output, ended_batch), (expected, undisturbed))
+    )
+    for created in times:
+        first, second = (text.replace(f'"created":{created}', '"created":0') for text in (first, second))
+    assert first == second
+
+
+async def test_files_have_limits(broker: Broker, tmp_path: Path) -> None:
+    async with answering(
+        broker.url, answer, files_dir=str(tmp_path), max_file_bytes=9_000_000, max_files=2
+    ) as (_, _, http):
+        client = openai_client(http)
+        large = b"x" * 8_999_999 + b"\n"
+        file = await client.files.create(file=("a.jsonl", large), purpose="batch")
+        assert (file.bytes, file.filename, file.purpose) == (9_000_000, "a.jsonl", "batch")
+        assert (await client.files.content(file.id)).content == large
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.files.create(file=("a.jsonl", large + b"x"), purpose="batch")
+        assert refused.value.status_code == 413
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            await client.files.create(file=("a.jsonl", b"x"), purpose="no")  # type: ignore[arg-type]
+        kept = await client.files.create(
+            file=("b.txt", b"x"),
+            purpose="user_data",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert kept.expires_at == kept.created_at + 3600
+        with pytest.raises(openai.BadRequestError, match="MAX_FILES"):
+            await client.files.create(file=("c.txt", b"x"), purpose="user_data")
+        with pytest.raises(openai.BadRequestError, match="for user_data"):
+            await client.batches.create(input_file_id=kept.id, endpoint=CHAT, completion_window="24h")
+        page = await client.files.list(limit=1)
+        assert [one.id for one in page.data] == [kept.id] and page.has_more
+        assert len(list(Path(tmp_path).rglob("*.json"))) == 2
+
+
+async def test_without_a_place_there_are_no_files(broker: Broker) -> None:
+    async with answering(broker.url, answer) as (_, _, http):
+        response = await http.get("/v1/files")
+    assert response.status_code == 501 and "FILES_DIR" in response.json()["error"]["message"]
+
+
+async def test_the_command_answers_a_file(broker: Broker, tmp_path: Path) -> None:
+    """`tokenfleet batch run` exits with 1 if a request has failed, and writes both files."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl([chat_line(0), chat_line(1, temperature=-1), chat_line(2)]))
+    async with answering(broker.url, answer, files_dir=f"{tmp_path}/files") as (_, _, http):
+        words = ["run", "-i", str(source), "-o", str(output), "--url", str(http.base_url)]
+        code = await asyncio.to_thread(batch_command, words)
+    found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
+    failed = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+    assert (code, found) == (1, ["line-0", "line-2"])
+    assert [json.loads(line)["custom_id"] for line in failed] == ["line-1"]

@@ -1,0 +1,130 @@
+"""A release: one version everywhere, a wheel with all files, an archive that the stack starts from, and
+workflows whose actions nobody can exchange.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PACKAGES = ("api", "batcher", "common", "deploy", "gpu_worker")
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+IS_CHECKOUT = (ROOT / ".git").exists()
+
+
+def release(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", ROOT / "deploy/release.sh", *words], env=os.environ | variables, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a release has."""
+    if not IS_CHECKOUT:
+        pytest.skip("a release is made of a checkout")
+    folder = tmp_path_factory.mktemp("release")
+    own = {
+        "PYTHON": sys.executable,
+        "PIP_FLAGS": "--no-build-isolation --no-index",
+        "REGISTRY": "example.org/us",
+    }
+    done = release("files", folder, **own)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_there_is_one_version() -> None:
+    chart = yaml.safe_load((ROOT / "deploy/kubernetes/chart/Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == VERSION
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == VERSION
+    assert release("version", f"v{VERSION}").stdout == f"version={VERSION}\n"
+    refused = release("version", "v99")
+    assert refused.returncode == 1 and f"pyproject.toml's version is {VERSION}" in refused.stderr
+
+
+def test_the_wheel_has_every_file_and_runs(files: Path, tmp_path: Path) -> None:
+    [wheel] = files.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    listed = subprocess.run(
+        ["git", "ls-tree", "-r", "--name-only", "HEAD", *PACKAGES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    needed = {
+        name for name in listed.stdout.split() if not name.startswith("deploy/") or name.endswith(".py")
+    }
+    assert {name for name in needed if not (tmp_path / name).exists()} == set()
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "deploy.cli", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.stdout == f"tokenfleet {VERSION}\n", done.stderr
+
+
+def test_the_stack_starts_from_its_archive(files: Path, tmp_path: Path) -> None:
+    [archive] = files.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    [folder] = tmp_path.iterdir()
+    mounted = {
+        re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", volume.rsplit(":", 2)[0])
+        for service in COMPOSE["services"].values()
+        for volume in service.get("volumes", ())
+        if "./" in volume
+    }
+    assert len(mounted) > 5
+    assert {path for path in mounted if not (folder / path).exists()} == set()
+    assert (folder / "deploy/make_secrets.sh").exists()
+    images = dict(line.split("=") for line in (folder / ".env").read_text().splitlines())
+    ours = {service["image"] for service in COMPOSE["services"].values() if "build" in service}
+    assert {f"${{{name}:-{image.split('/')[-1].split(':')[0]}}}" for name, image in images.items()} == ours
+    assert all(
+        image.startswith("example.org/us/") and image.endswith(f":{VERSION}") for image in images.values()
+    )
+
+
+def test_sums_are_those_of_the_files(files: Path) -> None:
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=files, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stderr
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
+def test_actions_are_pinned_and_have_few_rights(path: Path) -> None:
+    used = re.findall(r"uses: (\S+)(.*)", path.read_text())
+    for name, version in used:
+        assert name.startswith("./") or (
+            re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) and re.fullmatch(r" # v\d+\.\d+\.\d+", version)
+        ), name
+    workflow: dict[str, Any] = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert "uses" in job or job["timeout-minutes"]
+
+
+def test_images_are_published_with_sbom_and_provenance() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    steps = {
+        step["uses"].split("@")[0]: step.get("with", {}) for step in jobs["images"]["steps"] if "uses" in step
+    }
+    build = steps["docker/build-push-action"]
+    assert build["sbom"] is True and build["provenance"] == "mode=max" and build["push"] is True
+    assert steps["actions/attest-build-provenance"]["push-to-registry"] is True
+    built = {one["image"] for one in jobs["images"]["strategy"]["matrix"]["include"]}
+    assert built == {"tokenfleet", "tokenfleet-worker", "tokenfleet-worker-cpu"}
+    for one in jobs["images"]["strategy"]["matrix"]["include"]:
+        assert (ROOT / one["file"]).exists()

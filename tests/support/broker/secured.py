@@ -1,0 +1,94 @@
+"""Debian's Redis as a company runs it: a primary, a replica and a sentinel, with TLS to and between them,
+clients' certificates, and a user for each kind of client.
+"""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import redis
+
+from common.broker import acl
+from tests.support import brokers
+from tests.support.broker.sentinels import SERVICE, Watched, end_with, watches
+from tests.support.broker.tls import make_certificate
+from tests.support.machine.ports import free_port
+from tests.support.waiting import wait_until_sync
+
+SERVER = Path("/usr/bin/redis-server")
+PASSWORD = "p@ss"
+WATCH_PASSWORD = "watch"
+ALL = """
+bind 127.0.0.1
+port 0
+tls-port {port}
+tls-cert-file {certificate}
+tls-key-file {key}
+tls-ca-cert-file {certificate}
+tls-auth-clients yes
+tls-replication yes
+dir {folder}
+"""
+BROKER = """
+aclfile users.acl
+masteruser replica
+masterauth {password}
+appendonly yes
+save ""
+repl-diskless-sync-delay 0
+"""
+SENTINEL = """
+requirepass {watch_password}
+sentinel monitor {service} 127.0.0.1 {primary} 1
+sentinel auth-user {service} sentinel
+sentinel auth-pass {service} {password}
+sentinel down-after-milliseconds {service} 1000
+sentinel failover-timeout {service} 10000
+"""
+
+
+@contextlib.contextmanager
+def secured() -> Iterator[Watched]:
+    """Yield a watched service whose URL has the user `fleet`. Skips the test where Redis is not installed."""
+    if not SERVER.exists():
+        pytest.skip(f"there is no {SERVER}")
+    with TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        certificate, key = make_certificate(folder)
+        trust = f"ssl_ca_certs={certificate}&ssl_certfile={certificate}&ssl_keyfile={key}"
+        first, second, own = free_port(), free_port(), free_port()
+        shared = {"certificate": certificate, "key": key, "password": PASSWORD, "service": SERVICE}
+        shared |= {"watch_password": WATCH_PASSWORD, "primary": first}
+
+        def start(port: int, text: str, *options: str) -> subprocess.Popen[bytes]:
+            place = folder / str(port)
+            place.mkdir()
+            (place / "users.acl").write_text(users())
+            config = place / "redis.conf"
+            config.write_text((ALL + text).format(port=port, folder=place, **shared))
+            process = brokers.spawn([str(SERVER), str(config), *options], {})
+            end_with(stack, process)
+            wait_until_sync(lambda: process.poll() is not None or answers(port, trust))
+            return process
+
+        primary = start(first, BROKER)
+        start(second, BROKER, "--replicaof", "127.0.0.1", str(first))
+        start(own, SENTINEL, "--sentinel")
+        with redis.Redis.from_url(f"rediss://:{WATCH_PASSWORD}@127.0.0.1:{own}?{trust}") as sentinel:
+            wait_until_sync(lambda: watches(sentinel))
+        (folder / "password").write_text(f"{PASSWORD}\n")
+        options = f"{trust}&sentinel_password={WATCH_PASSWORD}&password_file={folder}/password"
+        yield Watched(f"rediss+sentinel://{acl.FLEET}@127.0.0.1:{own}/{SERVICE}?{options}", primary)
+
+
+def users() -> str:
+    """An ACL file: what `tokenfleet doctor --acl` prints, with passwords; nobody else may do anything."""
+    lines = [f"user {kind} on >{PASSWORD} {' '.join(acl.rules(kind, ['default']))}" for kind in acl.USERS]
+    return "\n".join(["user default off", *lines, ""])
+
+
+def answers(port: int, trust: str) -> bool:
+    return brokers.answers(f"rediss://127.0.0.1:{port}?{trust}")

@@ -1,0 +1,60 @@
+"""An engine of a tiny model that sees, prompts for it, and what `generate` answers to them."""
+
+from pathlib import Path
+from typing import Any
+
+from common.settings.settings import Settings
+from gpu_worker.engine.engine import Engine
+from tests.support.engine.batch_player import Player
+from tests.support.engine.pictures.models import SeeingModel, SeenPrompt, SettledEngine, picture, save
+
+NEW_TOKENS = 12
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_bytes": 2**23,
+    "max_batch_prefill_tokens": 64,
+    "block_size": 16,
+    "debug_kv": True,
+    "threads": 1,
+}
+
+
+class Seeing:
+    """A tiny model, an engine of it, prompts and their answers."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.model = save(folder, name)
+        self.engine: Any = self.start()
+        self.prompts = prompts_of(self.model)
+        self.answers = {row: self.model.generate(prompt, NEW_TOKENS) for row, prompt in self.prompts.items()}
+
+    def start(self, **settings: Any) -> SettledEngine:
+        """Another engine of the model."""
+        return SettledEngine(Engine(Settings(model_id=str(self.model.folder), **SETTINGS | settings)))
+
+    def player(self, prefill_tokens: int = 1000) -> Player:
+        free = list(range(1, self.engine.ready.num_blocks + 1))
+        return Player(self.engine, free, prefill_tokens, until=self.engine.rows.step)
+
+    def play(self, rows: dict[int, SeenPrompt], prefill_tokens: int = 1000) -> dict[int, list[int]]:
+        played = self.player(prefill_tokens)
+        return played.run(
+            [
+                played.start(row, prompt.ids, NEW_TOKENS, pictures=prompt.pictures, ignore_eos=True)
+                for row, prompt in rows.items()
+            ]
+        )
+
+    def pictures_after(self, prompt: SeenPrompt, num_cached: int) -> list[tuple[int, int, str, bytes]]:
+        """As an agent gives them."""
+        after = [one for one in prompt.pictures if one[0] + one[1] > num_cached]
+        return prompt.pictures if self.engine.ready.all_pictures else after
+
+
+def prompts_of(model: SeeingModel) -> dict[int, SeenPrompt]:
+    return {
+        0: model.prompt([5, 6, 7], picture(1), [8, 9, 10, 11, *range(60, 95)]),
+        1: model.prompt([*range(20, 50)]),
+        2: model.prompt([12] * 9, picture(2, 64, 30), [13, 14], picture(3, 33, 33), [15]),
+        3: model.prompt([4, 3], picture(1), [16, 17, 18]),
+    }

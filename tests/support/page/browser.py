@@ -1,0 +1,37 @@
+"""A real browser for tests of the page, and what every page must keep to."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+LAPTOP = {"width": 1400, "height": 900}
+
+
+@contextlib.contextmanager
+def browsing() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, **context_options: Any) -> Iterator[Page]:
+    """A page. In the end it must not have logged an error or a violation of the Content Security Policy."""
+    context = browser.new_context(**{"viewport": LAPTOP} | context_options)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "console",
+        lambda message: errors.append(message.text) if "Content Security Policy" in message.text else None,
+    )
+    page.goto(url)
+    yield page
+    context.close()
+    assert not errors

@@ -1,0 +1,58 @@
+"""A gateway of a model that sees pictures, with a scripted worker; and pictures for it."""
+
+import base64
+import contextlib
+import io
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+
+from api.lifecycle import Gateway
+from api.prompts.tokenizer import ModelTokenizer
+from common.messages.request import Generate
+from common.pictures.layout import Size
+from tests.support.fleet.gateways import ready, serving
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+
+
+def png(size: Size = (20, 30), color: str = "red", kind: str = "PNG") -> bytes:
+    """The file of a picture of one colour."""
+    target = io.BytesIO()
+    Image.new("RGB", (size[1], size[0]), color).save(target, kind)
+    return target.getvalue()
+
+
+def data_url(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def image_part(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def user(*content: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat: one of the user, whose parts are texts or pictures."""
+    parts = [{"type": "text", "text": one} if isinstance(one, str) else one for one in content]
+    return [{"role": "user", "content": parts}]
+
+
+@contextlib.asynccontextmanager
+async def showing(
+    url: str,
+    folder: Path,
+    answer: Answer | Callable[[Generate], Answer],
+    sees: bool = True,
+    **settings: Any,
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
+    """A worker that gives this answer, and a gateway with the tokenizer in a folder."""
+    scripted = answer if callable(answer) else lambda _: answer
+    tokenizer = ModelTokenizer.load(folder)
+    async with (
+        working(url, tokenizer.backend, scripted, sees=sees) as worker,
+        serving(url, tokenizer=tokenizer, **settings) as (gateway, client),
+    ):
+        await ready(gateway)
+        yield worker, gateway, client

@@ -1,0 +1,77 @@
+"""A gateway of a tiny encoder, with a scripted worker that computes what transformers does."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from tokenizers import Tokenizer
+
+from api.lifecycle import Gateway
+from api.requests.pool import load_tokenizer
+from common.messages.records import pack_floats, unpack_ids
+from common.messages.request import Generate
+from common.settings.settings import Settings
+from tests.support.fleet.gateways import ready, serving
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, Live, at_work
+
+NOTHING = Answer([], ends=False)
+
+
+class VectorRow(Live):
+    """A request that ends with its vector, and without a token."""
+
+    def __init__(self, entry_id: bytes, request: Generate, tokenizer: Tokenizer, model: Any) -> None:
+        super().__init__(entry_id, request, NOTHING, tokenizer)
+        self.model = model
+
+    @property
+    def reason(self) -> str | None:
+        return "cancelled" if self.cancelled else "length"
+
+    @property
+    def logits(self) -> bytes:
+        return pack_floats(pooled(self.model, self.request).flatten().tolist())
+
+
+@torch.inference_mode()
+def pooled(model: Any, request: Generate) -> torch.Tensor:
+    """Scores of a classifier, else the mean of the hidden states, or all of these: float32 [..., size]"""
+    ids, pooling = unpack_ids(request.prompt_ids), request.pooling
+    assert pooling is not None
+    start = pooling.pair_start or len(ids)
+    types = torch.tensor([[int(place >= start) for place in range(len(ids))]])
+    output = model(input_ids=torch.tensor([ids]), token_type_ids=types)
+    if "logits" in output:
+        return output.logits[0]  # type: ignore[no-any-return]
+    states: torch.Tensor = output.last_hidden_state[0]
+    return states if pooling.each_token else states.mean(0)
+
+
+class VectorWorker(FakeWorker):
+    """Ends each request with its vector."""
+
+    def __init__(self, url: str, tokenizer: Tokenizer, model: Any, pooling: str, pool: str) -> None:
+        super().__init__(url, tokenizer, lambda _: NOTHING, pool=pool)
+        self.model = model
+        self.pooling = pooling
+
+    def row(self, entry_id: bytes, request: Generate) -> Live:
+        return VectorRow(entry_id, request, self.tokenizer, self.model)
+
+
+@contextlib.asynccontextmanager
+async def pooling_gateway(
+    url: str, folder: Path, model: Any, pooling: str = "embed", pool: str = "default", **settings: Any
+) -> AsyncIterator[tuple[VectorWorker, Gateway, httpx.AsyncClient]]:
+    """A worker of this model, which lies in the folder, a gateway that is ready, and a client."""
+    known = {"model_id": str(folder), "served_model_name": ("tiny",), "pool": pool, **settings}
+    tokenizer = load_tokenizer(Settings(**known))
+    async with (
+        at_work(VectorWorker(url, tokenizer.backend, model, pooling, pool)) as worker,
+        serving(url, tokenizer=tokenizer, **known) as (gateway, client),
+    ):
+        await ready(gateway)
+        yield worker, gateway, client

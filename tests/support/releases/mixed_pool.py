@@ -1,0 +1,103 @@
+"""A pool whose processes are of two releases, without launcher; its workers have no model."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from zlib import crc32
+
+import httpx
+
+from benchmarks.client import Stream, stream
+from common.messages.records import pack_ids
+from tests.support.chaos.engine import STEP_MS, extend, id_of
+from tests.support.machine.ports import free_port
+from tests.support.tokenizer import ids
+from tests.support.waiting import wait_until
+
+MODULES = {"gateway": "api", "batcher": "batcher", "worker": "tests.support.chaos.worker"}
+SETTINGS = {"HEARTBEAT_S": "0.2", "WORKER_TTL_S": "2", "HOSTNAME": "127.0.0.1", "MAX_BATCH_SIZE": "32"}
+
+
+@dataclass
+class MixedPool:
+    """Processes of one pool. `release` of each is the root of its files.
+
+    Attributes:
+        running: processes by name.
+    """
+
+    url: str
+    pool: str
+    step_ms: int
+    port: int = field(default_factory=free_port)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, kind: str, name: str, release: Path, **settings: str) -> None:
+        own = {"REDIS_URL": self.url, "POOL": self.pool, "PORT": str(self.port), STEP_MS: str(self.step_ms)}
+        names = {"PROCESS_NAME": name, "PARENT_PID": str(os.getpid()), "PYTHONPATH": str(release)}
+        command = [sys.executable, "-P", "-m", MODULES[kind]]
+        self.running[name] = subprocess.Popen(
+            command, env=os.environ | SETTINGS | own | names | settings, cwd=release, stdin=subprocess.DEVNULL
+        )
+
+    def kill(self, name: str) -> None:
+        process = self.running.pop(name)
+        process.kill()
+        process.wait()
+
+    async def ready(self, num_workers: int) -> None:
+        """Wait until the gateway serves and the batcher has this many workers."""
+        async with httpx.AsyncClient() as client:
+
+            async def is_ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(f"{self.base_url}/health")).status_code == 200:
+                        found = (await client.get(f"{self.base_url}/fleet")).json()["processes"]
+                        return bool(sum(one["kind"] == "worker" for one in found) == num_workers)
+                return False
+
+            await wait_until(is_ready)
+
+    async def stands_by(self, name: str) -> None:
+        """Wait until a batcher has a heartbeat."""
+        async with httpx.AsyncClient() as client:
+
+            async def is_there() -> bool:
+                found = (await client.get(f"{self.base_url}/fleet")).json()["processes"]
+                return any(one["id"].startswith(f"{name}-") for one in found)
+
+            await wait_until(is_there)
+
+    async def ask(self, prompt: str, num_tokens: int, answer: Stream) -> None:
+        body = {"inputs": prompt, "parameters": {"max_new_tokens": num_tokens}}
+        await stream(f"{self.base_url}/generate_stream", body, answer)
+
+
+@contextlib.asynccontextmanager
+async def mixed_pool(url: str, pool: str, step_ms: int) -> AsyncIterator[MixedPool]:
+    """A pool without processes; those that are started are killed at the end."""
+    mixed = MixedPool(url, pool, step_ms)
+    try:
+        yield mixed
+    finally:
+        for name in [*mixed.running]:
+            mixed.kill(name)
+
+
+def expected_ids(prompt: str, num_tokens: int) -> Sequence[int]:
+    """Return what workers without a model answer."""
+    chains = accumulate(
+        range(num_tokens - 1),
+        lambda chain, _: extend(chain, id_of(chain)),
+        initial=crc32(pack_ids(ids(prompt))),
+    )
+    return [*map(id_of, chains)]

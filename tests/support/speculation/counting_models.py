@@ -1,0 +1,153 @@
+"""A model that knows the next token by the last one alone (a permutation of the vocabulary), and heads for it
+that are always right.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.engine import tiny_models
+from tests.support.engine.tiny_models import LLAMA
+
+SIZE = 64
+"""Of the vocabulary and of hidden states."""
+COUNTING = LLAMA | {"vocab_size": SIZE, "hidden_size": SIZE}
+
+
+def permutation() -> torch.Tensor:
+    """int64 [SIZE]: what follows each token; one cycle without the ids that end a row."""
+    follows = torch.arange(SIZE).roll(-1)
+    follows[SIZE - 1] = 3
+    return follows
+
+
+def matrix(power: int = 1) -> torch.Tensor:
+    """float32 [SIZE, SIZE]: of a one-hot vector of a token → scores, highest for what follows it."""
+    token = torch.arange(SIZE)
+    for _ in range(power):
+        token = permutation()[token]
+    scores = torch.zeros(SIZE, SIZE)
+    scores[token, torch.arange(SIZE)] = 1.0
+    return scores
+
+
+def save_counting_model(folder: Path, **sizes: Any) -> Any:
+    """Its layers add nothing; embeddings are one-hot."""
+    model = tiny_models.save(folder, "Llama", COUNTING | sizes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(SIZE))
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight.copy_(matrix())
+    model.save_pretrained(folder)
+    return model
+
+
+def save_heads(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def medusa_tensors(
+    hidden: int, vocab: int, num_heads: int, vllm: bool = False, layers: int = 1
+) -> dict[str, torch.Tensor]:
+    """Random heads, as Medusa and TGI name them, or as vLLM does."""
+    torch.manual_seed(5)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(num_heads):
+        for layer in range(layers):
+            name = f"blocks.{head}.layers.{layer}" if vllm else f"{head}.{layer}.linear"
+            tensors[f"{name}.weight"] = torch.randn(hidden, hidden) * 0.2
+            tensors[f"{name}.bias"] = torch.randn(hidden) * 0.2
+        last = f"lm_heads.{head}" if vllm else f"{head}.{layers}"
+        tensors[f"{last}.weight"] = torch.randn(vocab, hidden) * 0.2
+    return tensors
+
+
+def mlp_tensors(hidden: int, inner: int, vocab: int, num_heads: int, tied: bool) -> dict[str, torch.Tensor]:
+    """Random weights of an MLP speculator."""
+    torch.manual_seed(6)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(1 if tied else num_heads):
+        tensors[f"speculator.emb.{head}.weight"] = torch.randn(vocab, inner)
+        tensors[f"speculator.head.{head}.weight"] = torch.randn(vocab, inner) * 0.2
+        tensors[f"speculator.ln.{head}.weight"] = torch.rand(inner) + 0.5
+        tensors[f"speculator.ln.{head}.bias"] = torch.randn(inner) * 0.2
+    for head in range(min(2, num_heads) if tied else num_heads):
+        tensors[f"speculator.proj.{head}.weight"] = torch.randn(inner, inner if head else hidden) * 0.2
+    return tensors
+
+
+def eagle_tensors(hidden: int, inner: int, vocab: int, kv: int = 32) -> dict[str, torch.Tensor]:
+    """A random layer with a vocabulary of its own of `vocab` tokens; its K and V have `kv` numbers."""
+    torch.manual_seed(7)
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, hidden),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "lm_head": (vocab, hidden),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    return tensors | {f"{name}.weight": torch.rand(hidden) + 0.5 for name in norms}
+
+
+def counting_eagle_tensors() -> dict[str, torch.Tensor]:
+    """The layer that is always right about the counting model: its MLP turns a one-hot vector of a token into
+    that of the token after it.
+    """
+    tensors = eagle_tensors(SIZE, SIZE, SIZE)
+    eye = torch.eye(SIZE)
+    hot = SIZE**0.5
+    gated = hot * float(torch.nn.functional.silu(torch.tensor(hot)))
+    tensors |= {
+        "fc.weight": torch.cat((eye, torch.zeros(SIZE, 2 * SIZE)), 1),
+        "midlayer.self_attn.o_proj.weight": torch.zeros(SIZE, SIZE),
+        "midlayer.mlp.gate_proj.weight": eye.clone(),
+        "midlayer.mlp.up_proj.weight": eye.clone(),
+        "midlayer.mlp.down_proj.weight": (matrix() - eye) / gated,
+        "lm_head.weight": matrix(),
+    }
+    return {name: torch.ones_like(one) if "norm" in name else one for name, one in tensors.items()}
+
+
+def right_heads(num_heads: int) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Of each kind the config and the weights of heads that are always right about the counting model."""
+    zeros, eye = torch.zeros(SIZE, SIZE), torch.eye(SIZE)
+    medusa = {
+        f"{head}.{name}": tensor.clone()
+        for head in range(num_heads)
+        for name, tensor in {
+            "0.linear.weight": zeros,
+            "0.linear.bias": torch.zeros(SIZE),
+            "1.weight": matrix(head + 2),
+        }.items()
+    }
+    mlp = {
+        f"speculator.{name}": tensor.clone()
+        for head in range(num_heads)
+        for name, tensor in {
+            f"emb.{head}.weight": eye,
+            f"proj.{head}.weight": zeros,
+            f"head.{head}.weight": matrix(),
+            f"ln.{head}.weight": torch.ones(SIZE),
+            f"ln.{head}.bias": torch.zeros(SIZE),
+        }.items()
+    }
+    sizes = {"emb_dim": SIZE, "inner_dim": SIZE, "vocab_size": SIZE}
+    return {
+        "medusa": ({"medusa_num_heads": num_heads, "medusa_num_layers": 1}, medusa),
+        "mlp": ({"model_type": "mlp_speculator", "n_predict": num_heads} | sizes, mlp),
+    }

@@ -1,0 +1,90 @@
+"""The registry of adapters: what each change leaves, and that none of two changes at once is lost."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from common.adapters.registry import (
+    MAX_ADAPTERS,
+    AdapterChangeError,
+    AdapterRegistry,
+    change_registry,
+    read_registry,
+)
+from common.broker.pool_client import PoolClient
+from common.messages.adapters import LEAVING, LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
+from common.messages.codec import decode, encode
+from tests.support.broker_state import KEYS
+
+SQL, NEWER = PoolAdapter("sql", "/sql", "a" * 64), PoolAdapter("sql", "/newer", "b" * 64)
+EMPTY = AdapterRegistry()
+
+
+def states(registry: AdapterRegistry) -> dict[str, str]:
+    return {key: one.state for key, one in registry.adapters.items()}
+
+
+def test_requests_get_an_adapter_when_it_is_ready_and_then_no_other_of_its_name() -> None:
+    loading = EMPTY.with_loading(SQL, in_place=False)
+    assert loading.named("sql") is None
+    ready = loading.with_ready(SQL.key)
+    assert ready.named("sql") == replace(SQL, state=READY)
+    with pytest.raises(AdapterChangeError, match="'sql' is loaded already"):
+        ready.with_loading(NEWER, in_place=False)
+    both = ready.with_loading(NEWER, in_place=True)
+    assert both.named("sql") == ready.named("sql"), "until the new one is ready"
+    with pytest.raises(AdapterChangeError, match="'sql' is being loaded"):
+        both.with_loading(replace(NEWER, digest="c" * 64), in_place=True)
+    assert states(both.with_ready(NEWER.key)) == {SQL.key: LEAVING, NEWER.key: READY}
+    assert states(both.without_key(NEWER.key)) == {SQL.key: READY, NEWER.key: LEAVING}, "taken back"
+
+
+def test_an_adapter_of_the_settings_is_added_once() -> None:
+    seeded = EMPTY.seeded_with([SQL])
+    assert seeded.named("sql") is not None
+    unloaded = seeded.without_name("sql")
+    assert unloaded.seeded_with([SQL]).named("sql") is None, "an admin has unloaded it"
+    assert unloaded.seeded_with([NEWER]).named("sql") == replace(NEWER, state=READY)
+
+
+def test_a_registry_has_at_most_so_many_adapters() -> None:
+    full = EMPTY
+    for i in range(MAX_ADAPTERS):
+        full = full.put(replace(SQL, name=f"a{i}"))
+    with pytest.raises(AdapterChangeError, match=f"there are {MAX_ADAPTERS} adapters, which is the most"):
+        full.with_loading(SQL, in_place=False)
+    assert full.forgetting(["a0@" + "a" * 16]).with_loading(SQL, in_place=False)
+
+
+async def test_changes_at_once_are_all_kept(redis: Redis) -> None:
+    pool = PoolClient(redis, KEYS)
+    made = [replace(SQL, name=f"a{i}") for i in range(8)]
+
+    async def put(adapter: PoolAdapter) -> None:
+        await change_registry(pool, lambda found: found.put(adapter))
+
+    await asyncio.gather(*map(put, made))
+    found = await read_registry(pool)
+    assert {*found.adapters} == {one.key for one in made}
+    assert await change_registry(pool, lambda same: same) == found, "what changes nothing is not written"
+    assert await redis.pttl(KEYS.adapters) > 0
+
+
+async def test_what_another_program_wrote_is_no_adapter(redis: Redis) -> None:
+    pool = PoolClient(redis, KEYS)
+    await change_registry(pool, lambda found: found.seeded_with([SQL]))
+    await redis.hset(KEYS.adapters, "x@1", "nonsense")  # type: ignore[misc]
+    assert [*(await read_registry(pool)).adapters] == [SQL.key]
+
+
+def test_the_bytes_of_the_messages() -> None:
+    adapter = PoolAdapter("sql", "/s", "ab", READY, 8, "m", 5)
+    assert encode(adapter) == (
+        b"\x88\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05"
+    )
+    held = HeldAdapters(["sql@1"], [("b@2", 7, "why")])
+    assert decode(HeldAdapters, encode(held)) == held
+    assert (adapter.key, adapter_name(adapter.key), adapter_name("")) == ("sql@ab", "sql", "")
+    assert PoolAdapter("a", "b", "c").state == LOADING

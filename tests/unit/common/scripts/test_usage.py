@@ -1,0 +1,259 @@
+"""Usage: each committed token is counted once, and the prompt with the first; budgets of API keys."""
+
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker import batcher_scripts, request_scripts
+from common.broker.batcher_scripts import SavedRequest
+from common.broker.keys import USAGE, usage_hour, usage_month, usage_pending
+from common.broker.lua import load_script, run_script
+from common.broker.request_scripts import AdmitReply
+from common.broker.usage import Owner, Used, read_hours, read_months
+from common.broker.worker_scripts import FlushedCount
+from common.messages.events import terminal_for
+from common.messages.records import RECORD, pack_ids
+from common.messages.request import BeamParams, Generate, StoppingParams, UsageAccount
+from common.months import month_name
+from tests.support.scripts import KEYS, admit_request, create_logs, flush, flushed_end, publish_plan, save
+
+PRICED = UsageAccount("m", prompt_price=100, cached_price=10, output_price=1000)
+MOST = 2**31 - 1
+
+
+def request(
+    name: str = "r1", num_prompt: int = 20, account: UsageAccount = PRICED, key_id: str = "k"
+) -> Generate:
+    ids = pack_ids([1] * num_prompt)
+    stopping = StoppingParams(1000)
+    return Generate(
+        name, "d", ids, stopping, channel="ch", gateway="g", tenant="t", key_id=key_id, account=account
+    )
+
+
+async def admit(redis: Redis, asked: Generate) -> AdmitReply:
+    return await admit_request(redis, asked, b"x")
+
+
+async def start(redis: Redis, asked: Generate, number: int = 1) -> None:
+    """Admit a request and place it on the worker, which finds 16 tokens of its prompt cached."""
+    assert (await admit(redis, asked)).outcome == "admitted"
+    await create_logs(redis)
+    await publish_plan(redis, f"5-{number}", [(asked.request_id, 1, 0)])
+
+
+def records(number: int, first: int = 0) -> bytes:
+    return b"".join(RECORD.pack(first + i, -1.0) for i in range(number))
+
+
+async def used(redis: Redis) -> dict[Owner, Used]:
+    """What was used in this hour, which is what was used in this month."""
+    now = datetime.now(UTC)
+    hours = {row.owner: row.used for row in await read_hours(redis, now, now)}
+    assert hours == {row.owner: row.used for row in await read_months(redis, now, now)}
+    return hours
+
+
+async def total(redis: Redis) -> Used:
+    return sum((await used(redis)).values(), Used())
+
+
+async def end(redis: Redis, sequence: int, number: int, name: str = "r1", why: str = "length") -> None:
+    terminals = [flushed_end(terminal_for(name, why, number), records(number))]
+    assert await flush(redis, sequence, terminals=terminals) == ("OK", [])
+
+
+async def test_a_request_is_counted_at_its_end_with_its_prompt(redis: Redis) -> None:
+    await start(redis, request())
+    assert await used(redis) == {}
+    await end(redis, 1, 5)
+    await end(redis, 1, 5)
+    money = 4 * 100 + 16 * 10 + 5 * 1000
+    assert await used(redis) == {Owner("k", "t", "m"): Used(1, 20, 16, 5, 0, money)}
+
+
+async def test_spilled_tokens_are_counted_and_again_by_nobody(redis: Redis) -> None:
+    await start(redis, request())
+    for _ in range(2):
+        await flush(redis, 1, spills=[("r1", 0, records(3))])
+        assert (await total(redis)).generated == 3
+    await flush(redis, 2, spills=[("r1", 24, records(2, 3))])
+    await end(redis, 3, 9)
+    assert await total(redis) == Used(1, 20, 16, 9, 0, 4 * 100 + 16 * 10 + 9 * 1000)
+
+
+async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Redis) -> None:
+    await start(redis, request())
+    await flush(redis, 1, spills=[("r1", 0, records(3))])
+    for _ in range(2):
+        await save(redis, SavedRequest("r1", "w1", 1, 1, 24, records(4, 3)))
+        assert await total(redis) == Used(1, 20, 16, 7, 0, 4 * 100 + 16 * 10 + 7 * 1000)
+    await publish_plan(redis, "5-2", [("r1", 2, 7)])
+    call = batcher_scripts.finish(
+        KEYS, terminal_for("r1", "timeout", 7), records=b"", ttl_ms=1000, channel="", payload=b""
+    )
+    assert await run_script(redis, call)
+    assert (await total(redis)).generated == 7
+
+
+async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Redis) -> None:
+    """Each says how many it had so far; what its log had beyond is saved after its death."""
+    await start(redis, request())
+    count = FlushedCount("k", "r1", 1, 0, 6, num_speculated=2)
+    for sequence in (1, 2):
+        await flush(redis, sequence, counts=[count])
+        assert (await total(redis)).speculated == 2
+    await flush(redis, 3, counts=[count._replace(num_tokens=9, num_speculated=4)])
+    await save(redis, SavedRequest("r1", "w1", 1, 1, 0, records(12), num_speculated=1))
+    await publish_plan(redis, "5-2", [("r1", 2, 12)])
+    ended = flushed_end(terminal_for("r1", "length", 20), records(20))
+    ended = ended._replace(attempt=2, base=12, num_speculated=3)
+    await flush(redis, 4, terminals=[ended])
+    used_in_all = await total(redis)
+    assert (used_in_all.generated, used_in_all.speculated) == (20, 4 + 1 + 3)
+
+
+async def test_who_holds_a_request_no_more_counts_nothing(redis: Redis) -> None:
+    await start(redis, request())
+    await save(redis, SavedRequest("r1", "w1", 1, 1, 0, records(2)))
+    await flush(redis, 1, spills=[("r1", 0, records(50))], counts=[FlushedCount("k", "r1", 1, 0, 50)])
+    await end(redis, 2, 60)
+    assert (await total(redis)).generated == 2
+
+
+async def test_a_request_without_a_token_costs_nothing(redis: Redis) -> None:
+    await start(redis, request())
+    await end(redis, 1, 0, why="client")
+    assert await used(redis) == {}
+
+
+async def test_of_several_choices_one_pays_for_the_prompt(redis: Redis) -> None:
+    for i in range(3):
+        await start(redis, request(f"r{i}", account=replace(PRICED, pays_prompt=i == 0)), i + 1)
+        await end(redis, i + 1, 2, f"r{i}")
+    counted = await total(redis)
+    assert (counted.requests, counted.prompt, counted.cached, counted.generated) == (1, 20, 16, 6)
+
+
+async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(redis: Redis) -> None:
+    shown = replace(request(), num_shown=6)
+
+    async def offer() -> str:
+        call = request_scripts.offer(
+            KEYS,
+            shown,
+            made_by="w1",
+            made_in=1,
+            records=records(6),
+            prompt_records=b"",
+            num_cached=16,
+            reopen=False,
+            answer=b"",
+            reader=0,
+            connection=0,
+        )
+        return (await run_script(redis, call)).outcome
+
+    assert await offer() == "queued"
+    assert await offer() == "kept"
+    await create_logs(redis)
+    await end(redis, 1, 6)
+    assert await total(redis) == Used(1, 20, 16, 6, 0, 4 * 100 + 16 * 10 + 6 * 1000)
+
+
+async def test_usage_that_somebody_has_spoilt_keeps_no_token_from_its_client(redis: Redis) -> None:
+    await redis.set(usage_hour(int(time.time()) // 3600), "x")
+    await start(redis, request())
+    await end(redis, 1, 5)
+    assert await redis.hget(KEYS.request("r1"), "terminal") == b"length"  # type: ignore[misc]
+
+
+async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> None:
+    hour = usage_hour(int(time.time()) // 3600)
+    others: dict[Any, Any] = {f"a\n{i}\nm\nmoney": 1 for i in range(60_000)}
+    await redis.hset(hour, mapping=others)  # type: ignore[misc]
+    await start(redis, request())
+    await end(redis, 1, 5)
+    assert await redis.hget(hour, "\n*\n*\ngenerated") == b"5"  # type: ignore[misc]
+    assert await redis.hget(hour, "k\nt\nm\ngenerated") is None  # type: ignore[misc]
+
+
+async def test_hours_and_months_expire(redis: Redis) -> None:
+    await start(redis, request())
+    await end(redis, 1, 5)
+    now = datetime.now(UTC)
+    days = [
+        await redis.ttl(key) / 86400
+        for key in (usage_hour(int(now.timestamp()) // 3600), usage_month(month_name(now)))
+    ]
+    assert days == pytest.approx([90, 400], abs=0.1)
+    assert not [key async for key in redis.scan_iter(f"{USAGE}*") if await redis.ttl(key) < 0]
+
+
+@pytest.mark.parametrize(
+    "day", ["1970-01-01", "2000-02-29", "2026-11-30", "2026-12-31", "2028-02-29", "2028-03-01", "2100-02-28"]
+)
+async def test_months_are_those_of_the_calendar(redis: Redis, day: str) -> None:
+    time_s = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() + 86_399
+    script = load_script("lib/usage") + "return load_usage().month_of(tonumber(ARGV[1]))"
+    assert await redis.eval(script, 0, str(time_s)) == day[:7].encode()  # type: ignore[misc]
+
+
+# --- budgets ------------------------------------------------------------------------------------------------
+
+
+def limited(name: str, budget_tokens: int = 0, budget_money: int = 0, **fields: Any) -> Generate:
+    account = replace(PRICED, budget_tokens=budget_tokens, budget_money=budget_money)
+    return request(name, account=account, **fields)
+
+
+async def test_admitted_prompts_are_set_aside_so_that_all_together_keep_the_budget(redis: Redis) -> None:
+    """Each takes 21 tokens: its prompt and its first token."""
+    outcomes = [(await admit(redis, limited(f"r{i}", 50))).outcome for i in range(3)]
+    assert outcomes == ["admitted", "admitted", "budget"]
+    assert (await admit(redis, limited("other", 50, key_id="k2"))).outcome == "admitted"
+    assert (await admit(redis, request("free"))).outcome == "admitted", "a key without a budget"
+
+
+async def test_what_a_request_has_not_used_is_given_back_at_its_end(redis: Redis) -> None:
+    await start(redis, limited("r1", 30))
+    assert (await admit(redis, limited("r2", 30))).outcome == "budget"
+    await end(redis, 1, 0, why="client")
+    assert (await admit(redis, limited("r2", 30))).outcome == "admitted"
+    assert await redis.hgetall(usage_pending()) == {b"k tokens": b"21", b"k money": b"3000"}  # type: ignore[misc]
+
+
+async def test_each_flush_says_what_the_key_may_still_get(redis: Redis) -> None:
+    await start(redis, limited("r1", 30))
+    left = [
+        (await flush(redis, sequence, counts=[FlushedCount("k", "r1", 1, 0, number)])).results
+        for sequence, number in enumerate((1, 2, 2, 10, 12), 1)
+    ]
+    assert left == [[9], [8], [8], [0], [-2]]
+    assert (await admit(redis, limited("r2", 30))).outcome == "budget"
+    assert (await total(redis)).generated == 12
+
+
+async def test_a_budget_of_money_counts_what_tokens_cost(redis: Redis) -> None:
+    """20 tokens of a prompt and one of an answer cost at most 3,000; of a cached prompt 1,560."""
+    await start(redis, limited("r1", budget_money=10_560))
+    assert (await flush(redis, 1, counts=[FlushedCount("k", "r1", 1, 0, 1)])).results == [9]
+    assert (await flush(redis, 2, counts=[FlushedCount("k", "r1", 1, 0, 10)])).results == [0]
+    assert (await admit(redis, limited("r2", budget_money=10_560))).outcome == "budget"
+
+
+async def test_without_a_budget_or_a_holder_as_many_are_left_as_there_can_be(redis: Redis) -> None:
+    await start(redis, request())
+    assert (await flush(redis, 1, counts=[FlushedCount("k", "r1", 1, 0, 1)])).results == [MOST]
+    assert (await flush(redis, 2, counts=[FlushedCount("k", "gone", 1, 0, 1)])).results == [MOST]
+
+
+async def test_a_beam_search_sets_all_that_it_may_make_aside(redis: Redis) -> None:
+    beams = replace(limited("r1", 2050), beams=BeamParams(2, num_returned=2))
+    assert (await admit(redis, beams)).outcome == "admitted"
+    assert (await admit(redis, limited("r2", 2050))).outcome == "admitted"
+    assert (await admit(redis, limited("r3", 2050))).outcome == "budget"

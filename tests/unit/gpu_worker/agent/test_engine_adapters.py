@@ -1,0 +1,154 @@
+"""The worker follows the registry of adapters; the engine answers as a test says."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from common.adapters.files import find_adapter
+from common.adapters.registry import change_registry
+from common.broker.pool_client import PoolClient
+from common.messages.adapters import READY, PoolAdapter
+from common.settings.lora import AdapterSource
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
+from gpu_worker.protocol import (
+    AdapterAnswer,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from tests.support.adapters.files import write_adapter
+from tests.support.agents import RecordingEngine, start
+from tests.support.broker_state import KEYS
+
+
+class AdapterEngine(RecordingEngine):
+    """Refuses adapters with a cause, if there is one."""
+
+    cause = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commands: list[LoadAdapter | UnloadAdapter] = []
+
+    async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+        self.commands.append(command)
+        if isinstance(command, UnloadAdapter):
+            return AdapterUnloaded(command.name)
+        if self.cause:
+            return AdapterRefused(command.name, self.cause)
+        return AdapterLoaded(command.name, 8, 100)
+
+
+@pytest.fixture
+def follower(redis: Redis) -> AdapterFollower:
+    pool, used = PoolClient(redis, KEYS), set[str]()
+    return AdapterFollower(
+        pool,
+        AdapterEngine(),
+        EngineAdapters(),
+        interval_s=0.01,
+        used=lambda: used,
+        note_change=lambda: None,
+    )
+
+
+def commands(follower: AdapterFollower) -> list[LoadAdapter | UnloadAdapter]:
+    assert isinstance(follower.engine, AdapterEngine)
+    taken, follower.engine.commands = follower.engine.commands, []
+    return taken
+
+
+async def put(follower: AdapterFollower, path: Path) -> PoolAdapter:
+    adapter = find_adapter(AdapterSource("sql", str(path)))
+    await change_registry(follower.pool, lambda found: found.put(replace(adapter, state=READY)))
+    return adapter
+
+
+async def forget(follower: AdapterFollower, adapter: PoolAdapter) -> None:
+    await change_registry(follower.pool, lambda found: found.forgetting([adapter.key]))
+
+
+async def follow(follower: AdapterFollower) -> None:
+    await follower.read()
+    await follower.follow()
+
+
+async def test_the_engine_loads_what_the_registry_has_and_unloads_what_it_has_no_more(
+    follower: AdapterFollower, tmp_path: Path
+) -> None:
+    adapter = await put(follower, write_adapter(tmp_path / "sql"))
+    await follow(follower)
+    await follow(follower)
+    assert commands(follower) == [LoadAdapter(adapter.key, str(tmp_path / "sql"))]
+    assert follower.adapters.message.loaded == [adapter.key]
+    await forget(follower, adapter)
+    await follow(follower)
+    assert commands(follower) == [UnloadAdapter(adapter.key)]
+    assert follower.adapters.message.loaded == []
+
+
+async def test_an_adapter_stays_while_a_row_has_it(follower: AdapterFollower, tmp_path: Path) -> None:
+    adapter = await put(follower, write_adapter(tmp_path / "sql"))
+    await follow(follower)
+    await forget(follower, adapter)
+    follower.used = lambda: {adapter.key}
+    await follow(follower)
+    assert follower.adapters.message.loaded == [adapter.key]
+    follower.used = set
+    await follow(follower)
+    assert follower.adapters.message.loaded == []
+
+
+async def test_other_files_than_the_registry_says_are_refused(
+    follower: AdapterFollower, tmp_path: Path
+) -> None:
+    adapter = await put(follower, write_adapter(tmp_path / "sql"))
+    write_adapter(tmp_path / "sql", seed=2)
+    await follow(follower)
+    assert commands(follower) == []
+    why = follower.adapters.message.why_not(adapter)
+    assert "has other files than when it was loaded: load it again" in why
+    write_adapter(tmp_path / "sql")
+    await follow(follower)
+    assert commands(follower) == [], "it is not tried all the time"
+    await put(follower, tmp_path / "sql")
+    await follow(follower)
+    assert follower.adapters.message.loaded == [adapter.key]
+
+
+async def test_what_the_engine_refuses_is_told_with_the_cause(
+    follower: AdapterFollower, tmp_path: Path
+) -> None:
+    assert isinstance(follower.engine, AdapterEngine)
+    follower.engine.cause = "it has a module that the model has not"
+    adapter = await put(follower, write_adapter(tmp_path / "sql"))
+    await follow(follower)
+    assert follower.adapters.message.why_not(adapter) == follower.engine.cause
+    await forget(follower, adapter)
+    await follow(follower)
+    assert follower.adapters.message.refused == []
+
+
+async def test_a_lost_registry_changes_nothing(follower: AdapterFollower, tmp_path: Path) -> None:
+    adapter = await put(follower, write_adapter(tmp_path / "sql"))
+    await follow(follower)
+    await follower.pool.redis.delete(KEYS.adapters)
+    await follow(follower)
+    assert follower.adapters.message.loaded == [adapter.key]
+
+
+async def test_a_row_starts_with_its_adapter_and_the_next_incarnation_knows_what_is_loaded(
+    agent: Agent,
+) -> None:
+    await start(agent, adapter="sql@1")
+    assert isinstance(agent.engine, RecordingEngine)
+    [row] = agent.engine.grants[-1].starts
+    assert row.adapter == "sql@1"
+    assert agent.adapters.used() == {"sql@1"}
+    agent.state.adapters.loaded.add("sql@1")
+    assert agent.state.next_incarnation().adapters.loaded == {"sql@1"}

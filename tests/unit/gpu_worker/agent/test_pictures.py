@@ -1,0 +1,117 @@
+"""Pictures on their way to the engine: a row gets the bytes of those that it must still compute."""
+
+import pytest
+from redis.asyncio import Redis
+
+from common.messages.plan import NewRow, Plan
+from common.messages.records import pack_ids
+from common.messages.request import Generate, Picture, StoppingParams
+from gpu_worker.agent import pictures
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.grants import PlanHandler
+from gpu_worker.protocol import StartRow
+from tests.support.agents import KEYS, grants, make_agent
+
+FIRST, SECOND = Picture("aa", 2, 10), Picture("bb", 20, 4)
+
+
+def new_row(row: int = 1, num_cached: int = 0, **fields: object) -> NewRow:
+    request = Generate(
+        f"r{row}",
+        "d",
+        pack_ids([5] * 40),
+        StoppingParams(4),
+        pictures=[FIRST, SECOND],
+        **fields,  # type: ignore[arg-type]
+    )
+    return NewRow(row, 1, 0, b"", pack_ids([1, 2, 3]), request, num_cached)
+
+
+async def start(agent: Agent, *rows: NewRow) -> list[StartRow]:
+    plan = Plan(1, len(agent.state.table.rows), 8, 64, starts=[*rows])
+    handler: PlanHandler = agent.plans
+    await handler.pictures.read_for(plan.starts)
+    before = len(grants(agent))
+    handler.apply(plan)
+    return [one for grant in grants(agent)[before:] for one in grant.starts]
+
+
+async def keep(redis: Redis, **contents: bytes) -> None:
+    for digest, content in contents.items():
+        await redis.set(KEYS.picture(digest), content)
+
+
+async def test_a_row_gets_its_pictures_and_a_resume_gets_them_again(redis: Redis) -> None:
+    agent = await make_agent(redis)
+    await keep(redis, aa=b"red", bb=b"blue")
+    [row] = await start(agent, new_row())
+    assert row.pictures == [(2, 10, "aa", b"red"), (20, 4, "bb", b"blue")]
+    [resumed] = await start(agent, new_row(2))
+    assert resumed.pictures == row.pictures
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "digests"), [(0, ["aa", "bb"]), (11, ["aa", "bb"]), (12, ["bb"]), (24, [])]
+)
+async def test_pictures_whose_kv_is_cached_are_not_read(
+    redis: Redis, num_cached: int, digests: list[str]
+) -> None:
+    agent = await make_agent(redis)
+    await keep(redis, **{digest: digest.encode() for digest in digests})
+    [row] = await start(agent, new_row(num_cached=num_cached))
+    assert [digest for _, _, digest, _ in row.pictures] == digests
+
+
+async def test_an_engine_may_need_all_pictures_of_a_row(redis: Redis) -> None:
+    """Where the positions after a picture depend on its size."""
+    agent = await make_agent(redis)
+    agent.engine.all_pictures = True
+    await keep(redis, aa=b"red", bb=b"blue")
+    [row] = await start(agent, new_row(num_cached=24))
+    assert [digest for _, _, digest, _ in row.pictures] == ["aa", "bb"]
+
+
+async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(redis: Redis) -> None:
+    """No other prompt may share blocks that were computed without the picture: it releases none with KV."""
+    agent = await make_agent(redis)
+    await keep(redis, aa=b"red")
+    plain = NewRow(2, 1, 0, b"", b"", Generate("r2", "d", pack_ids([5]), StoppingParams(4)))
+    [row] = await start(agent, new_row(), plain)
+    assert row.row == 2
+    outbox = agent.state.outbox
+    assert [(row.request.request_id, why) for row, why in outbox.terminals] == [("r1", "picture_gone")]
+    assert (outbox.ended, outbox.released) == ([(1, "picture_gone", 0)], [(1, 0)])
+    assert [*agent.state.table.rows] == [2]
+
+
+async def test_pictures_are_read_once_while_there_is_room_to_keep_them(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = await make_agent(redis)
+    await keep(redis, aa=b"red", bb=b"blue")
+    await start(agent, new_row())
+    await redis.delete(KEYS.picture("aa"), KEYS.picture("bb"))
+    assert len(await start(agent, new_row(2))) == 1
+    monkeypatch.setattr(pictures, "MAX_CACHED_BYTES", 0)
+    other = NewRow(
+        3,
+        1,
+        0,
+        b"",
+        b"",
+        Generate("r3", "d", pack_ids([5] * 9), StoppingParams(4), pictures=[Picture("cc", 0, 2)]),
+    )
+    await keep(redis, cc=b"green")
+    await start(agent, other)
+    assert [*agent.plans.pictures.contents] == ["cc"]
+
+
+async def test_rows_with_large_pictures_are_granted_one_after_the_other(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "MAX_GRANT_BYTES", 10)
+    agent = await make_agent(redis)
+    await keep(redis, aa=b"red", bb=b"blue")
+    before = len(grants(agent))
+    await start(agent, new_row(1), new_row(2), new_row(3))
+    assert [[one.row for one in grant.starts] for grant in grants(agent)[before:]] == [[1], [2], [3]]

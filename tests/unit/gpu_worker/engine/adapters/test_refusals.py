@@ -1,0 +1,107 @@
+"""Adapters that cannot be served are refused with the reason, and the engine goes on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.engine.engine import Engine
+from gpu_worker.protocol import AdapterRefused, LoadAdapter
+from tests.support.adapters.tiny_adapters import change_config, change_weights, save_adapter
+from tests.support.engine import tiny_models
+from tests.support.engine.tiny_engine import engine_of
+
+QUERY = "layers__0__self_attn__q_proj__lora_A__weight"
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": ({"peft_type": "LOHA"}, "its kind is LOHA"),
+    "DoRA": ({"use_dora": True}, "DoRA"),
+    "biases": ({"bias": "lora_only"}, "bias: lora_only"),
+    "whole layers": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+    "a rank of text": ({"r": "four"}, "a rank of 'four'"),
+    "another rank": ({"r": 3}, "the config says rank 3"),
+    "a pattern that is none": ({"rank_pattern": {"(": 2}}, "wrong type"),
+    "patterns that are a list": ({"alpha_pattern": [1]}, "wrong type"),
+}
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda folder: folder.rename(folder.with_name("moved")), "cannot be read"),
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "cannot be read"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be read"),
+    "a config that is no JSON": (
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
+        "is not JSON",
+    ),
+    "a file cut short": (lambda folder: cut(folder / "adapter_model.safetensors"), "is damaged"),
+    "a file of noise": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"noise" * 99),
+        "is damaged",
+    ),
+    "another layer": (lambda folder: move_to_another_layer(folder), "no such linear layer"),
+    "one matrix": (lambda folder: change_weights(folder, **{QUERY: None}), "one of two matrices"),
+    "another width": (
+        lambda folder: change_weights(folder, **{QUERY: torch.zeros(4, 63)}),
+        "63 → 64 features, and the model has 64 → 64",
+    ),
+    "integers": (
+        lambda folder: change_weights(folder, **{QUERY: torch.zeros(4, 64, dtype=torch.int8)}),
+        "no matrices of floats",
+    ),
+    "infinite numbers": (
+        lambda folder: change_weights(folder, **{QUERY: torch.full((4, 64), torch.inf)}),
+        "not finite",
+    ),
+    "a rank that is too large": (
+        lambda folder: save_adapter(MODELS[0], folder, 1, r=65),
+        "more than MAX_LORA_RANK (64)",
+    ),
+}
+MODELS: list[Any] = []
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def move_to_another_layer(folder: Path) -> None:
+    change_weights(folder, **{QUERY: None, "layers__0__self_attn__q_proj__lora_B__weight": None})
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for half, shape in (("lora_A", (4, 64)), ("lora_B", (64, 4))):
+        tensors[f"base_model.model.model.layers.9.self_attn.q_proj.{half}.weight"] = torch.zeros(shape)
+    save_file(tensors, file)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("model")
+    MODELS[:] = [tiny_models.save(folder, *tiny_models.FAMILIES["Llama"])]
+    return engine_of(folder)
+
+
+@pytest.fixture
+def folder(engine: Engine, tmp_path: Path) -> Path:
+    return save_adapter(MODELS[0], tmp_path / "adapter", 1)
+
+
+def refusal(engine: Engine, folder: Path) -> str:
+    answer = engine.obey(LoadAdapter("a", str(folder)))
+    assert isinstance(answer, AdapterRefused), answer
+    return answer.cause
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_is_not_served_is_refused_by_name(engine: Engine, folder: Path, name: str) -> None:
+    values, cause = CONFIGS[name]
+    change_config(folder, **values)
+    assert cause in refusal(engine, folder)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_files_that_do_not_fit_are_refused(engine: Engine, folder: Path, name: str) -> None:
+    damage, cause = DAMAGES[name]
+    damage(folder)
+    assert cause in refusal(engine, folder)

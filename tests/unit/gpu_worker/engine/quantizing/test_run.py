@@ -1,0 +1,139 @@
+"""A quantised checkpoint is served: ids are those of its own numbers, the perplexity is the printed one."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from common.quantize_job import QuantizeJob
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
+from gpu_worker.engine.quantizing.calibration import BUNDLED, LONGEST, read_calibration, sum_of_losses
+from gpu_worker.engine.quantizing.quantize import Result
+from gpu_worker.engine.quantizing.run import run
+from tests.support.engine import tiny_models
+from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, prompts
+
+JOBS: dict[str, dict[str, Any]] = {
+    "gptq": {"method": "gptq"},
+    "gptq-8": {"method": "gptq", "bits": 8, "act_order": False, "group_size": -1},
+    "awq": {"method": "awq", "group_size": 32},
+    "fp8": {"method": "fp8", "bits": 8},
+    "fp8-tensor": {"method": "fp8", "bits": 8, "scales": "tensor"},
+}
+LLAMA = tiny_models.FAMILIES["Llama"]
+CONTEXT = int(tiny_models.SIZES["max_position_embeddings"])
+
+
+def quantize(source: Path, output: Path, **job: Any) -> Result:
+    torch.set_num_threads(1)
+    made = QuantizeJob(str(source), str(output), max_tokens=2048, **job)
+    return run(made, Settings(model_id=str(source), device="cpu", threads=1))
+
+
+def numbers_of(source: Path, quantized: Path) -> Any:
+    """transformers' own model with the numbers that a quantised checkpoint means, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    stored = read_tensors(quantized, config)
+    assert any(isinstance(tensor, StoredWeight) for tensor in stored.values())
+    model.load_state_dict({name: tensor[...] for name, tensor in stored.items()}, strict=False)
+    return model
+
+
+@torch.inference_mode()
+def perplexity(model: Any, folder: Path) -> float:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    job = QuantizeJob("", "", max_tokens=2048)
+    texts = read_calibration(job, tokenizer, CONTEXT, torch.device("cpu")).held_out
+    losses = sum(sum_of_losses(model(ids).logits, ids) for ids in texts)
+    return float(torch.tensor(losses / sum(ids.shape[1] - 1 for ids in texts)).exp())
+
+
+@pytest.mark.parametrize("form", JOBS)
+def test_a_quantised_model_is_served_with_its_own_numbers(form: str, tmp_path: Path) -> None:
+    source = tiny_models.save_with_bytes(tmp_path / "plain", *LLAMA)
+    result = quantize(source, tmp_path / "made", **JOBS[form])
+    reference = numbers_of(source, tmp_path / "made")
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    assert result.before == pytest.approx(perplexity(plain, source), rel=1e-4)
+    assert result.after == pytest.approx(perplexity(reference, source), rel=1e-4)
+    assert result.after != result.before
+    expected = {row: tiny_models.generate(reference, ids, NEW_TOKENS) for row, ids in enumerate(prompts())}
+    check_ids(engine_of(tmp_path / "made"), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "plain"]
+
+
+@pytest.mark.parametrize("family", ["Llama-tied", "Gemma2", "Phi3"])
+def test_models_of_other_forms_are_quantised(family: str, tmp_path: Path) -> None:
+    """With one matrix for embedding and head, norms that multiply by 1 more than their weight, joined layers:
+    the rounded model is nearer than one with weights rounded to the nearest would be.
+    """
+    source = tiny_models.save_with_bytes(tmp_path / "plain", *tiny_models.FAMILIES[family])
+    quantize(source, tmp_path / "made", method="awq")
+    plain, reference = (
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager"),
+        numbers_of(source, tmp_path / "made"),
+    )
+    assert perplexity(reference, source) == pytest.approx(perplexity(plain, source), rel=0.5)
+    assert "lm_head" not in json.dumps(sorted(read_tensors(tmp_path / "made"))) or family != "Llama-tied"
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a disk that becomes full."""
+    source = tiny_models.save_with_bytes(tmp_path / "plain", *LLAMA)
+    module = "gpu_worker.engine.quantizing.writer.save_file"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, fail)
+    with pytest.raises(SettingError, match=r"^OUTPUT: .*made cannot be written: No space left on device"):
+        quantize(source, tmp_path / "made", method="fp8", bits=8)
+    monkeypatch.setattr(module, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "made", method="fp8", bits=8)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "group": ("Llama", {"group_size": 128}, r"^--group-size: 128 does not divide the 64 inputs of layer 0\."),
+    "experts": ("Mixtral", {}, r"^MODEL_ID: .* cannot be quantised: its experts are one parameter"),
+    "no linear layers": ("GPT2", {}, r"^MODEL_ID: .* GPT2LMHeadModel has no linear layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_quantised_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    family, job, message = REFUSED[case]
+    with pytest.raises(SettingError, match=message):
+        quantize(
+            tiny_models.save_with_bytes(tmp_path / "plain", *tiny_models.FAMILIES[family]),
+            tmp_path / "made",
+            **job,
+        )
+
+
+def test_a_quantised_model_is_not_quantised_again(tmp_path: Path) -> None:
+    source = tiny_models.save_with_bytes(tmp_path / "plain", *LLAMA)
+    quantize(source, tmp_path / "made", method="fp8", bits=8)
+    with pytest.raises(SettingError, match=r"it is quantised already \(compressed-tensors\)"):
+        quantize(tmp_path / "made", tmp_path / "again")
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    source, text = tiny_models.save_with_bytes(tmp_path / "plain", *LLAMA), tmp_path / "text"
+    text.write_text("Too short.")
+    job = QuantizeJob("", "", calibration=str(text))
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    with pytest.raises(SettingError, match=r"^--calibration: .* has 10 tokens, and at least 128 are needed"):
+        read_calibration(job, tokenizer, LONGEST, torch.device("cpu"))
+    text.write_bytes(b"\xff\xfe" * 100)
+    with pytest.raises(SettingError, match=r"^--calibration: .* cannot be read as text"):
+        read_calibration(dataclasses.replace(job), tokenizer, LONGEST, torch.device("cpu"))
+    assert len(BUNDLED.read_text()) > 6000

@@ -1,0 +1,175 @@
+"""States of rows in a pool of slots: counted, given, copied and written as the engine needs."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.messages.request import BeamParams
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model.load import load
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK
+from gpu_worker.protocol import AdapterRefused, LoadAdapter
+from tests.support.adapters.playing import check_adapters, load_adapters
+from tests.support.adapters.tiny_adapters import save_adapter
+from tests.support.engine import reference, tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.on_cuda import noted
+from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.states.hybrid_models import HYBRIDS
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_batch_prefill_tokens": 64, "block_size": 8, "threads": 1}
+Ids = dict[int, list[int]]
+
+
+def generated(model: Any) -> Ids:
+    return {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ids]:
+    folder = tmp_path_factory.mktemp("granite")
+    return folder, generated(tiny_models.save(folder, *HYBRIDS["Granite4"]))
+
+
+@pytest.fixture(scope="module")
+def engine(granite: tuple[Path, Ids]) -> Engine:
+    return engine_of(granite[0])
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_rows_wait_for_slots(
+    granite: tuple[Path, Ids], engine: Engine, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots serve four rows, as a row that has ended holds its slot while a step is in flight."""
+    slots = engine.rows.state_slots
+    assert slots
+    monkeypatch.setattr(engine, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(slots, "free", slots.free[-2:])
+    assert play(engine, dict(enumerate(prompts()))) == granite[1]
+    assert sorted(slots.free) == [1, 2]
+
+
+def test_nothing_of_a_slot_reaches_its_next_row(granite: tuple[Path, Ids], engine: Engine) -> None:
+    """The engine fills freed slots with NaN, as blocks, with DEBUG_KV."""
+    for _ in range(2):
+        assert play(engine, dict(enumerate(prompts()))) == granite[1]
+    filled = [
+        state[1:5].isnan().flatten(1).all(1)
+        for one in engine.loaded.states.pool.values()
+        for state in one.values()
+    ]
+    assert len(filled) == 4 and all(slots.any() for slots in filled)
+
+
+def test_a_step_that_fails_half_way_is_computed_again(
+    granite: tuple[Path, Ids], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States are written once the whole step is computed. Here its head fails for all steps of two rows."""
+    head, calls = engine.loaded.model.lm_head.forward, list[int]()
+
+    def failing(hidden: torch.Tensor) -> Any:
+        calls.append(hidden.shape[1])
+        if hidden.shape[1] > 1 and len(calls) > 5:
+            raise torch.OutOfMemoryError("no room")
+        return head(hidden)
+
+    monkeypatch.setattr(engine.loaded.model.lm_head, "forward", failing)
+    assert play(engine, dict(enumerate(prompts())), prefill_tokens=16) == granite[1]
+    assert max(calls[6:]) > 1
+
+
+def test_an_engine_wakes_with_empty_slots(granite: tuple[Path, Ids]) -> None:
+    engine = engine_of(granite[0])
+    engine.sleep()
+    states = engine.loaded.states
+    assert {len(state) for one in states.pool.values() for state in one.values()} == {1}
+    assert engine.wake_up(print).max_rows == states.num_slots
+    assert play(engine, dict(enumerate(prompts()))) == granite[1]
+
+
+@pytest.mark.parametrize("family", ["LFM2", "Mamba2", "Granite4"])
+def test_captured_steps_read_and_write_slots(
+    family: str, tmp_path: Path, like_cuda: Callable[..., Engine]
+) -> None:
+    """Steps in which all rows decode come from graphs, and steps run one ahead."""
+    expected = generated(tiny_models.save(tmp_path, *HYBRIDS[family]))
+    engine = like_cuda(tmp_path)
+    assert engine.graphs
+    with noted(engine) as (_, replayed):
+        check_ids(engine, expected)
+    assert {1, 4} <= {*replayed}
+
+
+def test_beams_take_the_states_of_their_parents(granite: tuple[Path, Ids], engine: Engine) -> None:
+    model = AutoModelForCausalLM.from_pretrained(granite[0], dtype=torch.float32, attn_implementation="eager")
+    ends = list(range(3, tiny_models.VOCAB, 9))
+    free = list(range(1, engine.ready.num_blocks + 1))
+    played = Player(engine, free, 20, until=engine.rows.step)
+    cases = dict(
+        enumerate((prompt, BeamParams(width, 1.0, 0)) for prompt in prompts()[1:3] for width in (2, 4))
+    )
+    starts = [
+        played.start(number, prompt, 12, beams=beams, stop_ids=ends, ignore_eos=True)
+        for number, (prompt, beams) in cases.items()
+    ]
+    played.run([*starts, played.start(9, prompts()[3], NEW_TOKENS, ignore_eos=True)], lead=1)
+    for number, (prompt, beams) in cases.items():
+        options: dict[str, Any] = {"num_beams": beams.width, "length_penalty": 1.0, "early_stopping": False}
+        options |= {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 0}
+        expected = reference.beams(model, prompt, **options)
+        assert [sequence.ids for sequence in played.sequences[number]] == [ids for ids, _ in expected]
+    assert played.ids[9] == granite[1][3]
+    slots = engine.rows.state_slots
+    assert slots and sorted(slots.free) == list(range(1, engine.ready.max_rows + 1))
+
+
+def test_adapters_change_attention_and_no_mixer(granite: tuple[Path, Ids], tmp_path: Path) -> None:
+    """Mixers are called with parts of a step, which adapters do not know."""
+    model = AutoModelForCausalLM.from_pretrained(granite[0], dtype=torch.float32, attn_implementation="eager")
+    served = save_adapter(model, tmp_path / "served", 1, target_modules=["q_proj", "v_proj", "o_proj"])
+    refused = save_adapter(model, tmp_path / "refused", 2, target_modules=["in_proj"])
+    engine = engine_of(granite[0])
+    load_adapters(engine, {"served": served})
+    check_adapters(engine, model, {"served": served}, ["", "served"])
+    answer = engine.obey(LoadAdapter("refused", str(refused)))
+    assert isinstance(answer, AdapterRefused) and "has states, and adapters change none such" in answer.cause
+
+
+def test_states_count_within_the_memory_of_the_cache(granite: tuple[Path, Ids]) -> None:
+    """States take half of it at most; where they need more, fewer rows run."""
+    loaded = load(Settings(model_id=str(granite[0]), kv_cache_bytes=2**20, **SETTINGS), print, SINGLE_RANK)
+    states, blocks = loaded.states, loaded.cache.num_blocks
+    assert 0 < states.num_slots < 256
+    assert states.slot_bytes * (states.num_slots + 1) <= 2**19 < states.slot_bytes * (states.num_slots + 2)
+    assert 2**19 - loaded.geometry.block_bytes < blocks * loaded.geometry.block_bytes <= 2**20
+    few = Settings(model_id=str(granite[0]), kv_cache_bytes=2**20, max_batch_size=3, **SETTINGS)
+    assert load(few, print, SINGLE_RANK).states.num_slots == 3
+    with pytest.raises(SettingError, match="half of 1000 bytes are too few: the states of one row take"):
+        load(Settings(model_id=str(granite[0]), kv_cache_bytes=1000, **SETTINGS), print, SINGLE_RANK)
+
+
+@pytest.mark.parametrize("family", ["Granite4", "Mamba2"])
+def test_deterministic_is_refused(family: str, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *HYBRIDS[family])
+    settings = Settings(model_id=str(tmp_path), kv_cache_bytes=2**23, deterministic=True, **SETTINGS)
+    with pytest.raises(SettingError, match="its states are computed with those of the rows beside them"):
+        load(settings, print, SINGLE_RANK)
+
+
+def test_rows_with_states_propose_nothing(
+    granite: tuple[Path, Ids], caplog: pytest.LogCaptureFixture
+) -> None:
+    """States cannot go back from wrong proposals."""
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(Settings(model_id=str(granite[0]), kv_cache_bytes=2**23, speculate=3, **SETTINGS))
+    assert "SPECULATE is off" in caplog.text
+    repeating = [5, 6, 7] * 8
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
+    played.run([played.start(1, repeating, 8, ignore_eos=True)])
+    assert sum(step.proposed_tokens for step in played.steps) == 0
