@@ -117,7 +117,8 @@ class DrainingServer(uvicorn.Server):
                 await asyncio.sleep(DRAINING_TICK_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.signalled.wait(), until_beat(SERVING_TICK_S))
+                async with asyncio.timeout(until_beat(SERVING_TICK_S)):
+                    await self.signalled.wait()
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server stops."""

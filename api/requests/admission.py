@@ -249,7 +249,8 @@ class Admission:
         is_counted = had_ended or stream.request.gateway
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stream.ended.wait(), None if keep_s == math.inf else keep_s)
+                async with asyncio.timeout(None if keep_s == math.inf else keep_s):
+                    await stream.ended.wait()
             if stream.ended_here or not stream.terminal:
                 await self.cancel(stream.request.request_id, reader)
             if not had_ended:

@@ -103,7 +103,8 @@ class Pool:
                 await stack.enter_async_context(background_task(loop))
             stack.push_async_callback(self.admission.close)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await self.relay.subscribed.wait()
             yield self
 
     @property

@@ -133,10 +133,12 @@ class Offers:
 
     async def cancel(self, stream: Stream) -> None:
         """Cancel a request whose stream ended here while it was offered. Its keys expire."""
-        name = stream.request.request_id
-        await attempt(
-            lambda: asyncio.wait_for(cancel_request(self.client, name), CONNECT_TIMEOUT_S), retry_forever
-        )
+
+        async def cancel_in_time() -> bool:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await cancel_request(self.client, stream.request.request_id)
+
+        await attempt(cancel_in_time, retry_forever)
 
     def apply(self, stream: Stream, reply: OfferReply) -> None:
         """Apply the reply to an offer."""

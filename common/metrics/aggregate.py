@@ -42,7 +42,8 @@ class MetricsPublisher:
         last = False
         while not last:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), until_beat(ADD_S))
+                async with asyncio.timeout(until_beat(ADD_S)):
+                    await stopped.wait()
             last = stopped.is_set()
             try:
                 await self.add()

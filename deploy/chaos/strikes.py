@@ -123,7 +123,8 @@ async def run_command(command: str) -> str:
             start_new_session=True,
         )
         try:
-            code = await asyncio.wait_for(process.wait(), COMMAND_TIMEOUT_S)
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                code = await process.wait()
         except TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)
             return f"`{command}` took more than {COMMAND_TIMEOUT_S:.0f} s"

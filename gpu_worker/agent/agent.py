@@ -168,7 +168,8 @@ class Agent:
                     await self.pool.redis.publish(channel, payload)
             pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.heartbeat_now.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self.heartbeat_now.wait()
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:

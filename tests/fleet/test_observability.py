@@ -88,6 +88,7 @@ def metrics(fleet: Fleet) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     """Each process adds its own counts once a second."""
     [shown] = [one["num_tokens"] for one in timeline(fleet, request_id) if one["what"] == "died"]
@@ -144,6 +145,7 @@ def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> N
     assert [line["process"] for line in lines if line.get("request_id") == request_id] == ["g0"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
 def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id: str, tmp_path: Path) -> None:
     """Prometheus reads the file in deploy/prometheus, with other names and intervals."""

@@ -114,6 +114,7 @@ def test_a_killed_launcher_leaves_no_process() -> None:
         wait_until_sync(lambda: have_ended(processes))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_the_interpreter")
 def test_a_cache_larger_than_memory_is_one_error_line() -> None:
     fleet = Fleet(kv_cache_bytes=2**50)

@@ -80,6 +80,7 @@ async def test_a_killed_rank_costs_no_token(machines: tuple[Fleet, Machine], pla
     await wait_until(lambda: have_ended(ranks))
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_in_vain_names_who_is_missing(broker: Broker, folders: list[Path]) -> None:
     own = TINY | {"master_port": free_port(), "rendezvous_timeout_s": 1, "redis_url": broker.url}
     with Machine(tokenfleet("worker"), folders[0], **own) as first:

@@ -156,6 +156,7 @@ def test_a_torch_index_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1 and "TORCH_INDEX: https://mirror/cu126 does not answer" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dead_torch_index_beside_a_folder_of_wheels_is_named(tmp_path: Path) -> None:
     """The real pip finds a torch in the folder, and would take that one."""
     pinned = torch().partition("==")[2]

@@ -82,6 +82,7 @@ def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> 
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[str], tmp_path: Path) -> None:
     """Make passes the signal on to the launcher, which already has it."""
     processes = descendants(make)

@@ -55,6 +55,7 @@ def test_there_is_one_version() -> None:
     assert refused.returncode == 1 and f"pyproject.toml's version is {VERSION}" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_file_and_runs(files: Path, tmp_path: Path) -> None:
     [wheel] = files.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -11,6 +11,7 @@ from tests.support.source_tree import FILES, PACKAGES, ROOT, functions, parse
 MAX_LINE = 110
 MAX_LINES = 400
 MAX_LINES_OF_TESTS = 400
+WAIT_FOR = "asyncio.wait_for"
 SHAPE = re.compile(r"\[[^\]]+\]")
 DTYPE = re.compile(r"\b(float\d*|bfloat16|int\d*|uint8|bool|dtype)\b")
 ENGINE = ROOT / "gpu_worker" / "engine"
@@ -68,6 +69,17 @@ def sets_many(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def attributes_of(targets: list[ast.expr]) -> Iterator[ast.expr]:
     for target in targets:
         yield from target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def test_no_wait_is_bounded_by_wait_for() -> None:
+    """In Python 3.11 it loses the cancellation of a task whose wait has just ended, so that the task goes on.
+    asyncio.timeout does not.
+    """
+    calls = {
+        path: [node for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)] for path in FILES
+    }
+    found = [path for path, nodes in calls.items() if any(ast.unparse(node) == WAIT_FOR for node in nodes)]
+    assert short(found) == []
 
 
 # --- tensors ------------------------------------------------------------------------------------------------

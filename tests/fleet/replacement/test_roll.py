@@ -96,6 +96,7 @@ async def test_a_successor_that_does_not_start_leaves_the_fleet_as_it_was(fleet:
     assert incarnations(fleet) == before
 
 
+@pytest.mark.slow
 def test_a_process_that_is_no_launcher_is_named() -> None:
     said = tokenfleet("roll", "--pid", "1", environ=os.environ)
     assert said.returncode == os.EX_CONFIG and b"1 is no launcher of this user" in said.stderr

@@ -57,6 +57,7 @@ async def count_hits(http: httpx.AsyncClient) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.slow
 async def test_ids_are_those_of_generate_however_much_is_cached(
     fleet: Fleet, http: httpx.AsyncClient
 ) -> None:

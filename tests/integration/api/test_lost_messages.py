@@ -42,6 +42,7 @@ async def undisturbed(broker: Broker, count: int) -> list[bytes]:
         return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
     expected = await undisturbed(broker, 12)

@@ -85,6 +85,7 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["batcher", "jobs"])
 def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:
     """So they do in images without torch, before a worker has converted the model."""
@@ -113,6 +114,7 @@ def test_an_unreachable_broker_is_refused(command: str) -> None:
     assert "secret" not in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("serve",), ("batcher",), ("drain", "w0")])
 def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command(
     words: tuple[str, ...],

@@ -12,6 +12,7 @@ from tests.support.kubernetes.manifests import needs_kubectl, pods, rendered
 pytestmark = needs_kubectl
 
 
+@pytest.mark.slow
 def test_the_chart_is_what_the_overlays_make() -> None:
     files = {path: (CHART / path).read_text() for path in make_chart.chart_files() if (CHART / path).exists()}
     assert files == make_chart.chart_files(), "run `python -m deploy.kubernetes.make_chart`"

@@ -101,6 +101,7 @@ def test_what_cannot_be_is_refused_by_name(whole: Path, tmp_path: Path, change: 
     assert words in refusal(damaged)
 
 
+@pytest.mark.slow
 def test_whatever_byte_is_damaged_the_file_is_possible_or_refused_in_our_words(
     whole: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_file_must_be_gguf(tmp_path: Path) -> None:
         model_files.resolve(str(tmp_path / "model.bin"))
 
 
+@pytest.mark.slow
 def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "model.gguf"

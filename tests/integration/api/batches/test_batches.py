@@ -175,6 +175,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(broker: Broker, tmp_pat
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
 
 
+@pytest.mark.slow
 async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
     broker: Broker, tmp_path: Path
 ) -> None:

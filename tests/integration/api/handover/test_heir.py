@@ -72,6 +72,7 @@ async def hub_text(port: int) -> str:
 Run = Callable[[], Coroutine[Any, Any, bytes | str]]
 
 
+@pytest.mark.slow
 async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: Redis) -> None:
     """One gateway gets SIGKILL, the other SIGTERM, in the middle of all routes' answers, streamed and whole.
     Each answer is byte for byte as without the signals, and responses are stored. Half of the sockets are

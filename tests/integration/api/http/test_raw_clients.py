@@ -172,6 +172,7 @@ async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(bro
         assert b"version" in await used.rest()
 
 
+@pytest.mark.slow
 async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
     broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

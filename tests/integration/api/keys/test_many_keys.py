@@ -55,6 +55,7 @@ async def ask(
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "load",
     [

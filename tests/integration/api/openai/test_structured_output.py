@@ -63,6 +63,7 @@ async def test_any_json_object_can_be_requested_in_every_api(broker: Broker, ser
     assert {one.sampling.grammar if one.sampling else "" for one in worker.seen} == {expected}
 
 
+@pytest.mark.slow
 async def test_structural_tags_reach_the_workers(broker: Broker, service: Service) -> None:
     async with answering(broker.url, Answer(ids("a"))) as (worker, _, client):
         for fields in TAGGED:

@@ -174,6 +174,7 @@ async def test_every_token_is_counted_once(kind: str) -> None:
     assert answer.prompt_tokens == (None if kind == "tgi" else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "tgi"])
 def test_a_run_prints_a_table_and_writes_both_files(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -153,6 +153,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory")
 def test_memory_of_long_texts_goes_back_to_the_system() -> None:
     """Some 400 MB stay with glibc else."""

@@ -1,4 +1,5 @@
 import json
+import re
 import resource
 import shutil
 import socket
@@ -219,7 +220,9 @@ def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_disk_without_room_for_the_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=GIB // 4))
-    assert found("disk").level == "fail" and "smollm2 takes 0.3 GiB when converted" in found("disk").found
+    refused = found("disk")  # how large it becomes depends on the types that the processor multiplies
+    assert refused.level == "fail"
+    assert re.search(r"smollm2 takes 0\.[36] GiB when converted", refused.found), refused.found
     assert found("disk", model_id=str(model(tmp_path))).level == "warn", "it is here already"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     assert found("disk", model_id=str(tmp_path)).level == "fail"

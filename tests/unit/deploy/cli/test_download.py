@@ -134,6 +134,7 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     assert done.returncode == os.EX_CONFIG and "has no whole set of .safetensors files" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
 from redis.asyncio import Redis
 
 from common.broker import worker_scripts
@@ -44,3 +45,18 @@ async def is_draining(redis: Redis, worker: str) -> bool:
 async def test_run_returns_once_drained_and_idle(agent: Agent) -> None:
     agent.state.draining.set()
     await asyncio.wait_for(agent.run(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("ticks", range(12))
+async def test_heartbeats_end_whenever_they_are_cancelled(agent: Agent, ticks: int) -> None:
+    """Also in the moment in which they are asked to send one now: else a drained worker stays for ever."""
+    await agent.create_streams()
+    heartbeats = asyncio.create_task(agent.send_heartbeats())
+    await wait_until(lambda: agent.pool.redis.exists(agent.pool.keys.worker(agent.worker.incarnation)))
+    await asyncio.sleep(0)
+    agent.heartbeat_now.set()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    heartbeats.cancel()
+    done, _ = await asyncio.wait([heartbeats], timeout=PATIENCE_S)
+    assert done and heartbeats.cancelled()

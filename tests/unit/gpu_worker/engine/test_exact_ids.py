@@ -92,6 +92,7 @@ def test_ids_with_chunked_prefill_equal_generate(
     assert len(played.steps) >= sum(len(prompts[index]) for index in indices) / 7
 
 
+@pytest.mark.slow
 @AHEAD
 @pytest.mark.parametrize("indices", FEWER)
 def test_ids_with_scarce_blocks_equal_generate(

@@ -64,6 +64,7 @@ def text_of(engine: Engine, tokens: Sequence[int], special_ids: Mapping[str, int
     return b"".join(marks.get(token) or decode([token]) for token in tokens).decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_a_model_without_sense_writes_valid_calls(engine: Engine) -> None:
     player = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
     names = [name for name in CALL_FORMATS for _ in range(2)]

@@ -163,6 +163,7 @@ def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_give
         assert end(child) == 0
 
 
+@pytest.mark.slow
 def test_a_preloaded_engine_with_its_model_loads_nothing_when_it_is_used() -> None:
     index = 4
     prompt = prompt_ids(PROMPTS)[index]

@@ -183,6 +183,7 @@ def second_turns(engine: Engine, plain: Told, prefix: int) -> dict[int, list[int
     return {row: ids[prefix + row] for row in rows}
 
 
+@pytest.mark.slow
 def test_blocks_that_others_start_with_hold_what_was_confirmed(
     engine: Engine, plain: Told, proposers: KnowingProposers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

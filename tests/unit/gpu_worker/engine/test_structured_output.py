@@ -94,6 +94,7 @@ def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
     assert ids[9] == reference_ids([prompts[0]], 30)[0]
 
 
+@pytest.mark.slow
 @EACH_WAY
 def test_a_resumed_row_gives_the_ids_of_an_undisturbed_one(player: Player, params: dict[str, Any]) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
@@ -132,6 +133,7 @@ def test_a_row_whose_grammar_allows_no_token_fails_alone(player: Player) -> None
     assert ids[1] == reference_ids([prompts[1]], 20)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [r"(a?){300}a{300}", r"((\w+\s?){1,2000}\.)+"], ids=["token", "mask"])
 def test_a_row_whose_grammar_proves_too_complex_fails_alone_and_says_so(player: Player, pattern: str) -> None:
     """Where a mask takes too much work, llguidance allows the end of the text alone, valid or not."""

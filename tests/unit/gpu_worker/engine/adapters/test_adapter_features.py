@@ -63,6 +63,7 @@ def check_equal(found: Player, expected: Player) -> None:
         assert found.prompt_logprobs.get(row, []) == pytest.approx(scores, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(
     made: tuple[Path, Path, Path], speculate: int

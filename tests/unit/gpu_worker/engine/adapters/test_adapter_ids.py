@@ -51,6 +51,7 @@ def test_ids_of_rows_of_many_adapters_equal_those_of_merged_models(
     check_adapters(engine, model, folders, ["", *ADAPTERS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_layers_that_are_captured_and_fused_as_on_cuda_give_the_same_ids(
     llama: tuple[Any, Path],
@@ -68,6 +69,7 @@ def test_layers_that_are_captured_and_fused_as_on_cuda_give_the_same_ids(
     check_adapters(engine, model, folders, ["", "all", "vocabulary"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "config"), [(gptq(4), GPTQ), (awq, AWQ)], ids=["gptq", "awq"])
 def test_an_adapter_of_a_quantised_model_is_added_to_its_products(
     write: Any, config: dict[str, Any], tmp_path: Path

@@ -53,6 +53,7 @@ def ids_of(model: Any, folder: Path | None) -> list[int]:
     return expected_ids(model, folder, [PROMPT], COUNT)[0]
 
 
+@pytest.mark.slow
 def test_rows_of_more_adapters_than_slots_all_end_with_their_own_ids(
     model: tuple[Any, Path], folders: dict[str, Path]
 ) -> None:

@@ -23,7 +23,11 @@ ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize(
     ("block_size", "stored"),
-    [(16, None), (8, None), (5, None), *itertools.product((16, 5), native.STORED_CODES)],
+    [
+        *((size, None) for size in (16, 8, 5)),
+        *((16, stored) for stored in native.STORED_CODES),
+        *(pytest.param(5, stored, marks=pytest.mark.slow) for stored in native.STORED_CODES),
+    ],
     ids=str,
 )
 def test_outputs_equal_those_of_torch(

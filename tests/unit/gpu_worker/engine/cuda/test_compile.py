@@ -109,6 +109,7 @@ def test_more_compilations_than_allowed_leave_all_layers_as_they_are(
     assert all(layer._compiled_call_impl is None for layer in layers_of(model, attentions))
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_compiled_run_as_they_are(
     tmp_path: Path, dynamo: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from common.messages.request import SamplingParams
@@ -56,6 +57,7 @@ def test_steps_that_are_planned_are_refused(tmp_path: Path, like_cuda: Callable[
     assert why == "attention is split by the lengths of all rows in a step"
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_batch(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None:
     """All tokens go through one graph of 12, which rows and chunks do not fill: ids are right, and bits of a
     row do not depend on other rows.

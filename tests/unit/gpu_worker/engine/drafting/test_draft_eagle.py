@@ -18,6 +18,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.support.quick import slow_but
 from tests.support.speculation.counting_models import (
     SIZE,
     counting_eagle_tensors,
@@ -102,7 +103,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["norm-before"], WAYS))
 def test_the_layer_proposes_what_its_formula_says(way: str, tmp_path: Path) -> None:
     """Whatever the way to a state: batched, in chunks, resumed. The ids are those of the plain way."""
     changed, layers, before = WAYS[way]

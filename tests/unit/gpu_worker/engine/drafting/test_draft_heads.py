@@ -14,6 +14,7 @@ from torch.nn import functional
 from common.settings.settings import SettingError
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.support.quick import slow_but
 from tests.support.speculation.counting_models import (
     SIZE,
     medusa_tensors,
@@ -83,7 +84,7 @@ def mlp_ids(tensors: Tensors, state: torch.Tensor, token: int, tied: bool) -> li
     return ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["medusa", "mlp-tied"], KINDS))
 def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> None:
     """Whatever the way to a state: batched, in chunks, resumed. The ids are those of the plain way."""
     config, tensors = KINDS[kind]

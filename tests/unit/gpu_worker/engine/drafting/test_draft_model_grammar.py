@@ -38,7 +38,11 @@ def plain(folder: Path) -> Drafted:
 
 @pytest.mark.parametrize(
     ("config", "is_right"),
-    [({"model": ""}, True), ({"method": "ngram"}, False), ({"method": "suffix"}, False)],
+    [
+        ({"model": ""}, True),
+        pytest.param({"method": "ngram"}, False, marks=pytest.mark.slow),
+        pytest.param({"method": "suffix"}, False, marks=pytest.mark.slow),
+    ],
 )
 def test_ids_are_those_of_the_plain_way(
     folder: Path, plain: Drafted, config: dict[str, Any], is_right: bool
@@ -58,6 +62,7 @@ def test_ids_are_those_of_the_plain_way(
     assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_a_draft_is_compared(folder: Path, tmp_path: Path) -> None:
     """Token by token: another tokenizer of the same size is refused with the first token that differs."""
     draft = tmp_path / "draft"

@@ -17,6 +17,7 @@ from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of
+from tests.support.quick import slow_but
 
 VOCAB = 256
 T5 = {
@@ -76,8 +77,7 @@ def prompts() -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["T5", "mT5", "BART-forced", "mBART"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("BART", "Pegasus")],
+    slow_but(["T5", "BART-forced"], ["T5", "mT5", "BART-forced", "mBART", "BART", "Pegasus"]),
 )
 def test_ids_are_those_of_generate(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)

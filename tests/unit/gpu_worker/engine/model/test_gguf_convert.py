@@ -63,6 +63,7 @@ def test_plain_weights_keep_their_type_and_give_the_ids_of_transformers(kind: TY
     assert play(engine_of(folder), dict(enumerate(prompts()))) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "types",
     [

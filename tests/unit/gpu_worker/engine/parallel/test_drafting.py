@@ -18,6 +18,7 @@ def two() -> Iterator[Communicator]:
         yield ranks
 
 
+@pytest.mark.slow
 def test_both_ranks_check_the_drafts_of_one(two: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     expected = play_rows(drafting_engine(tmp_path, None))

@@ -34,6 +34,7 @@ def play(engine: Any, sampling: SamplingParams) -> Player:
     return played
 
 
+@pytest.mark.slow
 def test_ranks_propose_and_confirm_the_same(two: Communicator, tmp_path: Path) -> None:
     """From the ids that rank 0 samples, greedy and seeded."""
     tiny_models.save(tmp_path, *FAMILIES["Llama"])

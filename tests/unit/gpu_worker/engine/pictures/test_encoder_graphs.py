@@ -12,6 +12,7 @@ from tests.support.engine.pictures.models import SettledEngine
 from tests.support.engine.pictures.seeing import Seeing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
 def test_positions_after_pictures_in_captured_steps(
     name: str, tmp_path: Path, like_cuda: Callable[..., Engine]

@@ -11,9 +11,10 @@ from gpu_worker.engine.attention.sdpa import SdpaBackend
 from tests.support.engine.pictures import models
 from tests.support.engine.pictures.models import picture
 from tests.support.engine.pictures.seeing import NEW_TOKENS, Seeing
+from tests.support.quick import slow_but
 
 
-@pytest.fixture(scope="module", params=list(models.FAMILIES))
+@pytest.fixture(scope="module", params=slow_but(["Qwen2.5-VL", "Gemma3"], models.FAMILIES))
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -83,6 +84,7 @@ def test_behind_blocks_of_others(seeing: Seeing, num_cached: int) -> None:
     assert {row: ids[row] for row in again} == {row: seeing.answers[row - 100] for row in again}
 
 
+@pytest.mark.slow
 def test_pictures_that_are_seen_as_one_with_torchs_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def two(request: pytest.FixtureRequest) -> Iterator[Communicator]:
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.slow) for form in FORMATS]
 )
@@ -41,6 +42,7 @@ def test_ids_of_quantised_weights_on_two_ranks_equal_generate(
         assert play(engine, ROWS) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["awq", pytest.param("w4a16", marks=pytest.mark.slow)])
 def test_blocks_have_the_bits_of_plain_weights_on_two_ranks(
     two: Communicator, form: str, tmp_path: Path

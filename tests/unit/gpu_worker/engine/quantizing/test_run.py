@@ -18,6 +18,7 @@ from gpu_worker.engine.quantizing.quantize import Result
 from gpu_worker.engine.quantizing.run import run
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, prompts
+from tests.support.quick import slow_but
 
 JOBS: dict[str, dict[str, Any]] = {
     "gptq": {"method": "gptq"},
@@ -55,7 +56,7 @@ def perplexity(model: Any, folder: Path) -> float:
     return float(torch.tensor(losses / sum(ids.shape[1] - 1 for ids in texts)).exp())
 
 
-@pytest.mark.parametrize("form", JOBS)
+@pytest.mark.parametrize("form", slow_but(["gptq", "awq"], JOBS))
 def test_a_quantised_model_is_served_with_its_own_numbers(form: str, tmp_path: Path) -> None:
     source = tiny_models.save_with_bytes(tmp_path / "plain", *LLAMA)
     result = quantize(source, tmp_path / "made", **JOBS[form])
@@ -69,6 +70,7 @@ def test_a_quantised_model_is_served_with_its_own_numbers(form: str, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "plain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama-tied", "Gemma2", "Phi3"])
 def test_models_of_other_forms_are_quantised(family: str, tmp_path: Path) -> None:
     """With one matrix for embedding and head, norms that multiply by 1 more than their weight, joined layers:

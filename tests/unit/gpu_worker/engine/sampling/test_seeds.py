@@ -121,6 +121,7 @@ def test_greedy_rows_beside_others_stay_greedy(
     assert all_ids[2][: len(expected)] == expected
 
 
+@pytest.mark.slow
 def test_sampled_ids_follow_the_reported_logprobs(engine: Engine, prompts: list[list[int]]) -> None:
     """The first token of many rows that differ in their seed, against the log-probabilities reported with the
     first row.

@@ -93,6 +93,7 @@ def test_an_engine_wakes_with_empty_slots(granite: tuple[Path, Ids]) -> None:
     assert play(engine, dict(enumerate(prompts()))) == granite[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["LFM2", "Mamba2", "Granite4"])
 def test_captured_steps_read_and_write_slots(
     family: str, tmp_path: Path, like_cuda: Callable[..., Engine]
@@ -129,6 +130,7 @@ def test_beams_take_the_states_of_their_parents(granite: tuple[Path, Ids], engin
     assert slots and sorted(slots.free) == list(range(1, engine.ready.max_rows + 1))
 
 
+@pytest.mark.slow
 def test_adapters_change_attention_and_no_mixer(granite: tuple[Path, Ids], tmp_path: Path) -> None:
     """Mixers are called with parts of a step, which adapters do not know."""
     model = AutoModelForCausalLM.from_pretrained(granite[0], dtype=torch.float32, attn_implementation="eager")
