@@ -86,13 +86,21 @@ class Leader:
                 sources: list[socket.socket | LineSocket] = [listener, *self.strangers, *self.joined.values()]
                 ready = select.select(sources, [], [], self.deadline.left_s)[0]
                 if not ready:
-                    raise self.deadline.failure(describe_missing(self.info, missing, self.members.values()))
+                    raise self.deadline.failure(self.describe_absent(missing))
                 for source in ready:
                     if isinstance(source, LineSocket):
                         self.hear(source)
                     else:
                         self.accept(source)
         return self.welcome()
+
+    def describe_absent(self, missing: Sequence[int]) -> str:
+        """Name the ranks that never came; where there is none, those that have left. A rank may leave at the
+        end of its own time, just before this one's.
+        """
+        absent = [rank for rank in missing if rank not in self.members] or missing
+        connected = [member for rank, member in self.members.items() if rank not in absent]
+        return describe_missing(self.info, absent, connected)
 
     def missing(self) -> list[int]:
         return [rank for rank in range(1, self.info.world_size) if rank not in self.joined]

@@ -10,7 +10,6 @@ import contextlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,20 +17,17 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common.broker.client import connect
-from common.broker.keys import Keys, usage_pending, usage_spent
+from common.broker.keys import usage_pending, usage_spent
 from common.broker.pool_client import PoolClient, cancel_request
 from common.broker.usage import Owner, Used, read_hours
 from common.messages.codec import encode
-from common.messages.plan import WorkerDied
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams, UsageAccount
 from common.months import month_begin, month_name
-from tests.support.fleet.batchers import batcher
-from tests.support.fleet.modeless_worker import modeless_worker
+from tests.support.machine.killed_pool import KEYS, KilledPool
 from tests.support.scripts import admit_request
 from tests.support.waiting import wait_until
 
-KEYS = Keys("default")
 PRICED = UsageAccount("m", prompt_price=100, cached_price=10, output_price=1000)
 POOR = "poor"
 """The API key with a budget."""
@@ -88,43 +84,21 @@ class MeteredPool:
     """The processes of a run, and its requests."""
 
     def __init__(self, plan: MeteringPlan, url: str, redis: Redis) -> None:
-        self.plan, self.url, self.redis = plan, url, redis
+        self.plan = plan
+        self.redis = redis
         self.draw = random.Random(plan.seed)
         self.requests: list[Generate] = []
-        self.workers: dict[str, AsyncExitStack] = {}
-        self.batchers: dict[str, ExitStack] = {}
-        self.num_started = 0
+        self.pool = KilledPool(url, redis, plan.num_workers, plan.step_s, num_blocks=80)
         self.num_asked = 0
         self.gateway = ""
         self.stopping = asyncio.Event()
-        self.outcome = MeteringOutcome(budget=plan.budget)
+        self.outcome = MeteringOutcome(budget=plan.budget, kills=self.pool.kills)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         await self.start_gateway()
-        for name in ("b0", "b1"):
-            self.start_batcher(name)
-        for _ in range(self.plan.num_workers):
-            await self.start_worker()
-        try:
+        async with self.pool.running():
             yield
-        finally:
-            for worker in self.workers.values():
-                await worker.aclose()
-            for one in self.batchers.values():
-                one.close()
-
-    async def start_worker(self) -> None:
-        name = f"w{self.num_started}"
-        self.num_started += 1
-        self.workers[name] = AsyncExitStack()
-        await self.workers[name].enter_async_context(
-            modeless_worker(self.url, name, num_blocks=80, step_s=self.plan.step_s)
-        )
-
-    def start_batcher(self, name: str) -> None:
-        self.batchers[name] = ExitStack()
-        self.batchers[name].enter_context(batcher(self.url, name, WORKER_TTL_S="60", LOG_LEVEL="error"))
 
     # --- kills ----------------------------------------------------------------------------------------------
 
@@ -132,11 +106,11 @@ class MeteredPool:
         """Kill a worker, wherever its tasks are, or now and then a batcher or the gateway."""
         drawn = self.draw.random()
         if drawn < 0.1:
-            await self.kill_batcher(self.draw.choice(list(self.batchers)))
+            await self.pool.kill_batcher(self.draw.choice(list(self.pool.batchers)))
         elif drawn < 0.25:
             await self.kill_gateway()
         else:
-            await self.kill_worker(self.draw.choice(list(self.workers)))
+            await self.pool.kill_worker(self.draw.choice(list(self.pool.workers)))
 
     async def kill_gateway(self) -> None:
         """A gateway of which nothing is left but its requests; the next one is there."""
@@ -147,19 +121,6 @@ class MeteredPool:
     async def start_gateway(self) -> None:
         self.gateway = f"g{self.outcome.kills['gateway']}"
         await self.redis.hset(KEYS.gateway(self.gateway), "streams", "0")  # type: ignore[misc]
-
-    async def kill_worker(self, name: str) -> None:
-        await self.workers.pop(name).aclose()
-        self.outcome.kills["worker"] += 1
-        await self.redis.xadd(KEYS.control, {"died": encode(WorkerDied(f"{name}-1"))})
-        await self.start_worker()
-
-    async def kill_batcher(self, name: str) -> None:
-        await asyncio.to_thread(self.batchers.pop(name).close)
-        self.outcome.kills["batcher"] += 1
-        if (await self.redis.get(KEYS.batcher) or b"").startswith(name.encode()):
-            await self.redis.delete(KEYS.batcher)
-        await asyncio.to_thread(self.start_batcher, name)
 
     # --- clients --------------------------------------------------------------------------------------------
 

@@ -36,16 +36,20 @@ class KilledGateways:
         for url in self.urls:
             await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
 
+    def kill(self, place: int) -> None:
+        """Kill a gateway and start it again."""
+        self.processes[place].kill()
+        self.processes[place].wait()
+        self.num_kills += 1
+        self.processes[place] = self.start(place, self.num_kills)
+
     async def kill_in_turns(self, patience_s: float = 60) -> None:
         for number in itertools.count(1):
             place = number % 2
             await wait_until(lambda place=place: healthy(self.urls[place]), patience_s)  # type: ignore[misc]
             due = self.done() + self.pace
             await wait_until(lambda due=due: self.done() >= due, patience_s)  # type: ignore[misc]
-            self.processes[place].kill()
-            self.processes[place].wait()
-            self.num_kills += 1
-            self.processes[place] = self.start(place, number)
+            self.kill(place)
 
     def stop(self) -> None:
         for process in self.processes:

@@ -133,6 +133,7 @@ async def test_a_killed_broker_is_its_pools_only(own: OneBroker, other: OneBroke
     """The broker of pool `a` has the directory, too, and is the one that the gateway is set to."""
     async with two_pools(own.broker.url, other.broker.url) as pools:
         streams = {number: await pools.stream(number) for number in range(12)}
+        await wait_until(lambda: sum(pools.num_taken.values()) == len(streams))
         taken = {name: {*live_numbers(fleet)} for name, fleet in pools.fleets.items()}
         [living] = {"a", "b"} - {killed}
         assert taken["a"] and taken["b"]

@@ -18,7 +18,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
-from tests.support.quick import slow_but
+from tests.support.parameters.slow_but import slow_but
 from tests.support.speculation.counting_models import (
     SIZE,
     counting_eagle_tensors,

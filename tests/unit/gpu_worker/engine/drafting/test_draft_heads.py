@@ -14,7 +14,7 @@ from torch.nn import functional
 from common.settings.settings import SettingError
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
-from tests.support.quick import slow_but
+from tests.support.parameters.slow_but import slow_but
 from tests.support.speculation.counting_models import (
     SIZE,
     medusa_tensors,

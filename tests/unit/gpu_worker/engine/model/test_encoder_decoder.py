@@ -17,7 +17,7 @@ from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of
-from tests.support.quick import slow_but
+from tests.support.parameters.slow_but import slow_but
 
 VOCAB = 256
 T5 = {

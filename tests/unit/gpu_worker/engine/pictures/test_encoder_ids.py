@@ -11,7 +11,7 @@ from gpu_worker.engine.attention.sdpa import SdpaBackend
 from tests.support.engine.pictures import models
 from tests.support.engine.pictures.models import picture
 from tests.support.engine.pictures.seeing import NEW_TOKENS, Seeing
-from tests.support.quick import slow_but
+from tests.support.parameters.slow_but import slow_but
 
 
 @pytest.fixture(scope="module", params=slow_but(["Qwen2.5-VL", "Gemma3"], models.FAMILIES))

@@ -18,7 +18,7 @@ from gpu_worker.engine.quantizing.quantize import Result
 from gpu_worker.engine.quantizing.run import run
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, prompts
-from tests.support.quick import slow_but
+from tests.support.parameters.slow_but import slow_but
 
 JOBS: dict[str, dict[str, Any]] = {
     "gptq": {"method": "gptq"},
