@@ -251,6 +251,7 @@ def test_samples_survive_the_way_to_another_rank() -> None:
     assert unpack_sent_samples(pack_samples(samples)) == samples
 
 
+@pytest.mark.slow
 def test_more_bytes_than_one_message_has(two: Communicator, tmp_path: Path) -> None:
     """A grant of a long prompt."""
     tiny_models.save(tmp_path, *FAMILIES["Llama"])

@@ -82,6 +82,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
     end(child)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "child",
     [{}, pytest.param({"start": subprocess.Popen}, marks=pytest.mark.slow)],
@@ -149,6 +150,7 @@ def test_unservable_settings_are_reported(child: Child, setting: str, words: str
     assert child.process.wait(TIMEOUT_S) == 1
 
 
+@pytest.mark.slow
 def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_given() -> None:
     """Until then it has no title of a worker, and has not read a setting. A closed socket ends it."""
     child = start_child("--preload", MODEL_ID="/nowhere", BLOCK_SIZE="many")

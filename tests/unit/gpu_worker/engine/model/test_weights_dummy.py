@@ -67,6 +67,7 @@ def test_a_config_suffices_and_all_workers_make_the_same_weights(folder: Path, d
     assert (ids, logprobs) == again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_weight_is_initialised(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of what stood in the memory before."""

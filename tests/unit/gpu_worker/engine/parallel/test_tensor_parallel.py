@@ -280,6 +280,7 @@ def test_heads_are_split_by_groups(
     assert split_heads(query_heads, kv_heads, world_size) == (queries, kept)
 
 
+@pytest.mark.slow
 def test_too_many_ranks_for_the_heads() -> None:
     assert all(end > begin for begin, end in split_heads(6, 3, 6)[0])
     with pytest.raises(UnservableModel, match="NUM_SHARD"):
