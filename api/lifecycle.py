@@ -16,6 +16,7 @@ from api.jobs.consumer import JobConsumer
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
+from api.webhooks.sender import WebhookSender
 from common.broker.client import ERRORS
 from common.process.event_loop import collect_garbage
 from common.settings.settings import Settings
@@ -40,6 +41,7 @@ class Gateway:
         self.pools = PoolRegistry(self.pool)
         self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
         self.job_consumer = JobConsumer(self.pool, self.access)
+        self.webhooks = WebhookSender(self.pool.client, settings)
         self.files = open_store(settings)
         self.unread = UnreadAnswers(settings)
         self.limits = ConnectionLimits(settings)
@@ -78,6 +80,7 @@ class Gateway:
             background_task(self.keys.watch(key_source, self.end_requests)),
             background_task(self.job_consumer.run()),
             background_task(self.history.run()),
+            background_task(self.webhooks.run()),
             serving_batches(self.files, self.job_consumer),
             contextlib.aclosing(self.pools),
             background_task(self.pools.run()),

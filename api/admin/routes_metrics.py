@@ -69,6 +69,8 @@ async def broker_gauges(client: PoolClient) -> Gauges:
     """Gauges that Redis itself has."""
     return {
         catalogue.UNFINISHED_JOBS.name: {(): float(await client.redis.xlen(client.keys.submit))},
+        catalogue.WEBHOOKS_WAITING.name: {(): float(await client.redis.zcard(client.keys.webhooks))},
+        catalogue.WEBHOOKS_DEAD.name: {(): float(await client.redis.zcard(client.keys.dead_webhooks))},
         catalogue.BROKER_MEMORY.name: {(): memory_ratio(await client.redis.info("memory"))},
     }
 

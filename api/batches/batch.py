@@ -26,6 +26,8 @@ TIMES = (
     "cancelled_at",
 )
 FILES = ("output", "error")
+WEBHOOK = b"webhook"
+"""The field that says where the event of its end goes: for the script that writes the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class Batch:
 async def read_batch(client: PoolClient, batch_id: str) -> Batch | None:
     """Raises one of ERRORS."""
     found: dict[bytes, bytes] = await client.redis.hgetall(client.keys.batch(batch_id))  # type: ignore[misc]
+    found.pop(WEBHOOK, None)
     fields = {name.decode(): value.decode() for name, value in found.items()}
     if "record" not in fields:
         return None

@@ -27,8 +27,11 @@ from api.http.auth import key_of
 from api.http.openapi import OPENAI, error_responses, json_body
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.requests.on_pool import own_pool
+from api.requests.pool import Pool
 from api.requests.service_terms import tenant_of
+from api.webhooks.field import check_room, read_webhook
 from common.broker import job_scripts
+from common.webhooks.webhook import BATCH
 
 router = APIRouter(
     responses=ERROR_RESPONSES
@@ -172,9 +175,10 @@ async def create_batch(request: Request) -> dict[str, Any]:
     file = await store.find(owner, asked.input_file_id)
     if file.purpose != "batch":
         raise invalid(f"`input_file_id` must be a file for `batch`, not for {file.purpose}", "input_file_id")
-    key = key_of(request)
+    key, batch_id = key_of(request), new_id("batch_")
+    webhook = await webhook_of(asked, pool, batch_id)
     batch = Batch(
-        id=new_id("batch_"),
+        id=batch_id,
         owner=owner,
         key_id=key.key_id if key else "",
         endpoint=asked.endpoint,
@@ -189,7 +193,7 @@ async def create_batch(request: Request) -> dict[str, Any]:
         pool.client.keys,
         batch.id,
         batch.member,
-        batch.made(),
+        batch.made() | webhook,
         made_ms=batch.made_ms,
         deadline_ms=batch.order_ms,
         max_batches=pool.settings.max_batches,
@@ -198,6 +202,14 @@ async def create_batch(request: Request) -> dict[str, Any]:
         if not await pool.client.run(call):
             raise overloaded(f": {pool.settings.max_batches} batches have not ended (MAX_BATCHES)", 60)
     return batch.render()
+
+
+async def webhook_of(asked: BatchRequest, pool: Pool, batch_id: str) -> dict[str, bytes]:
+    """The field of a batch that says where the event of its end goes. Raises ApiError: 422, 429, 503."""
+    if asked.webhook is None:
+        return {}
+    await check_room(pool.client, pool.settings)
+    return {"webhook": read_webhook(asked.webhook, pool.settings, BATCH, batch_id).text("")}
 
 
 def check_batch(asked: BatchRequest) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.http.openapi import ApiObject
+from api.webhooks.field import WebhookField
 
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
 
@@ -28,6 +29,7 @@ class BatchRequest(BaseModel):
     completion_window: Literal["1h", "24h", "best_effort"]
     metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiry | None = None
+    webhook: WebhookField | None = None
 
 
 class FileObject(ApiObject):

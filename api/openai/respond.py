@@ -106,6 +106,7 @@ async def respond(
         detached=body.detached,
         priority=body.priority,
         service_tier=body.service_tier,
+        webhook=body.webhook,
     )
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
 

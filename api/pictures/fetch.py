@@ -1,26 +1,24 @@
-"""Fetch: gets a picture from a public host that a setting allows.
-
-The address of a host is resolved and checked once, where the connection is made, and that address is
-connected to: a name that resolves to another address the next time gains nothing.
-"""
+"""Fetch: gets a picture from a public host that a setting allows."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any
 from urllib.parse import urljoin
 
 import httpcore
 
-from api.pictures.addresses import (
-    SETTING,
-    PictureUrl,
-    check_allowed,
+from api.outbound.addresses import (
+    DEFAULT_PORTS,
+    TargetUrl,
+    UrlError,
     is_address,
-    public_addresses,
+    is_allowed,
     read_url,
 )
+from api.outbound.public_hosts import PublicHosts
 from common.pictures.layout import PictureError
 
+SETTING = "ALLOWED_MEDIA_DOMAINS"
+SCHEMES = ("https:", "http:")
 MAX_REDIRECTS = 3
 MAX_CONNECTIONS = 16
 """Of one gateway; further pictures wait."""
@@ -28,35 +26,6 @@ REDIRECTS = (301, 302, 303, 307, 308)
 KINDS = ("image/", "application/octet-stream", "binary/octet-stream")
 """How content types of pictures begin; stores of objects often know no better."""
 HEADERS = [("accept", "image/*"), ("accept-encoding", "identity"), ("user-agent", "tokenfleet")]
-
-
-class PublicHosts(httpcore.AsyncNetworkBackend):
-    """Connects to public addresses only, and to those that the setting itself names."""
-
-    def __init__(self, named: Iterable[str]) -> None:
-        self.named = frozenset(named)
-        self.backend = httpcore.AnyIOBackend()
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Connect to the first address that answers. Raises PictureError."""
-        *others, last = await public_addresses(host, port, self.named)
-        options = timeout, local_address, socket_options
-        for address in others:
-            try:
-                return await self.backend.connect_tcp(address, port, *options)
-            except (httpcore.ConnectError, httpcore.ConnectTimeout):
-                continue
-        return await self.backend.connect_tcp(last, port, *options)
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 class PictureFetcher:
@@ -73,18 +42,22 @@ class PictureFetcher:
 
     async def fetch(self, url: str) -> bytes:
         """The bytes at a URL. Raises PictureError."""
+        if not url.lower().startswith(SCHEMES):
+            raise PictureError("must be a URL that begins with data:, https: or http:")
         if not self.domains:
             raise PictureError(f"must be a data: URL: nothing is fetched here ({SETTING} is empty)")
         try:
             async with asyncio.timeout(self.timeout_s), self.permits:
                 return await self.follow(read_url(url))
+        except UrlError as error:
+            raise PictureError(str(error)) from error
         except TimeoutError as error:
             text = f"could not be fetched within {self.timeout_s:g} s (PICTURE_FETCH_TIMEOUT_S)"
             raise PictureError(text) from error
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
             raise PictureError(f"could not be fetched: {type(error).__name__}") from error
 
-    async def follow(self, target: PictureUrl) -> bytes:
+    async def follow(self, target: TargetUrl) -> bytes:
         """The bytes at a target, or where it redirects to. Each target is checked."""
         for _ in range(MAX_REDIRECTS + 1):
             check_allowed(target, self.domains)
@@ -94,7 +67,7 @@ class PictureFetcher:
             target = found
         raise PictureError(f"could not be fetched: there were more than {MAX_REDIRECTS} redirects")
 
-    async def get(self, target: PictureUrl) -> bytes | PictureUrl:
+    async def get(self, target: TargetUrl) -> bytes | TargetUrl:
         """The bytes of a target, or the one that it redirects to."""
         headers = [("host", target.host_header), *HEADERS]
         async with (
@@ -121,6 +94,13 @@ class PictureFetcher:
             if len(content) > self.max_bytes:
                 raise too_large
         return bytes(content)
+
+
+def check_allowed(target: TargetUrl, domains: Iterable[str]) -> None:
+    """Raises PictureError if the setting does not allow a host and its port."""
+    if not any(is_allowed(target, domain) for domain in domains):
+        where = target.host_header if target.port != DEFAULT_PORTS[target.scheme] else target.host
+        raise PictureError(f"is at {where}, from which nothing is fetched here ({SETTING})")
 
 
 def check_head(status: int, headers: Mapping[str, str]) -> None:

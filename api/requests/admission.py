@@ -182,7 +182,7 @@ class Admission:
         call = request_scripts.admit(
             self.client.keys,
             request,
-            payload=encode(request),
+            payload=request_scripts.entry_of(request),
             answer=answer,
             weight=request.weight or self.weights.get(request.tenant, 1.0),
             max_requests=self.settings.max_concurrent_requests,

@@ -26,9 +26,11 @@ from api.streams.describe_answer import describe_answer
 from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
 from api.streams.kept_answers import make_room
 from api.streams.stream import Stream
+from api.webhooks.field import WebhookField, check_room, with_webhook
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 from common.settings.settings import Settings
+from common.webhooks.webhook import REQUEST
 
 RESUME_HEADER = "x-resume-seconds"
 MAX_RESUME_S = 3600
@@ -139,14 +141,19 @@ def new_answer(
     detached: bool | None = None,
     priority: str | int | None = None,
     service_tier: str | None = None,
+    webhook: WebhookField | None = None,
+    kind: str = REQUEST,
 ) -> HttpAnswer:
     """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422).
 
     Args:
         prefixes: for each prompt, the text with which its choices begin.
-        resume_s, detached, priority, service_tier: the fields of the body.
+        resume_s, detached, priority, service_tier, webhook: the fields of the body.
+        kind: what the answer is to its webhook.
     """
     own_id, requests = answer_id(request), with_adapter(requests, request.state.adapter)
+    if webhook is not None:
+        requests = with_webhook(requests, webhook, pool.settings, kind, own_id)
     if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
         rendering = replace(rendering, as_file=True)
     answer = describe_answer(
@@ -184,6 +191,8 @@ async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
     if kept_ms := max(answer.terms.stored_ms, answer.terms.repeat_ms):
         names = [choice.request_id for choice in answer.choices()]
         await make_room(pool.client, pool.settings, names, kept_ms / 1000)
+    if answer.requests[0].webhook:
+        await check_room(pool.client, pool.settings)
     return await pool.admission.submit_all(answer)
 
 

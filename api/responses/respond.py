@@ -17,6 +17,7 @@ from api.requests.respond import first_headers, new_answer, submit, submit_and_r
 from api.responses.request_schemas import ResponsesRequest
 from common.messages.answer import HttpAnswer, ResponseParts
 from common.messages.request import Generate, SamplingParams
+from common.webhooks.webhook import RESPONSE
 
 SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
 """Classes → the service tiers that a response shows."""
@@ -54,6 +55,8 @@ def describe_response(
         detached=background,
         priority=body.priority,
         service_tier=body.service_tier,
+        webhook=body.webhook,
+        kind=RESPONSE,
     )
     fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
     stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0

@@ -65,7 +65,7 @@ def address(settings: Settings, gateway: str, request: Generate, request_id: str
         gateway=gateway,
         grace_ms=round(settings.gateway_grace_s * 1000),
     )
-    digest = hashlib.blake2b(encode(replace(content, account=None)), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(encode(replace(content, account=None, webhook=b"")), digest_size=16).hexdigest()
     logits = request.logits and (request.pooling is None or request.logits.context)
     whole = request.prompt_logprobs is not None or logits or not settings.prefix_caching
     hashes = b"" if whole else prompt_hashes(request)

@@ -64,10 +64,11 @@ RIGHTS = {
         scripts="admit offer cancel attach forget read_requests delete_response keep_response"
         " register_job claim_jobs cancel_job reply change_key change_adapters heartbeat"
         " keep_picture hold_pictures let_go_pictures"
-        " create_batch claim_batch write_batch cancel_batch",
+        " create_batch claim_batch write_batch cancel_batch"
+        " claim_webhooks settle_webhook retry_webhook",
         commands=f"{PROCESS} hgetall hexists hset expire set zscore lrange xadd xack xdel xrange xrevrange"
         " xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe unsubscribe",
-        keys=f"request tokens tenants metrics key_use picture {ALL_USAGE}",
+        keys=f"request tokens tenants metrics key_use picture webhooks* {ALL_USAGE}",
         reads=f"{SUPERVISED} state timeline log pools pool_entries model_shares",
         beats="gateway",
         looks=f"worker batcher jobworker {STARTING} {SLEEPER}",
@@ -79,7 +80,7 @@ RIGHTS = {
         scripts="lease publish_plan dequeue finish save_committed publish_state publish_pool seal"
         " read_requests change_adapters heartbeat",
         commands=f"{PROCESS} hgetall smembers srem xread xrange xrevrange xadd publish script|load",
-        keys=f"request plans tokens timeline metrics key_use {ALL_USAGE}",
+        keys=f"request plans tokens timeline metrics key_use webhooks* {ALL_USAGE}",
         beats="batcher",
         looks=f"gateway worker {STARTING} {SLEEPER}",
         channels="events:*",
@@ -88,7 +89,7 @@ RIGHTS = {
         "workers",
         scripts="create_logs worker_heartbeat flush write_logits seal heartbeat",
         commands=f"{PROCESS} hgetall set xread xadd publish mget",
-        keys=f"log reports request tokens logits metrics waking key_use {ALL_USAGE}",
+        keys=f"log reports request tokens logits metrics waking key_use webhooks* {ALL_USAGE}",
         reads=f"{SUPERVISED} state adapters picture",
         beats=f"{STARTING} {SLEEPER}",
         looks="gateway batcher",

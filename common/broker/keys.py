@@ -261,6 +261,20 @@ class Keys:
         """Sorted set: owner/id of each batch that has not ended → its deadline, in ms."""
         return self.key("batches", "live")
 
+    @property
+    def webhooks(self) -> str:
+        """Sorted set: event of a webhook that is not delivered → when it is sent next, in ms."""
+        return self.key("webhooks")
+
+    @property
+    def dead_webhooks(self) -> str:
+        """Sorted set: event that was given up → since when, in ms."""
+        return self.key("webhooks", "dead")
+
+    def webhook_event(self, event_id: str) -> str:
+        """Hash: to whom an event goes, and what became of it; `webhooks.lua` builds the same name."""
+        return self.key("webhooks", event_id)
+
     def channel(self, name: str) -> str:
         """Pub/sub channel of another service; `name` begins with `ext:`."""
         return self.key(name)

@@ -4,6 +4,7 @@ A function returns the call; a client sends it, as `PoolClient.run` does, and re
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.api_keys import ApiKey
@@ -113,7 +114,13 @@ def request_args(keys: Keys, request: Generate) -> Args:
         "num_prompt": request.num_prompt,
         "logits_bytes": request.logits_bytes,
         "account": request.account_text,
+        "webhook": request.webhook,
     }
+
+
+def entry_of(request: Generate) -> bytes:
+    """A request as batcher and workers get it: secrets of webhooks are none of theirs."""
+    return encode(replace(request, webhook=b""))
 
 
 def read_admit_reply(reply: list[Any]) -> AdmitReply:
@@ -166,7 +173,7 @@ def offer(
         reader, connection: numbers of its reader, and of the one on whose connection the answer is written.
     """
     args: Args = {
-        "payload": encode(request),
+        "payload": entry_of(request),
         "made_by": made_by,
         "made_in": made_in,
         "num_tokens": request.num_shown,

@@ -194,6 +194,8 @@ class Generate:
         pictures: those of its prompt, in the order of their places.
         pooling: it ends with its prompt, and its answer is a vector, which travels as its `logits`; None
             generates tokens.
+        webhook: where the event of its end goes (webhook.py); its entry in the queue does not have it. Empty
+            for none.
     """
 
     request_id: str = wire_field("id")
@@ -223,6 +225,7 @@ class Generate:
     adapter: str = wire_field("ad", default="")
     pictures: list[Picture] = wire_field("pi", default_factory=list)
     pooling: PoolingParams | None = wire_field("po", default=None)
+    webhook: bytes = wire_field("wh", default=b"")
 
     @property
     def service_class(self) -> str:

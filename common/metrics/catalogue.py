@@ -298,6 +298,15 @@ BATCH_LINES = Counter(
     "Number of requests of batches that were answered, by outcome",
     {"outcome": ("completed", "failed")},
 )
+WEBHOOKS = Counter(
+    "tokenfleet_webhook_attempts",
+    "Number of attempts to deliver an event of a webhook, by outcome; dead events are given up",
+    {"outcome": ("delivered", "failed", "dead", "unwanted")},
+)
+WEBHOOKS_WAITING = Gauge(
+    "tokenfleet_webhook_events_waiting", "Number of events of webhooks that are not delivered yet"
+)
+WEBHOOKS_DEAD = Gauge("tokenfleet_webhook_events_dead", "Number of events of webhooks that were given up")
 POOL_UP = Gauge(
     "tokenfleet_pool_up",
     "Whether a pool of the directory has a live batcher and worker, as this gateway knows it: 1 or 0",

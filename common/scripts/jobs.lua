@@ -157,9 +157,10 @@ redis.call('HSET', batch, 'leased_until_ms', present_ms + tonumber(lease_ms))
 return redis.call('HINCRBY', batch, 'epoch', 1)
 
 --- write_batch
--- needs: lib/now
--- Write fields of a batch, and renew its lease; only its newest writer may.
--- KEYS batch, batches, live_batches
+-- needs: lib/webhooks
+-- Write fields of a batch, and renew its lease; only its newest writer may. With the last write the event of
+-- its webhook is due.
+-- KEYS batch, batches, live_batches, webhooks
 -- ARGV member, epoch, lease_ms, ttl_ms, ended, ...
 -- `ended` is '1' with the last write. A `lease_ms` of 0 gives the batch up. More arguments: name, value of
 -- each field.
@@ -168,7 +169,10 @@ if redis.call('HGET', batch, 'epoch') ~= epoch then return 'lost' end
 for i = first_arg, #ARGV, 2 do redis.call('HSET', batch, ARGV[i], ARGV[i + 1]) end
 redis.call('HSET', batch, 'leased_until_ms', lease_ms == '0' and 0 or now_ms() + tonumber(lease_ms))
 for _, key in ipairs({batch, batches, live_batches}) do redis.call('PEXPIRE', key, ttl_ms) end
-if ended == '1' then redis.call('ZREM', live_batches, member) end
+if ended == '1' and redis.call('ZREM', live_batches, member) == 1 then
+  local webhook, status = unpack(redis.call('HMGET', batch, 'webhook', 'status'))
+  if webhook then note_end(webhooks, webhook, status) end
+end
 return redis.call('HEXISTS', batch, 'cancelling_at') == 1 and 'cancelled' or 'live'
 
 --- cancel_batch

@@ -43,17 +43,19 @@ local function spill(tokens, offset, records, ttl_ms, width)
 end
 
 --- lib/terminal
+-- needs: lib/webhooks
 -- Set the one terminal of a request and publish it: its fields stand in the request's hash, its tokens in the
 -- request's string, both for the result's time. True for the first caller only.
 -- `records` are those of all tokens, whatever the string has, or '' if none are kept. What it has reserved of
--- the rate of its API key and not used comes back, or becomes a debt.
+-- the rate of its API key and not used comes back, or becomes a debt. The event of its webhook is due with the
+-- terminal.
 local function finish(
-  request, tokens, reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
+  webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
 )
   if redis.call('TYPE', request).ok ~= 'hash' then return false end
   if redis.call('HEXISTS', request, 'terminal') == 1 then return false end
   redis.call('HSET', request, 'terminal', reason, 'num_tokens', num_tokens)
-  local key, reserved = unpack(redis.call('HMGET', request, 'key', 'reserved'))
+  local key, reserved, webhook = unpack(redis.call('HMGET', request, 'key', 'reserved', 'webhook'))
   if reserved then
     redis.call('HDEL', request, 'key', 'reserved')
     if redis.call('HEXISTS', key, 'tokens') == 1 then
@@ -64,5 +66,6 @@ local function finish(
   redis.call('PEXPIRE', request, ttl_ms)
   if records == '' then redis.call('DEL', tokens) else redis.call('SET', tokens, records, 'PX', ttl_ms) end
   if channel ~= '' then redis.call('PUBLISH', channel, payload) end
+  if webhook then note_end(webhooks, webhook, reason) end
   return true
 end

@@ -20,7 +20,7 @@ return 1
 -- without the flush before this one: the broker has lost it, and what else was written last.
 -- A repeated flush appends and publishes nothing.
 -- Spilled tokens are counted, those of terminals, and those of requests whose keys have a budget.
--- KEYS log, reports, usage, ...
+-- KEYS log, reports, usage, webhooks, ...
 -- ARGV sequence, report, oldest, ttl_ms, worker, num_messages, num_prompts, num_terminals, num_spills,
 --      num_counts, mode, ...
 -- `report` is '' for none; `oldest` report to keep; `ttl_ms` of spilled tokens. `mode`: 'trim' trims the log,
@@ -79,7 +79,7 @@ for _ = 1, tonumber(num_prompts) do
 end
 for _ = 1, tonumber(num_terminals) do
   if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
-    local _, is_first = pcall(finish, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 9))
+    local _, is_first = pcall(finish, webhooks, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 9))
     local number, speculated = tonumber(ARGV[arg + 3]), tonumber(ARGV[arg + 10])
     if is_first == true then
       meter.count_end(usage, KEYS[key], number, ARGV[arg], speculated, ARGV[arg + 2])

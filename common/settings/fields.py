@@ -185,6 +185,18 @@ class SettingFields(BaseModel):
     """responses that are stored and answers that are kept for an Idempotency-Key; the oldest are deleted"""
     idempotency_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
     """how long after its end an answer is kept for requests with the same Idempotency-Key (s)"""
+    webhook_secret: str | None = None
+    """signs events of webhooks without a secret of their own: whsec_ and the base64 of 24 to 64 bytes"""
+    webhook_allowed_hosts: Words = ()
+    """hosts that webhooks may name though they are private or speak http:, as hooks.lan:8080,*.example.lan"""
+    webhook_retry_s: Annotated[Seconds, Field(ge=1, le=7 * 86400)] = 86400.0
+    """how long an event that its receiver does not take is sent again (s); then it is dead"""
+    webhook_dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
+    """how long a dead event is kept (s)"""
+    max_webhooks: Count = 100_000
+    """events that wait to be delivered; requests with a webhook are refused beyond it"""
+    max_dead_webhooks: Count = 10_000
+    """dead events that are kept; the oldest are deleted"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
     max_jobs: Count = 256

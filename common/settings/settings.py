@@ -21,6 +21,7 @@ from common.settings.option import OTHERS, check_option
 from common.settings.ranges import read_overrides
 from common.settings.speculation import Speculation, read_speculation
 from common.settings.types import SettingError, one_line_errors
+from common.webhook_secret import key_of_secret
 
 __all__ = ["SettingError", "Settings"]
 
@@ -96,6 +97,11 @@ class Settings(SettingFields):
             raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
         if self.api_key and not is_header(self.api_key):
             raise SettingError("api_key", "cannot be sent as a header: it must be printable ASCII")
+        if self.webhook_secret:
+            try:
+                key_of_secret(self.webhook_secret)
+            except ValueError as error:
+                raise SettingError("webhook_secret", str(error)) from error
         if self.compute_type and not is_header(self.compute_type):
             raise SettingError(
                 "compute_type",

@@ -31,8 +31,8 @@ FLOORS = {
         "streams",
         "handover",
         "pictures",
-        "http prompts",
-        "adapters event_loop",
+        "http prompts webhooks",
+        "adapters event_loop outbound",
         "errors json",
     ],
     "batcher": [
@@ -61,14 +61,14 @@ FLOORS = {
         "protocol",
     ],
     "common": [
-        "adapters native_kernels startup traces",
+        "adapters native_kernels startup traces webhooks",
         "metrics model_files pooling rank",
         "pictures",
         "broker gguf_check key_file model_config",
         "key_fields",
         "settings",
         "api_keys detokenize prefill_budget prices process quantize_job",
-        "messages months",
+        "messages months webhook_secret",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module that lies in none. A room imports only

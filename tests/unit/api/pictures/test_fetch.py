@@ -93,7 +93,7 @@ REFUSED_REDIRECTS = {
     "http://169.254.169.254/latest/meta-data/": "nothing is fetched here",
     "http://[::ffff:169.254.169.254]/": "nothing is fetched here",
     "http://[::1]/": "nothing is fetched here",
-    "file:///etc/passwd": "begins with data:, https: or http:",
+    "file:///etc/passwd": "begins with https: or http:",
     "http://u:p@127.0.0.1/": "without a user and a password",
 }
 

@@ -5,8 +5,7 @@ import socket
 
 import pytest
 
-from api.pictures.addresses import check_allowed, is_public, public_addresses, read_url
-from common.pictures.layout import PictureError
+from api.outbound.addresses import UrlError, is_allowed, is_public, public_addresses, read_url
 
 PRIVATE = """
 127.0.0.1 127.8.9.1 0.0.0.0
@@ -32,9 +31,9 @@ def test_others_are_public(text: str) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("ftp://x.org/a", "begins with data:, https: or http:"),
-        ("file:///etc/passwd", "begins with data:, https: or http:"),
-        ("//x.org/a", "begins with data:, https: or http:"),
+        ("ftp://x.org/a", "begins with https: or http:"),
+        ("file:///etc/passwd", "begins with https: or http:"),
+        ("//x.org/a", "begins with https: or http:"),
         ("https://user:secret@x.org/a", "without a user and a password"),
         ("https://user@x.org/a", "without a user and a password"),
         ("https:///a", "without a usable host"),
@@ -47,7 +46,7 @@ def test_others_are_public(text: str) -> None:
     ],
 )
 def test_urls_that_are_not_read(url: str, words: str) -> None:
-    with pytest.raises(PictureError, match=words):
+    with pytest.raises(UrlError, match=words):
         read_url(url)
 
 
@@ -79,16 +78,12 @@ def test_what_a_url_names() -> None:
     ],
 )
 def test_the_setting_names_hosts_ends_of_hosts_and_ports(domain: str, url: str, allowed: bool) -> None:
-    if allowed:
-        check_allowed(read_url(url), ["other.net", domain])
-        return
-    with pytest.raises(PictureError, match="nothing is fetched here"):
-        check_allowed(read_url(url), ["other.net", domain])
+    assert is_allowed(read_url(url), domain) == allowed
 
 
 @pytest.mark.parametrize("host", ("127.1", "2130706433", "0x7f000001", "017700000001", "localhost"))
 async def test_names_and_spellings_of_private_addresses_are_refused(host: str) -> None:
-    with pytest.raises(PictureError, match="no host of the public internet"):
+    with pytest.raises(UrlError, match="no host of the public internet"):
         await public_addresses(host, 80, [])
 
 
@@ -96,11 +91,11 @@ async def test_a_name_with_one_private_address_is_refused(monkeypatch: pytest.Mo
     """Whichever address would be tried first."""
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (text, 80)) for text in ("8.8.8.8", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
-    with pytest.raises(PictureError, match="no host of the public internet"):
+    with pytest.raises(UrlError, match="no host of the public internet"):
         await public_addresses("mixed.example", 80, [])
 
 
 async def test_an_address_that_the_setting_names_may_be_private() -> None:
     assert await public_addresses("127.0.0.1", 80, ["127.0.0.1"]) == ["127.0.0.1"]
-    with pytest.raises(PictureError, match="no host of the public internet"):
+    with pytest.raises(UrlError, match="no host of the public internet"):
         await public_addresses("localhost", 80, ["127.0.0.1"])

@@ -1,5 +1,6 @@
-"""Addresses from which pictures may be fetched. Whoever writes a URL into a prompt must reach nothing through
-the gateway that is not public: no service of this machine, of its network or of its cloud.
+"""Addresses that a gateway connects to because a client has named a URL: of a picture, or of a webhook.
+Whoever writes a URL must reach nothing through the gateway that is not public: no service of this machine, of
+its network or of its cloud.
 """
 
 import asyncio
@@ -12,8 +13,6 @@ from urllib.parse import urlsplit
 
 import httpcore
 
-from common.pictures.layout import PictureError
-
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 DEFAULT_PORTS = {"http": 80, "https": 443}
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
@@ -21,11 +20,14 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """IPv6 addresses that end with an IPv4 address."""
 PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 """Addresses of protocols, which Python takes for global in part."""
-SETTING = "ALLOWED_MEDIA_DOMAINS"
+
+
+class UrlError(ValueError):
+    """Nothing is sent to a URL; the text says why, as the end of a sentence about it."""
 
 
 @dataclass(frozen=True, slots=True)
-class PictureUrl:
+class TargetUrl:
     """What a URL names; the only reading of it, so that nothing is checked that is not connected to."""
 
     scheme: str
@@ -43,24 +45,24 @@ class PictureUrl:
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
 
-def read_url(url: str) -> PictureUrl:
-    """Read a URL of a picture. Raises PictureError."""
+def read_url(url: str) -> TargetUrl:
+    """Read a URL of http: or https:. Raises UrlError."""
     try:
         parts = urlsplit(url)
         port = parts.port
         host = (parts.hostname or "").encode("idna").decode().rstrip(".")
     except ValueError as error:
-        raise PictureError("is no URL") from error
+        raise UrlError("is no URL") from error
     if parts.scheme not in DEFAULT_PORTS:
-        raise PictureError("must be a URL that begins with data:, https: or http:")
+        raise UrlError("must be a URL that begins with https: or http:")
     if parts.username is not None or parts.password is not None:
-        raise PictureError("must be a URL without a user and a password")
+        raise UrlError("must be a URL without a user and a password")
     if not (HOST.fullmatch(host) or is_address(host)):
-        raise PictureError("is a URL without a usable host")
+        raise UrlError("is a URL without a usable host")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not path.isascii() or not path.isprintable() or " " in path:
-        raise PictureError("is a URL with characters that must be written with %")
-    return PictureUrl(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], path)
+        raise UrlError("is a URL with characters that must be written with %")
+    return TargetUrl(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], path)
 
 
 def is_address(host: str) -> bool:
@@ -71,20 +73,13 @@ def is_address(host: str) -> bool:
     return True
 
 
-def check_allowed(target: PictureUrl, domains: Iterable[str]) -> None:
-    """Raises PictureError if the setting does not allow a host and its port."""
-    if not any(is_allowed(target, domain.lower()) for domain in domains):
-        where = target.host_header if target.port != DEFAULT_PORTS[target.scheme] else target.host
-        raise PictureError(f"is at {where}, from which nothing is fetched here ({SETTING})")
-
-
-def is_allowed(target: PictureUrl, domain: str) -> bool:
-    """Whether an entry of the setting allows a target: a host, `*.` and the end of hosts, or `*`; other ports
+def is_allowed(target: TargetUrl, domain: str) -> bool:
+    """Whether an entry of a setting allows a target: a host, `*.` and the end of hosts, or `*`; other ports
     than the usual ones follow a colon.
     """
-    host, colon, port = domain.rpartition(":")
+    host, colon, port = domain.lower().rpartition(":")
     if not colon or not port.isdecimal() or (host.count(":") and not host.endswith("]")):
-        host, port = domain, ""
+        host, port = domain.lower(), ""
     if target.port != (int(port) if port else DEFAULT_PORTS[target.scheme]):
         return False
     host = host.strip("[]")
@@ -109,18 +104,18 @@ def is_public(address: Address) -> bool:
 
 
 async def public_addresses(host: str, port: int, named: Iterable[str]) -> list[str]:
-    """The addresses of a host. Raises PictureError if it has none, or one that is not public; `named` ones
-    are in the setting themselves, and need not be.
+    """The addresses of a host. Raises UrlError if it has none, or one that is not public; `named` ones
+    are in a setting themselves, and need not be.
     """
     try:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise PictureError(f"is at {host}, whose address is not known") from error
+        raise UrlError(f"is at {host}, whose address is not known") from error
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
     for text in addresses:
         if host not in named and not is_public(ipaddress.ip_address(text.partition("%")[0])):
-            raise PictureError(f"is at {host}, which is no host of the public internet")
+            raise UrlError(f"is at {host}, which is no host of the public internet")
     if not addresses:
-        raise PictureError(f"is at {host}, whose address is not known")
+        raise UrlError(f"is at {host}, whose address is not known")
     return addresses

@@ -1,0 +1,89 @@
+"""The field `webhook` of request bodies: where a client wants the event of its request's end."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.errors import asking_broker, invalid, overloaded, quoted
+from api.outbound.addresses import UrlError, read_url
+from api.webhooks.events import types_of
+from api.webhooks.post import check_target
+from common.broker.pool_client import PoolClient
+from common.messages.request import Generate
+from common.settings.settings import Settings
+from common.webhook_secret import key_of_secret
+from common.webhooks.webhook import RESPONSE, Webhook
+
+MAX_URL = 2048
+
+
+class WebhookField(BaseModel):
+    """Where the event of the end is sent: it is signed, and sent again until the receiver has it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    url: str = Field(
+        description="An https: URL of the public internet, or a host of WEBHOOK_ALLOWED_HOSTS.",
+        json_schema_extra={"maxLength": MAX_URL},
+    )
+    events: list[str] | None = Field(
+        default=None,
+        description="Types of events that are sent, as `response.completed`. Default: all.",
+        json_schema_extra={"minItems": 1},
+    )
+    secret: str | None = Field(
+        default=None,
+        description="Signs the events: `whsec_` and the base64 of 24 to 64 bytes. Default: WEBHOOK_SECRET.",
+        json_schema_extra={"pattern": "^whsec_"},
+    )
+
+
+def read_webhook(field: WebhookField, settings: Settings, kind: str, object_id: str) -> Webhook:
+    """The webhook of an object that ends. Raises ApiError (422) that names the part at fault."""
+    check_url(field.url, settings)
+    events, known = field.events, types_of(kind)
+    if events is not None and (not events or set(events) - set(known)):
+        wrong = next((one for one in events if one not in known), "")
+        text = f"`webhook.events` must be some of {', '.join(known)}. Given: {quoted(wrong)}"
+        raise invalid(text, "webhook.events")
+    secret = field.secret or settings.webhook_secret
+    if not secret:
+        text = "`webhook.secret` must be given: this server has none of its own (WEBHOOK_SECRET)"
+        raise invalid(text, "webhook.secret")
+    try:
+        key_of_secret(secret)
+    except ValueError as error:
+        raise invalid(f"`webhook.secret` {error}", "webhook.secret") from error
+    return Webhook(field.url, secret, list(dict.fromkeys(events or [])), kind, object_id)
+
+
+def check_url(url: str, settings: Settings) -> None:
+    """Raises ApiError (422)."""
+    if len(url) > MAX_URL:
+        raise invalid(f"`webhook.url` is longer than {MAX_URL} characters", "webhook.url")
+    try:
+        check_target(read_url(url), settings.webhook_allowed_hosts)
+    except UrlError as error:
+        raise invalid(f"`webhook.url` {error}", "webhook.url") from error
+
+
+async def check_room(client: PoolClient, settings: Settings) -> None:
+    """Raises ApiError: 429 while too many events wait to be delivered, 503."""
+    async with asking_broker():
+        num_waiting = await client.redis.zcard(client.keys.webhooks)
+    if num_waiting >= settings.max_webhooks:
+        raise overloaded(f": {num_waiting} events of webhooks are not delivered (MAX_WEBHOOKS)", 60)
+
+
+def with_webhook(
+    requests: Sequence[Generate], field: WebhookField, settings: Settings, kind: str, answer_id: str
+) -> list[Generate]:
+    """The requests of an answer whose end is an event; it comes when all of them have ended. Raises ApiError
+    (422).
+    """
+    object_id = f"resp_{answer_id}" if kind == RESPONSE else answer_id
+    webhook, made = read_webhook(field, settings, kind, object_id), str(time.time_ns())
+    number = len(requests)
+    return [replace(one, webhook=webhook.text(made, i, number)) for i, one in enumerate(requests)]

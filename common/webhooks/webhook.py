@@ -1,0 +1,46 @@
+"""Webhook messages: to whom the event of a request's, a response's or a batch's end goes.
+
+The hash of a request or batch has a webhook until the end comes; the script that writes the end makes the
+event (common/scripts/webhooks.lua). So both are there, or neither.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from common.messages.codec import encode, wire_field
+
+REQUEST, RESPONSE, BATCH = "request", "response", "batch"
+"""What ends: the first word of an event's type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Where an event goes.
+
+    Attributes:
+        events: types that are sent; empty for all.
+        kind: what ends: REQUEST, RESPONSE or BATCH.
+        object_id: its id.
+    """
+
+    url: str = wire_field("u")
+    secret: str = wire_field("s")
+    events: list[str] = wire_field("e")
+    kind: str = wire_field("k")
+    object_id: str = wire_field("i")
+
+    def text(self, made: str, place: int = 0, number: int = 1) -> bytes:
+        """The webhook as scripts read it (`note_end` in webhooks.lua).
+
+        Args:
+            made: when the object was made, in a form that all who make this text have.
+            place, number: of the request among those of its answer, and how many these are.
+        """
+        event_id = event_id_of(self.kind, self.object_id, made)
+        return f"{place} {number} {event_id}\n".encode() + encode(self)
+
+
+def event_id_of(kind: str, object_id: str, made: str) -> str:
+    """The id of an event, which receivers know it by. An object has one end, and so one event."""
+    name = f"{kind} {object_id} {made}".encode()
+    return "evt_" + hashlib.blake2b(name, digest_size=16).hexdigest()
