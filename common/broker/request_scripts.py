@@ -113,6 +113,7 @@ def request_args(keys: Keys, request: Generate) -> Args:
         "num_prompt": request.num_prompt,
         "logits_bytes": request.logits_bytes,
         "account": request.account_text,
+        "receipt": "1" if request.receipt else "",
     }
 
 

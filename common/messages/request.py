@@ -194,6 +194,7 @@ class Generate:
         pictures: those of its prompt, in the order of their places.
         pooling: it ends with its prompt, and its answer is a vector, which travels as its `logits`; None
             generates tokens.
+        receipt: Redis notes which workers make its tokens (runs.py).
     """
 
     request_id: str = wire_field("id")
@@ -223,6 +224,7 @@ class Generate:
     adapter: str = wire_field("ad", default="")
     pictures: list[Picture] = wire_field("pi", default_factory=list)
     pooling: PoolingParams | None = wire_field("po", default=None)
+    receipt: bool = wire_field("rc", default=False)
 
     @property
     def service_class(self) -> str:
