@@ -121,7 +121,7 @@ async def serve(
         directory = directory or resolve(settings, ready.dtype)
         table = table or RowTable(find_tokenizer(settings, directory))
         worker = capacity(settings, ready, own.name, own.incarnation, directory)
-        state = AgentState(table, build=WorkerBuild(settings, worker, directory))
+        state = AgentState(table, build=WorkerBuild(settings, ready, directory))
         status = await serve_engine(settings, engine, state, worker)
         if is_spread and status == 0:
             await engine.end()

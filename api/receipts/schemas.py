@@ -53,3 +53,39 @@ class Receipt(ApiObject):
     choices: list[ReceiptChoice]
     builds: list[dict[str, Any] | None]
     """What each worker said of itself: weights, settings, libraries, processor. Null if it said nothing."""
+
+
+class ReplayedChoice(ApiObject):
+    index: int
+    equal: bool
+    num_tokens: int
+    num_replayed: int
+    first_difference: int | None
+    """Place of the first token that differs, from 0; null if all are equal."""
+    token: int | None
+    replayed_token: int | None
+    """The ids at that place; null where there is none."""
+
+
+class Difference(ApiObject):
+    """A field of the receipts that differs between them, or between the workers of one answer."""
+
+    field: str
+    then: list[Any]
+    now: list[Any]
+    """All its values."""
+
+
+class ReplayedAnswer(ApiObject):
+    """An answer and its replay."""
+
+    id: str
+    equal: bool
+    """Whether all tokens are the same."""
+    exact: bool
+    """Whether they must be: there are no `reasons` against it."""
+    reasons: list[str]
+    choices: list[ReplayedChoice]
+    differences: list[Difference]
+    receipt: Receipt
+    """Of the replay."""

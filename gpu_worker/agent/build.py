@@ -13,11 +13,11 @@ from typing import Any
 import orjson
 
 from common import native_kernels
-from common.messages.plan import WorkerCapacity
 from common.model_files import weight_files
 from common.process import machine
 from common.settings.settings import Settings
 from common.weight_digest import digest_weights, yield_to_others
+from gpu_worker.protocol import Ready
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class WorkerBuild:
         text: JSON, without line breaks, for the worker's heartbeats.
     """
 
-    def __init__(self, settings: Settings, worker: WorkerCapacity, directory: Path) -> None:
-        self.fields = describe(settings, worker, directory)
+    def __init__(self, settings: Settings, ready: Ready, directory: Path) -> None:
+        self.fields = describe(settings, ready, directory)
         self.text = orjson.dumps(self.fields)
         self.files = [] if settings.makes_weights else weight_files(directory)
         threading.Thread(target=self.add_digest, name="digest", daemon=True).start()
@@ -61,18 +61,19 @@ class WorkerBuild:
         self.text = orjson.dumps(self.fields | {"weights_sha256": digest or None})
 
 
-def describe(settings: Settings, worker: WorkerCapacity, directory: Path) -> dict[str, Any]:
+def describe(settings: Settings, ready: Ready, directory: Path) -> dict[str, Any]:
     """All but the digest of the weights."""
     config = directory / "config.json"
     return {
         "model_id": settings.model_id,
         "weights_sha256": None,
         "config_sha256": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else None,
-        "dtype": worker.dtype,
-        "device": worker.device,
-        "processor": processor(worker.device),
+        "dtype": ready.dtype,
+        "device": ready.device,
+        "inexact_because": ready.inexact_because or None,
+        "processor": processor(ready.device),
         "kernels": kernels(),
-        "block_size": worker.block_size,
+        "block_size": ready.block_size,
         "settings": {name: getattr(settings, name) for name in SETTINGS},
         "versions": library_versions(),
     }

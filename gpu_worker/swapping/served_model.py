@@ -114,7 +114,7 @@ class ServedModel:
             worker = capacity(self.settings, ready, name, incarnation, directory)
             if self.state is None:
                 tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
-                build = WorkerBuild(self.settings, worker, directory)
+                build = WorkerBuild(self.settings, ready, directory)
                 self.state = AgentState(RowTable(tokenizer), build=build)
         except BaseException:
             self.end()
