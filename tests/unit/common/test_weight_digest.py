@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from common import weight_digest
 from common.weight_digest import digest_weights
 
 
@@ -34,7 +33,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytes
         return file_digest(*arguments)  # type: ignore[arg-type]
 
     file_digest = hashlib.file_digest
-    monkeypatch.setattr(weight_digest.hashlib, "file_digest", count_read)
+    monkeypatch.setattr(hashlib, "file_digest", count_read)
     file.write_bytes(b"one")
     assert [digest_weights([file]) for _ in range(2)] == [sha256(b"one")] * 2 and num_reads == 1
     file.write_bytes(b"two")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from common.settings.settings import Settings
 from gpu_worker.agent.build import WorkerBuild
@@ -12,21 +13,25 @@ from tests.support.waiting import wait_until_sync
 READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", inexact_because="it is a test")
 
 
+def built(settings: Settings, directory: Path) -> dict[str, Any]:
+    """What a worker says of itself once the digest of its weights is known."""
+    build = WorkerBuild(settings, READY, directory)
+    wait_until_sync(lambda: json.loads(build.text)["weights_sha256"])
+    assert b"\n" not in build.text
+    found: dict[str, Any] = json.loads(build.text)
+    return found
+
+
 def test_a_changed_weight_file_and_setting_change_the_build(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    builds = []
-    for content, dtype in ((b"weights", "auto"), (b"others!!", "fp8_e5m2")):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        build = WorkerBuild(Settings(kv_cache_dtype=dtype), READY, tmp_path)
-        wait_until_sync(lambda build=build: json.loads(build.text)["weights_sha256"])
-        builds.append(json.loads(build.text))
-        assert b"\n" not in build.text
-        assert builds[-1]["weights_sha256"] == hashlib.sha256(content).hexdigest()
-    assert builds[0]["inexact_because"] == "it is a test"
-    assert {name for name in builds[0] if builds[0][name] != builds[1][name]} == {
-        "weights_sha256",
-        "settings",
-    }
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    before = built(Settings(), tmp_path)
+    weights.write_bytes(b"others")
+    after = built(Settings(kv_cache_dtype="fp8_e5m2"), tmp_path)
+    assert after["weights_sha256"] == hashlib.sha256(b"others").hexdigest()
+    assert before["inexact_because"] == "it is a test"
+    assert {name for name in before if before[name] != after[name]} == {"weights_sha256", "settings"}
 
 
 def test_random_weights_have_no_digest(tmp_path: Path) -> None:
