@@ -25,8 +25,11 @@ def source_key(compiler: str) -> str:
     version, and of this processor's features, which `-march=native` means. Raises OSError or SubprocessError.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
-    return digest([*sources, version, machine.features()])
+    return digest([*source_texts(), version, machine.features()])
+
+
+def source_texts() -> list[str]:
+    return [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
 
 
 def digest(parts: list[str]) -> str:

@@ -26,6 +26,7 @@ from common.settings.settings import SettingError, Settings
 from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.build import WorkerBuild
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
@@ -120,7 +121,8 @@ async def serve(
         directory = directory or resolve(settings, ready.dtype)
         table = table or RowTable(find_tokenizer(settings, directory))
         worker = capacity(settings, ready, own.name, own.incarnation, directory)
-        status = await serve_engine(settings, engine, table, worker)
+        state = AgentState(table, build=WorkerBuild(settings, ready, directory))
+        status = await serve_engine(settings, engine, state, worker)
         if is_spread and status == 0:
             await engine.end()
         return status
@@ -146,13 +148,12 @@ async def serve_models(
 
 
 async def serve_engine(
-    settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
+    settings: Settings, engine: EngineClient, state: AgentState, worker: WorkerCapacity
 ) -> int:
     """Run the agent until it is drained or fails → the exit status. If its streams are gone, it goes on as
     the next incarnation.
     """
     pool = PoolClient.connect(settings)
-    state = AgentState(table)
     stay = Stay(Agent(settings, pool, engine, state, worker))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, state.begin_shutdown)

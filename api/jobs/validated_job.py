@@ -21,6 +21,7 @@ from api.openai.respond import ChunkFeed
 from api.pooling.readers import Asked, read_embedding, read_rerank
 from api.pooling.render import EMBEDDINGS, RENDERER
 from api.pooling.request_schemas import EmbeddingRequest, RerankFields
+from api.receipts.terms import receipt_terms
 from api.requests.logits import FIELDS
 from api.requests.pool import Pool
 from api.requests.validate import validate
@@ -43,7 +44,7 @@ async def validate_job(
         return await validate_completion_job(pool, job, model)
     if job.is_vector:
         return await validate_vector_job(pool, job, model)
-    return await (validate_chat_job(pool, job, model) if job.is_chat else validate_generate_job(pool, job))
+    return await (validate_chat_job if job.is_chat else validate_generate_job)(pool, job, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ async def validate_chat_job(pool: Pool, job: Job, model: str) -> ChatJob:
         prefixes=[read.prefix],
         rendering=read.rendering,
         terms=ResumeTerms(detached=True),
+        receipt=receipt_terms(requests, "/v1/chat/completions", pool.tokenizer),
         created_s=job.created_s,
     )
     return ChatJob(requests, answer)
@@ -115,6 +117,7 @@ async def validate_completion_job(pool: Pool, job: Job, model: str) -> Completio
         prefixes=read.prefixes,
         rendering=read.rendering,
         terms=ResumeTerms(detached=True),
+        receipt=receipt_terms(read.requests, "/v1/completions", pool.tokenizer),
         created_s=job.created_s,
     )
     return CompletionJob(read.requests, answer)
@@ -129,29 +132,22 @@ def check_parameters(parameters: Mapping[str, object], refused: Iterable[str]) -
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """A validated job with `inputs`; its `requests` have no ids yet.
-
-    Attributes:
-        prefix: the text that the answer begins with.
-        details: whether the answer has `details`.
-    """
+    """A validated job with `inputs`; its `requests` have no ids yet."""
 
     requests: list[Generate]
-    prefix: str
-    details: bool
+    answer: HttpAnswer
 
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
         """Frames with their lane; none with `best_of`, whose best text is known at the end."""
         for stream in streams if len(streams) == 1 else []:
-            async for bodies in render.stream_bodies(stream, self.prefix, self.details):
+            async for bodies in render.stream_bodies(self.answer, stream):
                 yield [(0, body) for body in bodies]
 
     def render_result(self, streams: list[Stream]) -> bytes:
-        response = render.render_response(streams, self.prefix, self.details, LogitsRenderer())
-        return to_json(response)
+        return to_json(render.render_response(self.answer, streams, LogitsRenderer()))
 
 
-async def validate_generate_job(pool: Pool, job: Job) -> GenerateJob:
+async def validate_generate_job(pool: Pool, job: Job, model: str) -> GenerateJob:
     assert job.body is not None
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})
     body = await offload(len(content), lambda: parse_body(GenerateRequest, content))
@@ -162,7 +158,19 @@ async def validate_generate_job(pool: Pool, job: Job) -> GenerateJob:
     requests = await validate(params, limits, pool.tokenizer, pool.pictures)
     if params.n > 1:
         requests = render.with_own_seeds(requests, job.seed)
-    return GenerateJob(requests, body.inputs if parameters.return_full_text else "", parameters.wants_details)
+    answer = describe_answer(
+        request_id=job.id,
+        route="/generate",
+        streamed=job.has_listeners,
+        model=model,
+        requests=requests,
+        prefixes=[body.inputs if parameters.return_full_text else ""],
+        rendering=Rendering(details=parameters.wants_details),
+        terms=ResumeTerms(detached=True),
+        receipt=receipt_terms(requests, "/generate", pool.tokenizer),
+        created_s=job.created_s,
+    )
+    return GenerateJob(requests, answer)
 
 
 @dataclass(frozen=True, slots=True)

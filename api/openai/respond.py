@@ -64,11 +64,10 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         return [*new, *self.take_end()]
 
     def take_end(self) -> list[tuple[int, bytes]]:
-        """The chunks after the last piece, if that was taken: usage, or an error."""
+        """The chunks after the last piece, if that was taken: usage and receipt, or an error."""
         if not self.turns:
             self.ended = True
-            shows_usage = self.renderer.answer.rendering.usage
-            return [(NO_CHOICE, self.renderer.render_usage_chunk())] if shows_usage else []
+            return [(NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks()]
         failure = self.turns[0].stream.terminal if self.turns[0].failed else None
         if failure is None:
             return []

@@ -17,6 +17,7 @@ from api.http.idempotency import idempotency_key, noted_digest
 from api.http.middleware import request_id
 from api.http.request_trace import trace_of
 from api.http.sse import Feed
+from api.receipts.terms import receipt_terms
 from api.requests.logits import accepts_bytes
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
@@ -156,17 +157,22 @@ def new_answer(
         requests = with_webhook(requests, webhook, pool.settings, kind, own_id)
     if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
         rendering = replace(rendering, as_file=True)
+    requests = on_terms(request, requests, pool.settings, priority, service_tier)
+    route = request.url.path
+    receipt = receipt_terms(requests, route, pool.tokenizer)
+    terms = read_terms(request, own_id, streamed, resume_s, detached)
+    if receipt is not None:
+        terms = replace(terms, receipt_ms=round(1000 * pool.settings.receipt_ttl_s))
     answer = describe_answer(
         request_id=own_id,
-        route=request.url.path,
+        route=route,
         streamed=streamed,
         model=request.state.model_name,
-        requests=on_terms(request, requests, pool.settings, priority, service_tier),
+        requests=requests,
         prefixes=prefixes,
         rendering=rendering,
-        terms=with_repetitions(
-            request, read_terms(request, own_id, streamed, resume_s, detached), pool.settings
-        ),
+        terms=with_repetitions(request, terms, pool.settings),
+        receipt=receipt,
     )
     return traced(answer, trace_of(request.scope))
 
@@ -188,7 +194,7 @@ async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
     """Submit all requests of the answer, once there is room for those that are kept. Raises ApiError, and
     Repeated as `Admission.submit_all`.
     """
-    if kept_ms := max(answer.terms.stored_ms, answer.terms.repeat_ms):
+    if kept_ms := answer.terms.kept_ms:
         names = [choice.request_id for choice in answer.choices()]
         await make_room(pool.client, pool.settings, names, kept_ms / 1000)
     if answer.requests[0].webhook:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from common.broker.keys import RESULT_TTL_MS, Keys
-from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
+from common.messages.answer import HttpAnswer, ReceiptTerms, Rendering, ResumeTerms
 from common.messages.block_hashes import prompt_hashes
 from common.messages.codec import encode
 from common.messages.request import Generate
@@ -29,6 +29,7 @@ def describe_answer(
     prefixes: Sequence[str],
     rendering: Rendering,
     terms: ResumeTerms,
+    receipt: ReceiptTerms | None = None,
     created_s: int | None = None,
 ) -> HttpAnswer:
     """The answer to validated requests: those of the choices of the first prompt, then those of the next. A
@@ -53,6 +54,7 @@ def describe_answer(
         prefixes=list(prefixes),
         rendering=rendering,
         terms=terms,
+        receipt=receipt,
     )
 
 
@@ -77,7 +79,7 @@ def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
     result is kept.
     """
     terms = answer.terms
-    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.stored_ms, terms.repeat_ms]
+    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.kept_ms]
     if len(answer.requests) > 1:  # the first choice that ends must outlive the last one
         kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
     if terms.detached:

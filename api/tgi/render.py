@@ -12,6 +12,7 @@ from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi
 from api.http.sse import MAX_ITEMS, Change, Feed, sse_frames
 from api.json import to_json
+from api.receipts.render import receipt_field
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import AnswerRenderer, time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
@@ -29,25 +30,25 @@ VERTEX = "/vertex"
 
 def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     [stream] = streams
-    return sse_frames(answer, stream_bodies(stream, answer.prefix(0), answer.rendering.details))
+    return sse_frames(answer, stream_bodies(answer, stream))
 
 
-def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> Feed[bytes]:
+def stream_bodies(answer: HttpAnswer, stream: Stream) -> Feed[bytes]:
     """The JSON bodies of the frames of a stream, or of a beam search."""
-    kind = SequenceBodies if stream.request.beams else StreamBodies
-    return kind(stream, prefix, with_details)
+    if stream.request.beams:
+        return SequenceBodies(stream, answer.prefix(0), answer.rendering.details)
+    return StreamBodies(answer, stream)
 
 
 class StreamBodies(Feed[bytes]):
     """The JSON bodies of a stream's frames. The last one has the last token, and the whole text, which begins
-    with `prefix`.
+    the answer's prefix.
     """
 
-    def __init__(self, stream: Stream, prefix: str, with_details: bool) -> None:
+    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
         super().__init__(stream.changed)
+        self.answer = answer
         self.stream = stream
-        self.prefix = prefix
-        self.with_details = with_details
         self.num_shown = 0
 
     def take(self) -> list[bytes]:
@@ -56,9 +57,7 @@ class StreamBodies(Feed[bytes]):
         self.num_shown += len(new)
         if stream.terminal and self.num_shown >= num_ready:
             self.ended = True
-            details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
-            shown_details = details if self.with_details else None
-            new.append(render_last_frame(stream, self.num_shown, self.prefix, shown_details))
+            new.append(render_last_frame(self.answer, stream, self.num_shown))
         return new
 
 
@@ -112,14 +111,18 @@ def render_frame(
     return to_json(frame)
 
 
-def render_last_frame(stream: Stream, num_shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
+def render_last_frame(answer: HttpAnswer, stream: Stream, num_shown: int) -> bytes:
     """The body of the last frame: the last token with the whole text, or the error."""
     assert stream.terminal is not None
     if not stream.finished:
         return render_failure(stream)
     if num_shown == stream.num_tokens:  # no token is sent twice
         return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
-    return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
+    details = None
+    if answer.rendering.details:
+        details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
+        details |= receipt_field(answer, [stream])
+    return render_frame(stream, stream.num_tokens - 1, answer.prefix(0) + stream.text, details)
 
 
 def render_failure(stream: Stream) -> bytes:
@@ -148,7 +151,7 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
         num_generated = sum(output.num_tokens for output in outputs)
         return body, total_headers(answer, streams, num_generated, arrived_s)
     logits = LogitsRenderer(answer.rendering.as_file)
-    response = render_response(streams, answer.prefix(0), answer.rendering.details, logits)
+    response = render_response(answer, streams, logits)
     body = logits.body(to_json([response] if answer.route == "/" else response))
     return body, logits.headers | text_headers(answer, streams, arrived_s)
 
@@ -161,18 +164,22 @@ def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return total_headers(answer, streams, sum(one.num_tokens for one in (best, *others)), arrived_s)
 
 
-def render_response(
-    streams: Sequence[Stream], prefix: str, with_details: bool, logits: LogitsRenderer
-) -> dict[str, Any]:
-    """The response with the best text; each text begins with `prefix`. Its details have the others."""
+def render_response(answer: HttpAnswer, streams: Sequence[Stream], logits: LogitsRenderer) -> dict[str, Any]:
+    """The response with the best text; each text begins with the prefix. Its details have the others."""
     best, *others = rank(streams)
+    prefix = answer.prefix(0)
     response = {"generated_text": prefix + best.text} | logits.fields(best, best.num_tokens)
-    if not with_details:
+    if not answer.rendering.details:
         return response
     losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
     details = render_details(best)
     tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
-    return response | {"details": details | ({"best_of_sequences": losers} if losers else {}) | tops}
+    return response | {
+        "details": details
+        | ({"best_of_sequences": losers} if losers else {})
+        | tops
+        | receipt_field(answer, streams)
+    }
 
 
 def render_details(stream: Stream) -> dict[str, Any]:

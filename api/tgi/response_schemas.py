@@ -5,6 +5,7 @@ from typing import Any, Literal
 from api.answers.logits import Logits
 from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses, only
 from api.openai.response_schemas import CAUSES
+from api.receipts.schemas import Receipt
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
@@ -58,6 +59,8 @@ class Details(GenerationDetails):
 
     best_of_sequences: list[BestOfSequence] = Absent
     """The other texts of `best_of`, or of a beam search."""
+    receipt: Receipt = Absent
+    """With `receipt`."""
 
 
 class GenerateResponse(ApiObject):
@@ -85,6 +88,8 @@ class StreamDetails(GenerationEnd):
     prefill: list[PrefillToken] = Absent
     tokens: list[Token] = Absent
     """Of a beam search: all tokens of the sequence."""
+    receipt: Receipt = Absent
+    """With `receipt`."""
 
 
 class StreamResponse(ApiObject):

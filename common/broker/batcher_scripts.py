@@ -66,7 +66,7 @@ def publish_plan(
         "payload": encode(plan),
         "oldest": f"{plan.epoch}-{oldest}",
         "ttl_ms": STREAMS_TTL_MS,
-        "worker": worker,
+        "incarnation": worker,
     }
     return call_script(
         "publish_plan",

@@ -7,7 +7,7 @@ from common.messages.codec import wire_field
 from common.messages.request import Generate
 
 STORED_KEEP_S = 0.001
-"""Shortest time that a stored answer goes on after a hang-up: it must not be 0, which deletes the answer."""
+"""Shortest time that a kept answer goes on after a hang-up: it must not be 0, which deletes the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class ResumeTerms:
         stored_ms: time that it is kept after its end, although it was answered; 0 if it is not stored.
         repeat_ms: the same, for repetitions of its request with the same `Idempotency-Key`; 0 without one.
         body: digest of that request's route and body.
+        receipt_ms: the same, for replays of an answer with a receipt; 0 without one.
     """
 
     owner: str = wire_field("ow", default="")
@@ -90,6 +91,7 @@ class ResumeTerms:
     stored_ms: int = wire_field("so", default=0)
     repeat_ms: int = wire_field("rt", default=0)
     body: str = wire_field("bo", default="")
+    receipt_ms: int = wire_field("rm", default=0)
 
     @property
     def needs_no_client(self) -> bool:
@@ -97,11 +99,28 @@ class ResumeTerms:
         return self.detached or self.repeat_ms > 0
 
     @property
+    def kept_ms(self) -> int:
+        """Time that it is kept after its end, although it was answered; 0 if it is not."""
+        return max(self.stored_ms, self.repeat_ms, self.receipt_ms)
+
+    @property
     def keep_s(self) -> float:
         """Seconds for which the request goes on after a hang-up; with 0, what it has made is deleted."""
         if self.needs_no_client:
             return math.inf
-        return max((self.resume_ms or 0) / 1000, STORED_KEEP_S if self.stored_ms else 0.0)
+        return max((self.resume_ms or 0) / 1000, STORED_KEEP_S if self.kept_ms else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptTerms:
+    """What an answer's receipt shows of its gateway.
+
+    Attributes:
+        tokenizer, chat_template: SHA-256 of them; empty if there is none.
+    """
+
+    tokenizer: str = wire_field("tk")
+    chat_template: str = wire_field("ct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +216,7 @@ class HttpAnswer:
         response: of the Responses API.
         infer: of KServe's …/infer.
         vectors: None for an answer of tokens.
+        receipt: None where its client asked for none.
         trace: None where it is not sampled.
     """
 
@@ -216,6 +236,7 @@ class HttpAnswer:
     infer: InferOutputs | None = wire_field("in", default=None)
     trace: AnswerTrace | None = wire_field("tr", default=None)
     vectors: VectorAnswer | None = wire_field("ve", default=None)
+    receipt: ReceiptTerms | None = wire_field("rc", default=None)
 
     @property
     def numbered(self) -> bool:

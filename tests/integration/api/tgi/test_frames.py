@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from api.streams.stream import Stream
-from api.tgi.render import StreamBodies
 from common.messages.events import Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, StoppingParams
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.tgi_bodies import bodies_of
 from tests.support.fleet.gateways import answering, stream
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import data_of
@@ -194,14 +194,14 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
-    shown = await anext(StreamBodies(one, "", False))
+    shown = await anext(bodies_of(one))
     assert [json.loads(body)["token"]["logprob"] for body in shown] == [*logprobs[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
 
 
 async def test_an_unexpected_end_repeats_no_token() -> None:
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
-    found = StreamBodies(one, "", False)
+    found = bodies_of(one)
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert [json.loads(body)["index"] for body in await anext(found)] == [1]
     one.end(Terminal("r", "length", 1))

@@ -9,12 +9,13 @@ import httpx
 import pytest
 
 from api.streams.stream import Stream
-from api.tgi.render import StreamBodies, rank
+from api.tgi.render import rank
 from common.messages.events import Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.tgi.test_frames import frames as parsed
+from tests.support.answers.tgi_bodies import bodies_of
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import EOS, Answer
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
@@ -237,5 +238,5 @@ def test_the_best_has_the_highest_mean_log_probability() -> None:
 
 async def test_the_last_frame_has_details_if_they_are_requested() -> None:
     for with_details in (True, False):
-        [[body]] = [one async for one in StreamBodies(ended([-1.0]), "", with_details)]
+        [[body]] = [one async for one in bodies_of(ended([-1.0]), with_details)]
         assert (json.loads(body)["details"] is not None) is with_details

@@ -10,6 +10,7 @@ from common.messages.answer import (
     HttpAnswer,
     InferOutputs,
     Reading,
+    ReceiptTerms,
     Rendering,
     VectorAnswer,
 )
@@ -127,6 +128,7 @@ EXAMPLES = [
             "ad": "",
             "pi": [],
             "po": {"ps": 4, "et": False},
+            "rc": False,
         },
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
@@ -138,6 +140,7 @@ EXAMPLES = [
             infer=InferOutputs("own", [("x", False, [2, 1])]),
             trace=AnswerTrace("00-1-2-01", "2", 9),
             vectors=VectorAnswer("rerank", num_queries=1, texts=["t"]),
+            receipt=ReceiptTerms("12", "34"),
         ),
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
@@ -149,7 +152,8 @@ EXAMPLES = [
             }
             | {"ti": False, "ni": False, "pt": None, "js": False, "sf": False}
         }
-        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0, "rt": 0, "bo": ""}, "rp": None}
+        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0, "rt": 0, "bo": "", "rm": 0}, "rp": None}
+        | {"rc": {"tk": "12", "ct": "34"}}
         | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}}
         | {"tr": {"r": "00-1-2-01", "p": "2", "s": 9}}
         | {
