@@ -1,0 +1,143 @@
+"""Programs: how each agent is run for a task, unmodified. Each is installed in a folder of its own, as
+docs/clients.md shows, within the folder that CODING_AGENTS names.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.coding_agents.script import Script, call
+
+FOLDER = Path(os.environ.get("CODING_AGENTS", "agents"))
+SCRIPTS = Path(__file__).parents[2] / "clients/agents"
+TIMEOUT_S = 240
+COMMANDS = ("echo one > first", "cp first second")
+DONE = "All is done."
+FLEET = "http://fleet"
+"""In configurations and words; the fleet's URL takes its place."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """An agent.
+
+    Attributes:
+        name: of its folder.
+        command: its words, the first of them a path within the folder.
+        script: what it is answered.
+        files: of its home, which is the folder of its task as well.
+        variables: of its environment.
+        prints: whether the last answer is in what it prints.
+    """
+
+    name: str
+    command: Sequence[str]
+    script: Script
+    files: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    prints: bool = True
+
+    @property
+    def executable(self) -> Path:
+        return FOLDER / self.name / self.command[0]
+
+    def run(self, url: str, home: Path) -> str:
+        """Do the task in `home` → what it prints. Raises AssertionError if it fails."""
+
+        def filled(text: str) -> str:
+            return text.replace(FLEET, url)
+
+        for name, text in self.files.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(filled(text))
+        variables = {name: filled(text) for name, text in self.variables.items()}
+        own = {"HOME": str(home), "PWD": str(home), "FLEET": url, "NO_COLOR": "1", "OPENAI_API_KEY": "none"}
+        environ = {key: os.environ[key] for key in ("PATH", "LANG", "TMPDIR") if key in os.environ}
+        done = subprocess.run(
+            [str(self.executable.absolute()), *map(filled, self.command[1:])],
+            cwd=home,
+            env=environ | own | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+
+def commands(tool: str, **others: object) -> list[str]:
+    """Calls that write one file and copy it."""
+    return [call(tool, command=command, **others) for command in COMMANDS]
+
+
+def python(name: str, script: Script, *words: str) -> Program:
+    """A framework, run by a script in tests/clients/agents."""
+    path = SCRIPTS / f"{name.replace('-', '_')}_agent.py"
+    quiet = {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", "CREWAI_TESTING": "true"}
+    return Program(name, ["bin/python", str(path), *words], script, variables=quiet)
+
+
+CALLS = Script([*commands("bash"), DONE])
+OPENCODE = {
+    "$schema": "https://opencode.ai/config.json",
+    "provider": {
+        "fleet": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": f"{FLEET}/v1", "apiKey": "none"},
+            "models": {"smollm2": {"limit": {"context": 100_000, "output": 4_000}}},
+        }
+    },
+}
+CONTINUE = f"""name: fleet
+version: 1.0.0
+schema: v1
+models:
+  - name: fleet
+    provider: openai
+    model: smollm2
+    apiBase: {FLEET}/v1
+    apiKey: none
+    roles: [chat]
+    capabilities: [tool_use]
+"""
+PROGRAMS = [
+    Program(
+        "opencode",
+        ["node_modules/.bin/opencode", "run", "--model", "fleet/smollm2", "Do it."],
+        Script([*commands("bash", description="It does it."), DONE]),
+        {"opencode.json": json.dumps(OPENCODE)},
+        {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+    ),
+    Program(
+        "continue",
+        ["node_modules/.bin/cn", "-p", "--auto", "--config", "config.yaml", "Do it."],
+        Script([*commands("Bash"), DONE]),
+        {"config.yaml": CONTINUE},
+        {"CONTINUE_TELEMETRY_ENABLED": "0"},
+    ),
+    Program(
+        "aider",
+        [
+            *("bin/aider", "--model", "openai/smollm2", "--openai-api-base", f"{FLEET}/v1"),
+            *("--openai-api-key", "none", "--yes-always", "--no-git", "--edit-format", "whole"),
+            *("--no-check-update", "--no-show-model-warnings", "--analytics-disable", "--no-detect-urls"),
+            *("--auto-test", "--test-cmd", "grep -q three first", "--message", "Do it.", "first"),
+        ],
+        Script([f"first\n```\n{text}\n```" for text in ("one", "two", "three")], belongs="first"),
+    ),
+    Program(
+        "ai",
+        ["/usr/bin/env", "node", str(SCRIPTS / "ai_agent.mjs")],
+        CALLS,
+    ),
+    python("langgraph", CALLS),
+    python("pydantic-ai", CALLS),
+    python("crewai", CALLS),
+    python("smolagents", Script([*commands("bash"), call("final_answer", answer=DONE)])),
+    python("openhands", Script([*commands("terminal"), call("finish", message=DONE)])),
+]
