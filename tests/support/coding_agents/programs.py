@@ -4,6 +4,7 @@ docs/clients.md shows, within the folder that CODING_AGENTS names.
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +42,14 @@ class Program:
     prints: bool = True
 
     @property
-    def executable(self) -> Path:
-        return FOLDER / self.name / self.command[0]
+    def folder(self) -> Path:
+        return FOLDER.absolute() / self.name
+
+    @property
+    def executable(self) -> str | None:
+        """Its path; None if it is not installed."""
+        word = self.command[0]
+        return shutil.which(self.folder / word if "/" in word else word) if self.folder.is_dir() else None
 
     def run(self, url: str, home: Path) -> str:
         """Do the task in `home` → what it prints. Raises AssertionError if it fails."""
@@ -53,11 +60,13 @@ class Program:
         for name, text in self.files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(filled(text))
+        if (modules := self.folder / "node_modules").exists():
+            (home / "node_modules").symlink_to(modules)
         variables = {name: filled(text) for name, text in self.variables.items()}
         own = {"HOME": str(home), "PWD": str(home), "FLEET": url, "NO_COLOR": "1", "OPENAI_API_KEY": "none"}
         environ = {key: os.environ[key] for key in ("PATH", "LANG", "TMPDIR") if key in os.environ}
         done = subprocess.run(
-            [str(self.executable.absolute()), *map(filled, self.command[1:])],
+            [str(self.executable), *map(filled, self.command[1:])],
             cwd=home,
             env=environ | own | variables,
             stdin=subprocess.DEVNULL,
@@ -132,8 +141,9 @@ PROGRAMS = [
     ),
     Program(
         "ai",
-        ["/usr/bin/env", "node", str(SCRIPTS / "ai_agent.mjs")],
+        ["node", "ai_agent.mjs"],
         CALLS,
+        {"ai_agent.mjs": (SCRIPTS / "ai_agent.mjs").read_text()},
     ),
     python("langgraph", CALLS),
     python("pydantic-ai", CALLS),
