@@ -2,11 +2,13 @@
 docs/clients.md shows, within the folder that CODING_AGENTS names.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from tests.support.coding_agents.script import Script, call
 
 FOLDER = Path(os.environ.get("CODING_AGENTS", "agents"))
 SCRIPTS = Path(__file__).parents[2] / "clients/agents"
-TIMEOUT_S = 240
+TIMEOUT_S = 120
 COMMANDS = ("echo one > first", "cp first second")
 DONE = "All is done."
+PRINTED = "printed"
 FLEET = "http://fleet"
 """In configurations and words; the fleet's URL takes its place."""
 
@@ -32,6 +35,7 @@ class Program:
         files: of its home, which is the folder of its task as well.
         variables: of its environment.
         prints: whether the last answer is in what it prints.
+        leaves: the files that the task leaves, with their contents.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Program:
     files: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     prints: bool = True
+    leaves: Mapping[str, str] = field(default_factory=lambda: {"second": "one\n"})
 
     @property
     def folder(self) -> Path:
@@ -51,32 +56,48 @@ class Program:
         word = self.command[0]
         return shutil.which(self.folder / word if "/" in word else word) if self.folder.is_dir() else None
 
-    def run(self, url: str, home: Path) -> str:
-        """Do the task in `home` → what it prints. Raises AssertionError if it fails."""
+    def start(self, url: str, home: Path, *words: str) -> subprocess.Popen[bytes]:
+        """Start it in `home`, with more words. It prints to a file `printed` there."""
 
         def filled(text: str) -> str:
             return text.replace(FLEET, url)
 
         for name, text in self.files.items():
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(filled(text))
         if (modules := self.folder / "node_modules").exists():
             (home / "node_modules").symlink_to(modules)
-        variables = {name: filled(text) for name, text in self.variables.items()}
         own = {"HOME": str(home), "PWD": str(home), "FLEET": url, "NO_COLOR": "1", "OPENAI_API_KEY": "none"}
         environ = {key: os.environ[key] for key in ("PATH", "LANG", "TMPDIR") if key in os.environ}
-        done = subprocess.run(
-            [str(self.executable), *map(filled, self.command[1:])],
-            cwd=home,
-            env=environ | own | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        with (home / PRINTED).open("w") as printed:
+            return subprocess.Popen(
+                [str(self.executable), *map(filled, self.command[1:]), *words],
+                cwd=home,
+                env=environ | own | {name: filled(text) for name, text in self.variables.items()},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def run(self, url: str, home: Path) -> str:
+        """Do the task in `home` → what it prints. Raises AssertionError if it fails."""
+        with running(self.start(url, home)) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TIMEOUT_S)
+            printed = (home / PRINTED).read_text()
+            assert process.returncode == 0, f"{self.name} ended with {process.returncode}:\n{printed}"
+        return printed
+
+
+@contextlib.contextmanager
+def running(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process and its children, which are killed in the end."""
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def commands(tool: str, **others: object) -> list[str]:
@@ -114,6 +135,10 @@ models:
     roles: [chat]
     capabilities: [tool_use]
 """
+PROXY = f"""model_list:
+  - model_name: smollm2
+    litellm_params: {{model: openai/smollm2, api_base: {FLEET}/v1, api_key: none}}
+"""
 PROGRAMS = [
     Program(
         "opencode",
@@ -138,6 +163,8 @@ PROGRAMS = [
             *("--auto-test", "--test-cmd", "grep -q three first", "--message", "Do it.", "first"),
         ],
         Script([f"first\n```\n{text}\n```" for text in ("one", "two", "three")], belongs="first"),
+        prints=False,
+        leaves={"first": "three\n"},
     ),
     Program(
         "ai",
@@ -151,3 +178,10 @@ PROGRAMS = [
     python("smolagents", Script([*commands("bash"), call("final_answer", answer=DONE)])),
     python("openhands", Script([*commands("terminal"), call("finish", message=DONE)])),
 ]
+LANGGRAPH = next(program for program in PROGRAMS if program.name == "langgraph")
+LITELLM = Program(
+    "litellm",
+    ["bin/litellm", "--config", "config.yaml", "--host", "127.0.0.1"],
+    CALLS,
+    {"config.yaml": PROXY},
+)
