@@ -162,7 +162,11 @@ PROGRAMS = [
             *("--no-check-update", "--no-show-model-warnings", "--analytics-disable", "--no-detect-urls"),
             *("--auto-test", "--test-cmd", "grep -q three first", "--message", "Do it.", "first"),
         ],
-        Script([f"first\n```\n{text}\n```" for text in ("one", "two", "three")], belongs="first"),
+        Script(
+            [f"A step.\n\nfirst\n```\n{text}\n```" for text in ("one", "two", "three")],
+            turns="A step",
+            belongs="first",
+        ),
         prints=False,
         leaves={"first": "three\n"},
     ),
@@ -184,4 +188,5 @@ LITELLM = Program(
     ["bin/litellm", "--config", "config.yaml", "--host", "127.0.0.1"],
     CALLS,
     {"config.yaml": PROXY},
+    {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"},
 )
