@@ -44,7 +44,7 @@ from api.kserve.routes import info_router as kserve_info
 from api.kserve.routes import ready_router as kserve_ready
 from api.kserve.routes import router as kserve
 from api.lifecycle import Gateway
-from api.openai.routes import models_router as models
+from api.models import router as models
 from api.openai.routes import router as openai
 from api.openai.routes_vllm import router as detokenize
 from api.openai.routes_vllm import version_router as vllm_version

@@ -54,6 +54,22 @@ class TokenCount(ApiObject):
     input_tokens: int
 
 
+class ModelInfo(ApiObject):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    """RFC 3339; the time at which the gateway started, or the adapter was added."""
+
+
+class ModelInfoPage(ApiObject):
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    """What `after_id` is for the next page; null if this one is empty."""
+    has_more: bool
+
+
 class AnthropicError(ApiObject):
     type: Literal["error"]
     error: dict[str, Any]

@@ -22,7 +22,7 @@ FLOORS = {
         "lifecycle responses",
         "batches",
         "admin jobs resume",
-        "kserve pooling",
+        "kserve models pooling",
         "anthropic tgi",
         "openai",
         "requests",

@@ -8,7 +8,7 @@ import pytest
 
 from api.errors import ApiError, conflict, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
-from api.openai.routes import STARTED_S
+from api.models import STARTED_S
 from common.messages.events import Terminal, terminal_for
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error

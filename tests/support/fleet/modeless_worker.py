@@ -80,18 +80,25 @@ class ModelessEngine(EngineClient):
 
     async def run_steps(self, handle: StepsHandler) -> None:
         while True:
-            await asyncio.sleep(self.step_s)
+            await self.pause()
             if (step := self.run_step()) is not None:
                 handle([step])
             else:
                 self.granted.clear()
                 await self.granted.wait()
 
+    async def pause(self) -> None:
+        """Wait between two steps."""
+        await asyncio.sleep(self.step_s)
+
+    def sample(self, row: int) -> int:
+        return next_id(self.ids[row])
+
     def run_step(self) -> StepResult | None:
         slices = self.rows.launch()
         self.most_rows = max(self.most_rows, len(slices))
         sampled = [one.row.number for one in slices if one.samples]
-        ids = [next_id(self.ids[number]) for number in sampled]
+        ids = [self.sample(number) for number in sampled]
         for number, token_id in zip(sampled, ids, strict=True):
             self.ids[number].append(token_id)
         self.rows.collect(slices, ids, [-0.5] * len(ids))

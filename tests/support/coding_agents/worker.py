@@ -1,0 +1,99 @@
+"""A worker process whose engine answers as a script says: the real agent, with room for the prompts of coding
+agents. The launcher runs it in place of `gpu_worker`.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from common.messages.records import pack_ids, unpack_ids
+from common.settings.settings import Settings
+from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
+from gpu_worker.agent.row_text import RowTable
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.loading import capacity, find_tokenizer, resolve
+from gpu_worker.process import serve_engine
+from gpu_worker.protocol import Grant, Ready
+from tests.support.coding_agents.script import ASIDE, ScriptFolder
+from tests.support.fleet.modeless_worker import BLOCK_SIZE, ModelessEngine
+from tests.support.tokenizer import TOKENIZER, ids
+
+SCRIPT_VARIABLE = "AGENT_SCRIPT"
+EOS = 2
+STEP_S = 0.002
+HELD_INDEX = 2
+"""So many tokens of a turn are published before a process is killed."""
+READY = Ready("scripted", "float32", "cpu", BLOCK_SIZE, 20_000, 4096, 200_000, pack_ids([EOS]), 1, 1.0, True)
+
+
+class ScriptedEngine(ModelessEngine):
+    """An engine that answers as a script says.
+
+    Attributes:
+        answers: the ids of each row's answer, with the end.
+        turns: of each row that answers in the task.
+        bases: tokens of an answer that a row had when it started.
+    """
+
+    def __init__(self, folder: ScriptFolder, name: str) -> None:
+        super().__init__(STEP_S)
+        self.folder, self.name = folder, name
+        self.rows = Rows(BLOCK_SIZE, eos_ids=(EOS,))
+        self.answers: dict[int, list[int]] = {}
+        self.turns: dict[int, int] = {}
+        self.num_prompt: dict[int, int] = {}
+
+    def send(self, grant: Grant) -> None:
+        script = self.folder.read()
+        for start in grant.starts:
+            row_ids = unpack_ids(start.ids)
+            self.num_prompt[start.row] = len(row_ids) - start.base
+            prompt = TOKENIZER.decode(row_ids[: self.num_prompt[start.row]], skip_special_tokens=False)
+            turn = script.turn(prompt)
+            text = ASIDE if turn is None else script.answers[turn]
+            self.answers[start.row] = [*ids(text), EOS]
+            if turn is not None:
+                self.turns[start.row] = turn
+        starts = [replace(start, sampling=None) for start in grant.starts]  # a grammar needs a vocabulary
+        super().send(replace(grant, starts=starts))
+
+    def own(self, row: int, blocks: Sequence[int]) -> None:
+        """Rows share the blocks of their prefixes."""
+
+    def sample(self, row: int) -> int:
+        answer = self.answers[row]
+        return answer[min(self.index(row), len(answer) - 1)]
+
+    def index(self, row: int) -> int:
+        """The index of a row's next token."""
+        return len(self.ids[row]) - self.num_prompt[row]
+
+    async def pause(self) -> None:
+        """Wait while a turn waits for its strike, too."""
+        await super().pause()
+        while held := [turn for row, turn in self.turns.items() if self.is_held(row, turn)]:
+            for turn in held:
+                self.folder.reach(turn, self.name)
+            await super().pause()
+
+    def is_held(self, row: int, turn: int) -> bool:
+        return row in self.rows.rows and self.index(row) >= HELD_INDEX and not self.folder.is_released(turn)
+
+
+async def run(settings: Settings, own: ProcessIdentity) -> int:
+    configure_process(own, settings)
+    directory = resolve(settings, READY.dtype)
+    table = RowTable(find_tokenizer(settings, directory))
+    engine = ScriptedEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
+    worker = capacity(settings, READY, own.name, own.incarnation, directory)
+    return await serve_engine(settings, engine, table, worker)
+
+
+if __name__ == "__main__":
+    identity = start_process("worker", "w0")
+    with exit_when_unservable():
+        sys.exit(uvloop.run(run(Settings.read([]), identity)))
