@@ -14,6 +14,7 @@ from common.messages.records import pack_ids, unpack_ids
 from common.settings.settings import Settings
 from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.loading import capacity, find_tokenizer, resolve
 from gpu_worker.process import serve_engine
@@ -90,7 +91,7 @@ async def run(settings: Settings, own: ProcessIdentity) -> int:
     table = RowTable(find_tokenizer(settings, directory))
     engine = ScriptedEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
     worker = capacity(settings, READY, own.name, own.incarnation, directory)
-    return await serve_engine(settings, engine, table, worker)
+    return await serve_engine(settings, engine, AgentState(table), worker)
 
 
 if __name__ == "__main__":
