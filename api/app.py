@@ -24,6 +24,7 @@ from api.admin.routes_keys import router as keys
 from api.admin.routes_metrics import router as metrics
 from api.admin.routes_timeline import router as timeline
 from api.admin.routes_usage import router as usage
+from api.admin.routes_webhooks import router as webhooks
 from api.anthropic.routes import router as anthropic
 from api.batches.routes import router as batches
 from api.event_loop import Turns
@@ -98,6 +99,7 @@ ROUTERS = (
     timeline,
     usage,
     keys,
+    webhooks,
     adapters,
 )
 REFUSED_WHILE_DRAINING = (
@@ -114,7 +116,7 @@ PATHS = {
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
 MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling, tei)
-FOR_ADMINS = (fleet, timeline, keys, adapters)
+FOR_ADMINS = (fleet, timeline, keys, webhooks, adapters)
 
 
 def build(

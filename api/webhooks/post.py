@@ -19,7 +19,7 @@ GONE = 410
 HEADERS = {"content-type": "application/json", "user-agent": "tokenfleet", "connection": "close"}
 
 
-class Receipt(NamedTuple):
+class Attempt(NamedTuple):
     """What became of an attempt.
 
     Attributes:
@@ -48,8 +48,8 @@ def tls_context() -> ssl.SSLContext:
     return httpcore.default_ssl_context()
 
 
-async def post(url: str, headers: Mapping[str, str], payload: bytes, allowed_hosts: Iterable[str]) -> Receipt:
-    """Send an event once; it is delivered with a status of 2xx. Whatever fails is in the receipt."""
+async def post(url: str, headers: Mapping[str, str], payload: bytes, allowed_hosts: Iterable[str]) -> Attempt:
+    """Send an event once; it is delivered with a status of 2xx. Whatever fails is in what it returns."""
     try:
         target = read_url(url)
         check_target(target, allowed_hosts)
@@ -57,12 +57,12 @@ async def post(url: str, headers: Mapping[str, str], payload: bytes, allowed_hos
         async with asyncio.timeout(TIMEOUT_S):
             status = await send(target, PublicHosts(named), headers, payload)
     except UrlError as error:
-        return Receipt(False, f"the URL {error}")
+        return Attempt(False, f"the URL {error}")
     except TimeoutError:
-        return Receipt(False, f"no answer within {TIMEOUT_S:g} s")
+        return Attempt(False, f"no answer within {TIMEOUT_S:g} s")
     except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
-        return Receipt(False, f"no answer: {type(error).__name__}")
-    return Receipt(200 <= status < 300, f"status {status}", status == GONE)
+        return Attempt(False, f"no answer: {type(error).__name__}")
+    return Attempt(200 <= status < 300, f"status {status}", status == GONE)
 
 
 async def send(target: TargetUrl, backend: PublicHosts, headers: Mapping[str, str], payload: bytes) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.webhooks.events import payload_of, signed_headers, type_of
-from api.webhooks.post import Receipt, post
+from api.webhooks.post import Attempt, post
 from api.webhooks.schedule import next_wait_s
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
@@ -96,12 +96,12 @@ class WebhookSender:
         made_s = event.number("made_ms") // 1000
         payload = payload_of(event.id, event_type, webhook, made_s)
         headers = signed_headers(webhook.secret, event.id, int(time.time()), payload)
-        receipt = await post(webhook.url, headers, payload, self.settings.webhook_allowed_hosts)
-        await self.settle_receipt(event, receipt)
+        made = await post(webhook.url, headers, payload, self.settings.webhook_allowed_hosts)
+        await self.settle_attempt(event, made)
 
-    async def settle_receipt(self, event: StoredEvent, receipt: Receipt) -> None:
-        if receipt.is_delivered:
-            await self.settle(event, DELIVERED, receipt.said)
+    async def settle_attempt(self, event: StoredEvent, made: Attempt) -> None:
+        if made.is_delivered:
+            await self.settle(event, DELIVERED, made.said)
             return
         since_ms = event.number("retried_ms") or event.number("made_ms")
         wait_s = next_wait_s(
@@ -110,10 +110,10 @@ class WebhookSender:
             self.settings.webhook_retry_s,
             random.random,
         )
-        if receipt.is_gone or wait_s is None:
-            await self.settle(event, DEAD, receipt.said)
+        if made.is_gone or wait_s is None:
+            await self.settle(event, DEAD, made.said)
         else:
-            await self.settle(event, FAILED, receipt.said, wait_s)
+            await self.settle(event, FAILED, made.said, wait_s)
 
     async def settle(self, event: StoredEvent, outcome: str, said: str, wait_s: float = 0.0) -> None:
         """Write what became of an attempt, however long the broker is away."""

@@ -47,8 +47,8 @@ end
 -- Set the one terminal of a request and publish it: its fields stand in the request's hash, its tokens in the
 -- request's string, both for the result's time. True for the first caller only.
 -- `records` are those of all tokens, whatever the string has, or '' if none are kept. What it has reserved of
--- the rate of its API key and not used comes back, or becomes a debt. The event of its webhook is due with the
--- terminal.
+-- the rate of its API key and not used comes back, or becomes a debt. The event of its webhook is due with
+-- the terminal.
 local function finish(
   webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
 )

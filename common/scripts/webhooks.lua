@@ -1,7 +1,7 @@
 --- lib/webhooks
 -- needs: lib/now
--- Events of webhooks. `webhooks` is a sorted set: event → when it is sent next, in ms; after a colon its name
--- is followed by that of an event, which has a hash.
+-- Events of webhooks. `webhooks` is a sorted set: event → when it is sent next, in ms. An event has a hash,
+-- whose name is that name, a colon and the event.
 -- `webhook`, of a request, job or batch: `place number event`, a line end, and to whom the event goes. It is
 -- due once all `number` requests of an answer have ended, each at a place of its own. Until its hash expires,
 -- an event is due once, whoever notes the ends again.
@@ -46,8 +46,9 @@ return claimed
 -- one that failed is due again, or is dead: of too many, those that are dead for longest leave.
 -- KEYS webhooks, dead_webhooks
 -- ARGV event_id, attempt, outcome, said, wait_ms, ttl_ms, max_dead
--- `outcome`: 'delivered', 'failed', 'dead', or 'unwanted' of an event that nobody is sent. `said`: what the receiver answered. `wait_ms` until the next
--- attempt of one that failed; `ttl_ms` of one that was delivered or is dead.
+-- `outcome`: 'delivered', 'failed', 'dead', or 'unwanted' of an event that nobody is sent. `said`: what the
+-- receiver answered. `wait_ms` until the next attempt of one that failed; `ttl_ms` of one that was delivered
+-- or is dead.
 -- Returns 1, or 0 when a later attempt has begun.
 local event = webhooks .. ':' .. event_id
 if redis.call('HGET', event, 'attempt') ~= attempt then return 0 end

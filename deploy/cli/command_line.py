@@ -172,6 +172,9 @@ SECTIONS = {
             "deploy.cli.roll",
         ),
         "keys": module_command("add|list|…", "make, list, revoke and rotate API keys", "deploy.cli.keys"),
+        "webhooks": module_command(
+            "list|dead|…", "list events of webhooks, and send them again", "deploy.cli.webhooks"
+        ),
         "bench": module_command(
             "", "measure speed for a minute, beside another server", "deploy.bench.command"
         ),

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 from standardwebhooks import Webhook
 
@@ -54,3 +55,32 @@ async def test_a_batch_tells_its_end(broker: Broker, tmp_path: Path) -> None:
             )
         await wait_until(lambda: len(receiver.deliveries) == 2)
         assert sorted(receiver.types) == ["batch.completed", "batch.failed"]
+
+
+async def test_an_event_that_nobody_takes_is_dead_is_listed_and_is_sent_again(broker: Broker) -> None:
+    """410 ends it at once. Then the receiver has thought better of it."""
+    async with (
+        receiving(410) as receiver,
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
+    ):
+        body = BODY | {"background": True, "webhook": receiver.hook()}
+        queued = (await client.post(PATH, json=body)).raise_for_status().json()
+
+        async def dead() -> Any:
+            return (await client.get("/admin/webhooks?state=dead")).raise_for_status().json()["events"]
+
+        [event] = await wait_until(dead)
+        assert (event["type"], event["object_id"]) == ("response.completed", queued["id"])
+        assert (event["url"], event["said"], event["failures"]) == (receiver.url, "status 410", 1)
+        assert SECRET not in str(event)
+        path = f"/admin/webhooks/{event['id']}/retry"
+        assert (await client.post(path)).json() == {"id": event["id"], "state": "waiting"}
+        await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert receiver.ids == [event["id"]] * 2
+        await wait_until(lambda: is_empty(client))
+        assert (await client.post(path)).status_code == 404
+
+
+async def is_empty(client: httpx.AsyncClient) -> bool:
+    states = [(await client.get(f"/admin/webhooks?state={state}")).json() for state in ("waiting", "dead")]
+    return all(content == {"events": [], "total": 0} for content in states)

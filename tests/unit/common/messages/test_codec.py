@@ -128,6 +128,7 @@ EXAMPLES = [
             "ad": "",
             "pi": [],
             "po": {"ps": 4, "et": False},
+            "wh": b"",
             "rc": False,
         },
     ),
