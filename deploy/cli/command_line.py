@@ -171,9 +171,11 @@ SECTIONS = {
             "replace the processes of the fleet on this machine one by one, without a cut",
             "deploy.cli.roll",
         ),
-        "keys": module_command("add|list|…", "make, list, revoke and rotate API keys", "deploy.cli.keys"),
+        "keys": module_command(
+            "add|list|…", "make, list, revoke and rotate API keys", "deploy.cli.admin.keys"
+        ),
         "webhooks": module_command(
-            "list|dead|…", "list events of webhooks, and send them again", "deploy.cli.webhooks"
+            "list|dead|…", "list events of webhooks, and send them again", "deploy.cli.admin.webhooks"
         ),
         "bench": module_command(
             "", "measure speed for a minute, beside another server", "deploy.bench.command"

@@ -11,7 +11,7 @@ MAX_FILES = 18
 FLOORS = {
     "deploy": [
         "chaos tgi",
-        "bench cli.batch",
+        "bench cli.admin cli.batch",
         "cli",
         "kubernetes launcher requirements",
     ],

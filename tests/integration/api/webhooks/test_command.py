@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deploy.cli.webhooks import main
+from deploy.cli.admin.webhooks import main
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.webhooks.test_deliveries import ANSWER, allowing
 from tests.support.fleet.gateways import answering

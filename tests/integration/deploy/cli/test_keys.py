@@ -5,7 +5,7 @@ import re
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli import keys
+from deploy.cli.admin import keys
 from deploy.launcher.embedded_broker import Broker
 
 
