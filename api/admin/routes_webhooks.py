@@ -100,7 +100,6 @@ async def read_events(client: PoolClient, state: Literal["waiting", "dead"], lim
 
 
 def describe(event: StoredEvent, state: Literal["waiting", "dead"], at_ms: float) -> EventInfo:
-    shown = {"type": "", "object_id": "", "url": ""} | target_of(event)
     return EventInfo(
         id=event.id,
         state=state,
@@ -108,14 +107,15 @@ def describe(event: StoredEvent, state: Literal["waiting", "dead"], at_ms: float
         at=int(at_ms // 1000),
         failures=event.number("failures"),
         said=event.text("said"),
-        **shown,
+        **target_of(event),
     )
 
 
 def target_of(event: StoredEvent) -> Mapping[str, Any]:
-    """Where an event goes, and what it says; nothing of one that cannot be read."""
+    """Where an event goes, and what it says; empty texts for one that cannot be read."""
     try:
         webhook = decode(Webhook, event.fields.get("webhook", b""))
-        return {"type": type_of(webhook, event.ends), "object_id": webhook.object_id, "url": webhook.url}
+        event_type = type_of(webhook, event.ends)
     except (WireError, ValueError):
-        return {}
+        return {"type": "", "object_id": "", "url": ""}
+    return {"type": event_type, "object_id": webhook.object_id, "url": webhook.url}
