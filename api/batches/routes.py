@@ -193,7 +193,7 @@ async def create_batch(request: Request) -> dict[str, Any]:
         pool.client.keys,
         batch.id,
         batch.member,
-        batch.made() | webhook,
+        {**batch.made(), **webhook},
         made_ms=batch.made_ms,
         deadline_ms=batch.order_ms,
         max_batches=pool.settings.max_batches,

@@ -1,4 +1,4 @@
-"""Events of webhooks: each end is told once, signed, to whom the request named; and again until it is heard."""
+"""Events of webhooks: each end is told once, signed, to the receiver that the request names."""
 
 from pathlib import Path
 from typing import Any
