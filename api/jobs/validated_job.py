@@ -32,7 +32,7 @@ from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
-NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached")
+NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached", "webhook")
 """Fields of /v1/chat/completions that a job has beside its `parameters`, or does not have."""
 
 

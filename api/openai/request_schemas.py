@@ -34,6 +34,7 @@ from api.requests.fields import (
 from api.requests.logits import check_not_streamed
 from api.requests.params import SWITCHES
 from api.requests.tools import FunctionSchema, ToolSchema
+from api.webhooks.field import WebhookField
 from common.messages.answer import Rendering
 from common.settings.ranges import MAX_STOP_CHARS
 
@@ -124,6 +125,7 @@ class OpenAIRequest(ServedFields, BeamFields):
 
     stream_options: StreamOptions | None = None
     detached: bool | None = DETACHED
+    webhook: WebhookField | None = None
 
     max_tokens: Whole | None = least(1, MAX_TOKENS)
     min_tokens: Whole | None = least(

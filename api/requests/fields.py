@@ -22,7 +22,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from api.errors import invalid
 from api.requests.service_terms import TIERS
-from api.webhooks.field import WebhookField
 from common.messages.request import SERVICE_CLASSES, SamplingParams, StoppingParams
 from common.settings.ranges import BIASES, RANGES
 
@@ -260,7 +259,6 @@ class ServedFields(SamplingFields):
     )
     stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
     resume_s: float | None = RESUME_S
-    webhook: WebhookField | None = None
     priority: Whole | str | None = Field(
         default=None,
         description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, "

@@ -12,6 +12,7 @@ from api.openai.request_schemas import EFFORT, FORMAT_SCHEMA, MAX_TOKENS
 from api.requests.fields import Listed, ServedFields, Strict, Whole, least, with_one_error
 from api.requests.logits import FIELDS as LOGITS_FIELDS
 from api.responses.input_items import ROLES
+from api.webhooks.field import WebhookField
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
@@ -118,6 +119,7 @@ class ResponsesRequest(ServedFields):
     instructions: str | None = Field(
         default=None, description="A system message before the conversation, for this response only."
     )
+    webhook: WebhookField | None = None
     max_output_tokens: Whole | None = least(1, MAX_TOKENS)
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(
