@@ -190,3 +190,17 @@ LITELLM = Program(
     {"config.yaml": PROXY},
     {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"},
 )
+OPEN_WEBUI = Program(
+    "open-webui",
+    ["bin/open-webui", "serve", "--host", "127.0.0.1"],
+    Script(["One.", "Two.", DONE], belongs="It is turn"),
+    variables={
+        "OPENAI_API_BASE_URL": f"{FLEET}/v1",
+        "ENABLE_OLLAMA_API": "False",
+        "WEBUI_AUTH": "False",
+        "WEBUI_SECRET_KEY": "none",
+        "OFFLINE_MODE": "True",
+        "RAG_EMBEDDING_ENGINE": "openai",  # it would load a model for it
+        "DATA_DIR": "data",
+    },
+)
