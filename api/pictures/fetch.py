@@ -42,10 +42,10 @@ class PictureFetcher:
 
     async def fetch(self, url: str) -> bytes:
         """The bytes at a URL. Raises PictureError."""
-        if not url.lower().startswith(SCHEMES):
-            raise PictureError("must be a URL that begins with data:, https: or http:")
         if not self.domains:
             raise PictureError(f"must be a data: URL: nothing is fetched here ({SETTING} is empty)")
+        if not url.lower().startswith(SCHEMES):
+            raise PictureError("must be a URL that begins with data:, https: or http:")
         try:
             async with asyncio.timeout(self.timeout_s), self.permits:
                 return await self.follow(read_url(url))

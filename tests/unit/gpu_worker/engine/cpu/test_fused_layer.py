@@ -1,6 +1,7 @@
 """Which layers are fused into one native call, and that a row's bits do not depend on its batch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
     if not native.library().tf_multiplies(native.TYPE_CODES[torch.float32]):  # type: ignore[union-attr]
         pytest.skip("torch's products are used on this processor")
     counts: list[int] = []
-    monkeypatch.setattr(
-        load, "fuse_layers", lambda *arguments: counts.append(fused_layer.fuse_layers(*arguments))
-    )
+
+    def fuse_layers(*arguments: Any) -> int:
+        counts.append(fused_layer.fuse_layers(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr(load, "fuse_layers", fuse_layers)
     tiny_models.save(folder, FAMILIES[family][0], FAMILIES[family][1] | sizes)
     engine_of(folder)
     return counts[0]
