@@ -114,6 +114,7 @@ def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     assert 0 < found["tgi_request_queue_duration_sum"] < waited_s, "the prefill is not time in the queue"
 
 
+@pytest.mark.slow
 def test_explain_shows_the_resume(fleet: Fleet, request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     events = timeline(fleet, request_id)
     assert [one["what"] for one in events] == [

@@ -77,6 +77,7 @@ def test_the_wheel_has_every_file_and_runs(files: Path, tmp_path: Path) -> None:
     assert done.stdout == f"tokenfleet {VERSION}\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_stack_starts_from_its_archive(files: Path, tmp_path: Path) -> None:
     [archive] = files.glob("*.tar.gz")
     with tarfile.open(archive) as packed:

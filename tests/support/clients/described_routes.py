@@ -24,7 +24,7 @@ FEW, MANY = 3, 50
 """Random cases of a route, in each mode."""
 CASES = "hypothesis_explicit_examples"
 """Where hypothesis keeps the cases of a test that are not random; one without any lacks it."""
-SHARE = 24
+SHARE = 48
 """Of the cases at the limits of a route's fields, one in this number is tried, unless all are."""
 MODES = list(HypothesisTestMode)
 UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]

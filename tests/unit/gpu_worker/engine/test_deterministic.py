@@ -33,7 +33,11 @@ SAMPLINGS = [
 ]
 ROWS = range(len(FEW))
 SOME_OR_ALL = pytest.mark.parametrize(
-    "rows", [pytest.param((6,), id="few"), pytest.param(ROWS, id="all", marks=pytest.mark.slow)]
+    "rows",
+    [
+        pytest.param((1, 5, 6), id="few", marks=pytest.mark.slow),
+        pytest.param(ROWS, id="all", marks=pytest.mark.slow),
+    ],
 )
 pytestmark = pytest.mark.usefixtures("library")
 

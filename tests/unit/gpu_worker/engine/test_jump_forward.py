@@ -35,7 +35,7 @@ SAMPLING = [
 FEW_OR_ALL = pytest.mark.parametrize(
     "sampling",
     [
-        pytest.param([SAMPLING[2], None], id="few"),
+        pytest.param([*SAMPLING[1:3], None], id="few", marks=pytest.mark.slow),
         pytest.param([*SAMPLING, None], id="all", marks=pytest.mark.slow),
     ],
 )
