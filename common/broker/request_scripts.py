@@ -121,7 +121,7 @@ def request_args(keys: Keys, request: Generate) -> Args:
 
 def entry_of(request: Generate) -> bytes:
     """A request as batcher and workers get it: secrets of webhooks are none of theirs."""
-    return encode(replace(request, webhook=b""))
+    return encode(replace(request, webhook=b"") if request.webhook else request)
 
 
 def read_admit_reply(reply: list[Any]) -> AdmitReply:

@@ -15,11 +15,11 @@ from deploy.cli.client import (
     ServerError,
     add_url,
     api_key,
-    check_status,
-    connection_errors,
     fetch_json,
     frame_errors,
     new_client,
+    new_table,
+    post,
     print_error,
     print_lines,
     printable,
@@ -56,11 +56,12 @@ def show_all(client: httpx.Client, flags: argparse.Namespace) -> None:
 def load(client: httpx.Client, flags: argparse.Namespace) -> None:
     source = read_source(flags.adapter)
     body = {"lora_name": source.name, "lora_path": source.path, "load_inplace": flags.replace}
-    print(post(client, "/v1/load_lora_adapter", body))
+    print(printable(post(client, "/v1/load_lora_adapter", json=body).text))
 
 
 def unload(client: httpx.Client, flags: argparse.Namespace) -> None:
-    print(post(client, "/v1/unload_lora_adapter", {"lora_name": flags.name}))
+    answer = post(client, "/v1/unload_lora_adapter", json={"lora_name": flags.name})
+    print(printable(answer.text))
 
 
 def read_source(word: str) -> AdapterSource:
@@ -75,17 +76,9 @@ def read_source(word: str) -> AdapterSource:
     return source._replace(path=str(folder.resolve())) if folder.is_dir() else source
 
 
-def post(client: httpx.Client, path: str, body: Mapping[str, Any]) -> str:
-    """The text of the answer. Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.post(path, json=body)
-    check_status(answer.status_code, answer.content)
-    return printable(answer.text)
-
-
 def table(content: Mapping[str, Any]) -> Table:
     """A line for each adapter."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = new_table()
     for title in ("adapter", "state", "workers", "rank", "base model", "path"):
         shown.add_column(title, justify="right" if title == "rank" else "left", no_wrap=True)
     for one in content["adapters"]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from common.settings.settings import SettingError, Settings
 
@@ -117,6 +118,14 @@ def fetch_json(client: httpx.Client, path: str) -> Any:
         raise ServerError(f"{client.base_url} answers {path}, but not as a Tokenfleet does") from error
 
 
+def post(client: httpx.Client, path: str, **content: Any) -> httpx.Response:
+    """POST `content`, as httpx takes it, to a path. Raises ServerError, also for any status but 200."""
+    with connection_errors(str(client.base_url)):
+        answer = client.post(path, **content)
+    check_status(answer.status_code, answer.content)
+    return answer
+
+
 @contextlib.contextmanager
 def frame_errors(frame: Any) -> Iterator[None]:
     """Raise an error that comes from the shape of `frame` as ServerError."""
@@ -159,6 +168,11 @@ def one_line(text: str) -> str:
 def printable(text: str) -> str:
     """Remove the control characters that move a terminal's cursor or change its colours."""
     return text.translate(CONTROL_CHARACTERS)
+
+
+def new_table() -> Table:
+    """A table without lines, as commands show lists."""
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def print_lines(*parts: RenderableType) -> None:

@@ -15,7 +15,7 @@ from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, des
 from common.broker.directory import SILENT_S, DirectoryClient, DirectoryContent
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
-from deploy.cli.client import ServerError, print_error, print_lines, printable
+from deploy.cli.client import ServerError, new_table, print_error, print_lines, printable
 from deploy.launcher.embedded_broker import running_url
 
 MAX_WEIGHT = 1_000_000
@@ -152,7 +152,7 @@ def read_weight(word: str) -> tuple[str, float]:
 
 def table(content: DirectoryContent) -> Table:
     """A line for each model and pool."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = new_table()
     for title in ("model", "pool", "share", "state", "workers", "waiting", "running", "broker"):
         shown.add_column(
             title, justify="right" if title in ("share", "workers", "waiting", "running") else "left"

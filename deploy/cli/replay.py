@@ -5,7 +5,6 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import orjson
 from rich.text import Text
 
 from common.settings.flags import FlagParser
@@ -13,10 +12,9 @@ from deploy.cli.client import (
     ServerError,
     add_url,
     api_key,
-    check_status,
-    connection_errors,
     frame_errors,
     new_client,
+    post,
     print_error,
     print_lines,
     printable,
@@ -57,10 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 def ask_for_replay(client: httpx.Client, request_id: str) -> Any:
     """The comparison that the server answers. Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.post(f"/requests/{quote(request_id, safe='')}/replay")
-    check_status(answer.status_code, answer.content)
-    return orjson.loads(answer.content)
+    return post(client, f"/requests/{quote(request_id, safe='')}/replay").json()
 
 
 def describe(replay: Replay) -> Iterator[str]:

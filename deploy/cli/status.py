@@ -21,6 +21,7 @@ from deploy.cli.client import (
     blocks,
     fetch_json,
     new_client,
+    new_table,
     print_error,
     printable,
 )
@@ -202,7 +203,7 @@ def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
 
 def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
     """Return the table, one line for each process. A narrow terminal gets fewer columns and no bars."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = new_table()
     for name, least_width, justify in COLUMNS:
         if width >= least_width:
             shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
@@ -214,7 +215,7 @@ def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
 
 def models_table(models: Sequence[Snapshot]) -> Table:
     """Return a line for each model that the workers serve in turns (MODELS)."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = new_table()
     for name in ("model", "waiting", "workers", "wakes from", "in"):
         shown.add_column(name, no_wrap=True, overflow="ellipsis")
     for one in models:
@@ -233,7 +234,7 @@ def models_table(models: Sequence[Snapshot]) -> Table:
 
 def adapters_table(adapters: Sequence[Snapshot]) -> Table:
     """Return a line for each LoRA adapter."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = new_table()
     for name in ("adapter", "state", "workers", "refused"):
         shown.add_column(name, no_wrap=True, overflow="ellipsis")
     for one in adapters:

@@ -25,7 +25,8 @@ PLAN = Plan(
 )
 
 
-@pytest.mark.parametrize("kills", [pytest.param(number, marks=pytest.mark.slow) for number in (12, 60)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [12, 60])
 async def test_kills_cost_no_token(kills: int) -> None:
     plan = replace(PLAN, kills=kills)
     outcome = await run(plan)

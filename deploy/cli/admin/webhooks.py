@@ -14,11 +14,11 @@ from deploy.cli.client import (
     ServerError,
     add_url,
     api_key,
-    check_status,
-    connection_errors,
     fetch_json,
     frame_errors,
     new_client,
+    new_table,
+    post,
     print_error,
     print_lines,
     printable,
@@ -54,15 +54,13 @@ def show(client: httpx.Client, flags: argparse.Namespace) -> None:
 
 
 def retry(client: httpx.Client, flags: argparse.Namespace) -> None:
-    with connection_errors(str(client.base_url)):
-        answer = client.post(f"/admin/webhooks/{quote(flags.event_id, safe='')}/retry")
-    check_status(answer.status_code, answer.content)
+    post(client, f"/admin/webhooks/{quote(flags.event_id, safe='')}/retry")
     print(f"{printable(flags.event_id)} is sent now")
 
 
 def table(events: Sequence[Mapping[str, Any]], state: str) -> Table:
     """A line for each event."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = new_table()
     for title in (
         "event",
         "type",

@@ -22,6 +22,7 @@ from deploy.cli.client import (
     fetch_json,
     frame_errors,
     new_client,
+    post,
     print_error,
 )
 
@@ -69,11 +70,11 @@ def begin(client: httpx.Client, source: Path, window: str) -> str:
             endpoint = read_endpoint(file.readline(MAX_LINE_BYTES))
             file.seek(0)
             form = {"purpose": "batch"}
-            uploaded = post(client, "/v1/files", data=form, files={"file": (source.name, file)})
+            uploaded = post(client, "/v1/files", data=form, files={"file": (source.name, file)}).json()
     except OSError as error:
         raise SettingError("-i", f"{source} cannot be read: {error.strerror}") from error
     asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
-    batch = post(client, "/v1/batches", json=asked)
+    batch = post(client, "/v1/batches", json=asked).json()
     print(f"batch {batch['id']}", file=sys.stderr)
     return str(batch["id"])
 
@@ -83,14 +84,6 @@ def read_endpoint(line: bytes) -> str:
     with contextlib.suppress(orjson.JSONDecodeError, LookupError, TypeError):
         return str(orjson.loads(line)["url"])
     raise SettingError("-i", "the first line is no JSON object with a `url`")
-
-
-def post(client: httpx.Client, path: str, **content: Any) -> Any:
-    """Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.post(path, **content)
-    check_status(answer.status_code, answer.content)
-    return answer.json()
 
 
 def wait(client: httpx.Client, batch_id: str) -> dict[str, Any]:

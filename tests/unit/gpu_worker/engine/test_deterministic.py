@@ -32,13 +32,6 @@ SAMPLINGS = [
     SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
 ]
 ROWS = range(len(FEW))
-SOME_OR_ALL = pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param((1, 5, 6), id="few", marks=pytest.mark.slow),
-        pytest.param(ROWS, id="all", marks=pytest.mark.slow),
-    ],
-)
 pytestmark = pytest.mark.usefixtures("library")
 
 Told = tuple[list[int], bytes]
@@ -85,25 +78,24 @@ def play(
     return tell(played, start(played, rows, shown))
 
 
-@SOME_OR_ALL
-def test_bits_do_not_depend_on_the_batch(engine: Engine, rows: Sequence[int]) -> None:
-    alone = {row: play(engine, [row])[row] for row in rows}
-    assert play(engine, rows) == alone, "batched"
-    assert play(engine, rows[::-1], prefill_tokens=7) == alone, "chunked, in another order"
-    resumed = play(engine, rows, shown={row: alone[row][0][: 4 + row] for row in rows})
+@pytest.mark.slow
+def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
+    alone = {row: play(engine, [row])[row] for row in ROWS}
+    assert play(engine, ROWS) == alone, "batched"
+    assert play(engine, ROWS[::-1], prefill_tokens=7) == alone, "chunked, in another order"
+    resumed = play(engine, ROWS, shown={row: alone[row][0][: 4 + row] for row in ROWS})
     assert resumed == {row: (ids[4 + row :], bits[4 * (4 + row) :]) for row, (ids, bits) in alone.items()}, (
         "resumed"
     )
 
 
 @pytest.mark.slow
-@SOME_OR_ALL
-def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine, rows: Sequence[int]) -> None:
+def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
     """Others did: of prompts in chunks, of answers one token a step."""
     played = player(engine, prefill_tokens=7)
     played.kept = set(played.free)
-    firsts = tell(played, start(played, rows))
-    behind = played.start_resumed(rows, NEW_TOKENS, base=9, by=100)
+    firsts = tell(played, start(played, ROWS))
+    behind = played.start_resumed(ROWS, NEW_TOKENS, base=9, by=100)
     assert any(one.num_cached > len(one.ids) // 4 - 9 for one in behind), "blocks with answers, too"
     assert tell(played, behind) == {
         100 + row: (ids[9:], bits[4 * 9 :]) for row, (ids, bits) in firsts.items()

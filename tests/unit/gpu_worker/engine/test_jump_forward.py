@@ -32,13 +32,6 @@ HOT = SamplingParams(temperature=1.4, seed=7, top_p=0.95, frequency_penalty=0.3,
 SAMPLING = [
     replace(params, grammar=source) for source in (SENTENCE, OBJECT) for params in (SamplingParams(), HOT)
 ]
-FEW_OR_ALL = pytest.mark.parametrize(
-    "sampling",
-    [
-        pytest.param([*SAMPLING[1:3], None], id="few", marks=pytest.mark.slow),
-        pytest.param([*SAMPLING, None], id="all", marks=pytest.mark.slow),
-    ],
-)
 Told = tuple[dict[int, list[int]], dict[Any, dict[int, float]], dict[int, tuple[str, int]]]
 
 
@@ -75,13 +68,12 @@ def play(
     return played.ids, played.top_logprobs, played.ended
 
 
-@FEW_OR_ALL
-def test_tokens_are_those_of_the_plain_way(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, sampling: Sequence[SamplingParams | None]
-) -> None:
+@pytest.mark.slow
+def test_tokens_are_those_of_the_plain_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
     where steps are launched ahead.
     """
+    sampling = [*SAMPLING, None]
     with monkeypatch.context() as patch:
         patch.setattr(engine.rows, "make_proposer", None)
         ids, tops, ended = play(engine, sampling)
