@@ -6,6 +6,7 @@ from typing import Any
 
 NOT_COMPARED = ("id", "created", "prompts", "choices", "builds")
 """Fields of a receipt that say nothing of how its tokens were computed, or are compared in another way."""
+WEIGHTS = "weights_sha256"
 NO_RECEIPT = "the answer has no receipt: nothing says what it was made of"
 UNKNOWN_BUILD = "a worker said nothing of itself"
 UNKNOWN_WEIGHTS = "the digest of a worker's weights was not known yet"
@@ -44,12 +45,14 @@ def compare_receipts(then: Receipt, now: Receipt) -> list[dict[str, Any]]:
 
 
 def fields_by_name(builds: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
-    """The distinct values that some builds have of each field; those of nested objects have dotted names."""
+    """The distinct values that some builds have of each field; those of nested objects have dotted names. A
+    digest that was not known yet is no value.
+    """
     found: dict[str, list[Any]] = {}
     for build in builds:
         for name, value in flatten(build or {}):
             values = found.setdefault(name, [])
-            if value not in values:
+            if value not in values and (name, value) != (WEIGHTS, None):
                 values.append(value)
     return found
 
@@ -69,7 +72,7 @@ def reasons_against(then: Receipt, now: Receipt, differences: Sequence[Mapping[s
     reasons = [f"{one['field']} differs" for one in differences]
     if len(known) < len(builds) or any(run["worker"] is None for run in runs_of(then, now)):
         reasons.append(UNKNOWN_BUILD)
-    if any(build.get("weights_sha256") is None for build in known):
+    if any(build.get(WEIGHTS) is None for build in known):
         reasons.append(UNKNOWN_WEIGHTS)
     inexact = dict.fromkeys(build.get("inexact_because") for build in known)
     return reasons + [f"bits may depend on what else runs: {why}" for why in inexact if why]

@@ -36,29 +36,39 @@ SETTINGS = (
 LIBRARIES = ("tokenfleet", "torch", "transformers", "tokenizers", "llguidance", "triton", "flashinfer-python")
 
 
-class WorkerBuild:
-    """What a worker is made of. A thread of the lowest priority computes the digest of its weights, which is
-    null until then: the worker neither starts later for it, nor does a step wait.
+class WeightDigest:
+    """SHA-256 of a model's weights, which a thread of the lowest priority computes while the engine loads: no
+    start and no step waits for it.
 
     Attributes:
-        text: JSON, without line breaks, for the worker's heartbeats.
+        sha256: empty until it is known, and for random weights.
     """
 
-    def __init__(self, settings: Settings, ready: Ready, directory: Path) -> None:
-        self.fields = describe(settings, ready, directory)
-        self.text = orjson.dumps(self.fields)
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        self.sha256 = ""
         self.files = [] if settings.makes_weights else weight_files(directory)
-        threading.Thread(target=self.add_digest, name="digest", daemon=True).start()
+        threading.Thread(target=self.compute, name="digest", daemon=True).start()
 
-    def add_digest(self) -> None:
-        """Add the digest of the weights; if they cannot be read it stays null."""
+    def compute(self) -> None:
+        """Set the digest; it stays empty if the weights cannot be read."""
         try:
             yield_to_others()
-            digest = digest_weights(self.files)
+            self.sha256 = digest_weights(self.files)
         except OSError as error:
             log.warning("receipts lack the digest of the weights: %s", error)
-            return
-        self.text = orjson.dumps(self.fields | {"weights_sha256": digest or None})
+
+
+class WorkerBuild:
+    """What a worker is made of, for its heartbeats."""
+
+    def __init__(self, settings: Settings, ready: Ready, directory: Path, digest: WeightDigest) -> None:
+        self.fields = describe(settings, ready, directory)
+        self.digest = digest
+
+    @property
+    def text(self) -> bytes:
+        """JSON, without line breaks."""
+        return orjson.dumps(self.fields | {"weights_sha256": self.digest.sha256 or None})
 
 
 def describe(settings: Settings, ready: Ready, directory: Path) -> dict[str, Any]:
@@ -66,7 +76,6 @@ def describe(settings: Settings, ready: Ready, directory: Path) -> dict[str, Any
     config = directory / "config.json"
     return {
         "model_id": settings.model_id,
-        "weights_sha256": None,
         "config_sha256": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else None,
         "dtype": ready.dtype,
         "device": ready.device,

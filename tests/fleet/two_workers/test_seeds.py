@@ -157,15 +157,23 @@ async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
 # --- replays ------------------------------------------------------------------------------------------
 
 
+async def digests_known(fleet: Fleet, redis: Redis) -> bool:
+    """Whether two workers are ready, and know the digests of their weights."""
+    builds = [await redis.hget(key, "build") async for key in redis.scan_iter(KEYS.worker("*"))]  # type: ignore[misc]
+    return fleet.workers_ready() == 2 and all(
+        json.loads(build or "{}").get("weights_sha256") for build in builds
+    )
+
+
 async def replay(http: httpx.AsyncClient, request_id: str) -> Any:
     return await post(http, f"/requests/{request_id}/replay", {})
 
 
 @pytest.mark.slow
 async def test_answers_are_replayed_with_the_same_tokens(
-    fleet: Fleet, http: httpx.AsyncClient, subtests: pytest.Subtests
+    fleet: Fleet, http: httpx.AsyncClient, redis: Redis, subtests: pytest.Subtests
 ) -> None:
-    await wait_until(lambda: fleet.workers_ready() == 2)
+    await wait_until(lambda: digests_known(fleet, redis))
     for parameters in ({}, UNSEEDED, UNSEEDED | {"seed": 7}):
         with subtests.test(parameters=parameters):
             body = {
@@ -188,7 +196,7 @@ async def test_answers_are_replayed_with_the_same_tokens(
 async def test_an_answer_whose_worker_was_killed_names_both_and_is_replayed(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:
-    await wait_until(lambda: fleet.workers_ready() == 2)
+    await wait_until(lambda: digests_known(fleet, redis))
     reader = Stream()
     parameters = UNSEEDED | {"max_new_tokens": NUM_REPLAYED, "ignore_eos": True, "receipt": True}
     body = {"inputs": PROMPT, "parameters": parameters}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.settings.settings import Settings
-from gpu_worker.agent.build import WorkerBuild
+from gpu_worker.agent.build import WeightDigest, WorkerBuild
 from gpu_worker.protocol import Ready
 from tests.support.waiting import wait_until_sync
 
@@ -15,7 +15,7 @@ READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", inexact_because="it
 
 def built(settings: Settings, directory: Path) -> dict[str, Any]:
     """What a worker says of itself once the digest of its weights is known."""
-    build = WorkerBuild(settings, READY, directory)
+    build = WorkerBuild(settings, READY, directory, WeightDigest(settings, directory))
     wait_until_sync(lambda: json.loads(build.text)["weights_sha256"])
     assert b"\n" not in build.text
     found: dict[str, Any] = json.loads(build.text)
@@ -35,5 +35,6 @@ def test_a_changed_weight_file_and_setting_change_the_build(tmp_path: Path) -> N
 
 
 def test_random_weights_have_no_digest(tmp_path: Path) -> None:
-    build = WorkerBuild(Settings(load_format="dummy"), READY, tmp_path)
+    settings = Settings(load_format="dummy")
+    build = WorkerBuild(settings, READY, tmp_path, WeightDigest(settings, tmp_path))
     assert json.loads(build.text)["weights_sha256"] is None
