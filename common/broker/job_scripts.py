@@ -106,8 +106,10 @@ def create_batch(
     made_ms: int,
     deadline_ms: int,
     max_batches: int,
-) -> ScriptCall[bool]:
-    """Keep a new batch. False if there are too many that have not ended."""
+) -> ScriptCall[str]:
+    """Keep a new batch. The reply is `new`, `known` if it is there already, or `full` if too many have not
+    ended.
+    """
     args: Args = {
         "member": member,
         "made_ms": made_ms,
@@ -115,7 +117,7 @@ def create_batch(
         "ttl_ms": BATCH_TTL_MS,
         "max_batches": max_batches,
     }
-    return call_script("create_batch", bool, keys, batch_id, args=args, more_args=in_pairs(fields))
+    return call_script("create_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
 
 
 def claim_batch(keys: Keys, batch_id: str, member: str, *, lease_ms: int) -> ScriptCall[int]:

@@ -118,12 +118,14 @@ end
 return tonumber(redis.call('HGET', job, 'choices') or '0')
 
 --- create_batch
--- Keep a new batch, which has no lease. Of too many, the oldest that has ended leaves.
+-- Keep a new batch, which has no lease; one that is there already stays as it is. Of too many, the oldest
+-- that has ended leaves.
 -- KEYS batch, batches, live_batches
 -- ARGV member, made_ms, deadline_ms, ttl_ms, max_batches, ...
 -- More arguments: name, value of each field.
--- Returns 1, or 0 when there are `max_batches` that have not ended.
-if redis.call('ZCARD', live_batches) >= tonumber(max_batches) then return 0 end
+-- Returns `new`, `known`, or `full` when there are `max_batches` that have not ended.
+if redis.call('EXISTS', batch) == 1 then return 'known' end
+if redis.call('ZCARD', live_batches) >= tonumber(max_batches) then return 'full' end
 for i = first_arg, #ARGV, 2 do redis.call('HSET', batch, ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', batch, ttl_ms)
 redis.call('ZADD', batches, made_ms, member)
@@ -138,7 +140,7 @@ for _, other in ipairs(oldest) do
 end
 redis.call('PEXPIRE', batches, ttl_ms)
 redis.call('PEXPIRE', live_batches, ttl_ms)
-return 1
+return 'new'
 
 --- claim_batch
 -- needs: lib/now

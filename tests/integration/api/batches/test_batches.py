@@ -259,3 +259,28 @@ async def test_the_command_answers_a_file(broker: Broker, tmp_path: Path) -> Non
     failed = (tmp_path / "out.errors.jsonl").read_text().splitlines()
     assert (code, found) == (1, ["line-0", "line-2"])
     assert [json.loads(line)["custom_id"] for line in failed] == ["line-1"]
+
+
+async def test_a_batch_that_is_asked_for_again_with_its_key_is_made_once(
+    broker: Broker, tmp_path: Path
+) -> None:
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        file = await client.files.create(file=("in.jsonl", jsonl([chat_line(1)])), purpose="batch")
+        body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        headers = {"x-tenant": "acme", "idempotency-key": "nightly"}
+        again = [await http.post("/v1/batches", json=body, headers=headers) for _ in range(2)]
+        again += await asyncio.gather(
+            *(
+                http.post("/v1/batches", json=body, headers=headers | {"idempotency-key": "both"})
+                for _ in range(4)
+            )
+        )
+        made = [one.json()["id"] for one in again]
+        assert len({*made[:2]}) == len({*made[2:]}) == 1 and made[0] != made[2]
+        assert [one.headers.get("idempotency-replayed") for one in again[:2]] == [None, "true"]
+        assert {one.id async for one in client.batches.list()} == {*made}
+        other = await http.post("/v1/batches", json=body | {"metadata": {"a": "b"}}, headers=headers)
+        assert other.status_code == 409 and other.json()["error"]["code"] == "idempotency_key_reused"
+        elsewhere = await http.post("/v1/batches", json=body, headers=headers | {"x-tenant": "other"})
+        assert elsewhere.status_code == 404, "a key belongs to a tenant, and the file is another one's"
