@@ -8,6 +8,7 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,17 @@ from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
+from api.jobs.changes import TOMBSTONE_MS, cancel_job
 from api.jobs.job import NAME, Job, read_job
+from api.jobs.records import JobRecords
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from common.api_keys import ApiKey
-from common.broker import job_scripts
 from common.broker.keys import Keys
+from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 from common.process.logs import REQUEST_ID, plural
 
@@ -38,9 +41,6 @@ BLOCK_MS = 1000
 """Longest wait of one read."""
 NUM_WAITING = 256
 """Jobs that may run or wait for room at once, beside as many as the pool admits requests."""
-TOMBSTONE_MS = 60_000
-"""A cancel that comes before its job is remembered for this time."""
-
 Fields = dict[bytes, bytes]
 
 
@@ -67,6 +67,7 @@ class JobConsumer:
         self.keys = pool.client.keys
         self.name = pool.gateway
         self.redis: Any = pool.client.redis
+        self.records = JobRecords(pool, GROUP)
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}
@@ -80,6 +81,7 @@ class JobConsumer:
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(repeat_forever(self.read_entries, "reading jobs"))
             self.tasks.create_task(repeat_forever(self.claim_entries, "claiming jobs"))
+            self.tasks.create_task(repeat_forever(self.records.release, "releasing jobs"))
             self.tasks.create_task(self.start_jobs())
 
     # --- reading entries ------------------------------------------------------------------------------------
@@ -171,10 +173,7 @@ class JobConsumer:
             log.warning("a cancel of job %s is ignored: %s", job_id, error)
             return
         tenant = key.tenant if key and not key.admin else ""
-        call = job_scripts.cancel_job(self.keys, job_id, tenant=tenant, mark_ttl_ms=TOMBSTONE_MS)
-        num_requests = await self.pool.client.run(call)
-        for i in range(num_requests):
-            await self.admission.cancel(f"{job_id}#{i}")
+        await cancel_job(self.pool, job_id, tenant)
 
     # --- running jobs ---------------------------------------------------------------------------------------
 
@@ -231,13 +230,16 @@ class JobConsumer:
             allowed = job if key is None else job.of_key(key)
         except ApiError as error:
             metrics.count_arrival()
-            metrics.count_error(error.status, error.error_type)
-            await self.answer_error(job, error)
+            if await self.records.has_noted(job):  # its key counted then
+                await self.join_or_run(replace(job, fault=error), Reply(self.pool, job))
+            else:
+                metrics.count_error(error.status, error.error_type)
+                await self.answer_error(job, error)
             return
         await self.serve(allowed)
 
     async def serve(self, job: Job) -> None:
-        """Register a job, and run it; returns when it is answered."""
+        """Register a job, and run it unless it waits for its time; returns when it is answered or waits."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
@@ -248,6 +250,16 @@ class JobConsumer:
                 log.error("job %s: the key %s is not a job's", job.id, self.keys.job(job.id))
                 error = internal_error("the record of this job was overwritten")
                 await reply.send_error(error, job.id)
+            case "live":
+                await self.run_in_time(job, reply)
+
+    async def run_in_time(self, job: Job, reply: Reply) -> None:
+        """Run a registered job, or leave it among the scheduled ones until its time."""
+        match await self.records.note(job):
+            case "full":
+                log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
+                metrics.count_error(429, "overloaded")
+                await self.answer_error(job, overloaded())
             case "live":
                 self.running[job.entry_id] = job
                 try:
@@ -299,13 +311,17 @@ class JobConsumer:
             await self.admission.cancel(f"{job_id}#{i}")
 
     async def reject(self, entry_id: str, fields: Fields) -> None:
-        """Answer 429 to an entry beyond SUBMIT_LIMIT."""
+        """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""
+        job = await self.parse(entry_id, fields)
+        if await self.records.has_noted(job):
+            self.hold(entry_id)
+            return
         log.warning(
             "job %s is rejected: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
         )
         metrics.count_arrival()
         metrics.count_error(429, "overloaded")
-        await self.answer_error(await self.parse(entry_id, fields), overloaded())
+        await self.answer_error(job, overloaded())
         await self.delete_entry(entry_id)
 
     async def answer_error(self, job: Job, error: ApiError) -> None:
