@@ -5,6 +5,7 @@ read it until its job is answered; the entries of a dead gateway are claimed by 
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections import defaultdict
@@ -142,8 +143,16 @@ class JobConsumer:
         if is_cancel(fields):  # cancels do not wait for a permit
             await self.cancel(fields)
             await self.delete_entry(entry_id)
-        else:
-            self.hold(entry_id)
+            return
+        if self.permits.locked():
+            await self.note_waiting(entry_id, fields)
+        self.hold(entry_id)
+
+    async def note_waiting(self, entry_id: str, fields: Fields) -> None:
+        """Note a job that waits for others to end. Whether its API key counts is asked again in its turn."""
+        job = await self.parse(entry_id, fields)
+        with contextlib.suppress(ApiError):
+            await self.records.note_waiting(job.of_key(self.find_key(job.api_key)))
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
@@ -209,25 +218,29 @@ class JobConsumer:
         """The record of the API key that an entry carries; None where there are no keys. Waits until that is
         known, and until a key that was just added is. Raises ApiError (401).
         """
-        keys = self.pool.keys
-        await keys.was_read.wait()
-        if not keys.has_keys:
+        await self.pool.keys.was_read.wait()
+        try:
+            return self.find_key(sent)
+        except ApiError:
+            if not sent:
+                raise
+            await asyncio.sleep(2 * POLL_S)
+            return self.find_key(sent)
+
+    def find_key(self, sent: bytes) -> ApiKey | None:
+        """Raises ApiError (401)."""
+        if not self.pool.keys.has_keys:
             return None
         if not sent:
             raise unauthorized("Incorrect API key: a job needs one in the field `api_key` of its entry")
-        try:
-            return keys.find(sent)
-        except ApiError:
-            await asyncio.sleep(2 * POLL_S)
-            return keys.find(sent)
+        return self.pool.keys.find(sent)
 
     async def serve_if_allowed(self, job: Job) -> None:
         """Serve a job if its API key is known; else answer it with an error, also where it has the id of a
         job that is known.
         """
         try:
-            key = await self.key_of(job.api_key)
-            allowed = job if key is None else job.of_key(key)
+            allowed = job.of_key(await self.key_of(job.api_key))
         except ApiError as error:
             metrics.count_arrival()
             if await self.records.has_noted(job):  # its key counted then

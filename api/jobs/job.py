@@ -141,10 +141,12 @@ class Job:
         key = {"api_key": self.api_key} if self.api_key else {}
         return {"job": body, "first_entry": self.first_entry_id or self.entry_id, **key}
 
-    def of_key(self, key: ApiKey) -> "Job":
-        """The job as it is served for an API key: of its tenant, and in its class if it names none. Raises
-        ApiError (403) if it names another tenant.
+    def of_key(self, key: ApiKey | None) -> "Job":
+        """The job as it is served for an API key: of its tenant, and in its class if it names none; the same
+        where there are no keys. Raises ApiError (403) if it names another tenant.
         """
+        if key is None:
+            return self
         terms = self.terms
         tenant = checked_tenant(key, terms.tenant, "tenant") or key.tenant
         named = replace(terms, tenant=tenant, key=key)

@@ -15,6 +15,7 @@ from common.jobs.record import (
     MAX_RELEASED,
     JobEnding,
     note_job,
+    note_waiting,
     release_jobs,
 )
 from common.process.event_loop import until_beat
@@ -52,6 +53,11 @@ class JobRecords:
             max_scheduled=self.settings.submit_limit,
         )
         return await self.retry_forever(lambda: self.client.run(call))
+
+    async def note_waiting(self, job: Job) -> None:
+        """Keep the record of a job that waits for others to end, so that people see it."""
+        fields = describe(job, self.settings.model_name)
+        await self.client.run(note_waiting(self.keys, job.id, job.entry_id, fields, address=address_of(job)))
 
     async def must_wait(self, job: Job) -> bool:
         if job.fault or not job.not_before_ms:

@@ -70,6 +70,12 @@ def note_job(
     return call_script("note_job", bytes.decode, keys, job_id, args=args, more_args=in_pairs(fields))
 
 
+def note_waiting(keys: Keys, job_id: str, entry_id: str, fields: Fields, *, address: str) -> ScriptCall[bool]:
+    """Keep the record of a job whose turn has not come. False if it is known, or has ended."""
+    args: Args = {"job_id": job_id, "entry_id": entry_id, "address": address}
+    return call_script("note_waiting", bool, keys, job_id, args=args, more_args=in_pairs(fields))
+
+
 def release_jobs(keys: Keys, *, submit_limit: int) -> ScriptCall[int]:
     """Submit scheduled jobs whose time has come. The reply is how many: MAX_RELEASED if there may be more."""
     return call_script(

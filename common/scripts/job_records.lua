@@ -122,6 +122,24 @@ move_job(jobs, job_id, 'scheduled', due_ms, due_ms - present_ms + JOB_TTL_MS)
 redis.call('PEXPIRE', job, due_ms - present_ms + JOB_TTL_MS)
 return 'scheduled'
 
+--- note_waiting
+-- needs: lib/jobs
+-- Keep the record of a job whose turn has not come, unless it is known or has ended.
+-- KEYS jobs, job
+-- ARGV job_id, entry_id, address, ...
+-- More arguments: name, value of each field of the record.
+-- Returns 1, or 0 when it is known.
+local kind = redis.call('TYPE', job).ok
+if kind ~= 'none' and (kind ~= 'hash' or redis.call('HEXISTS', job, 'last') == 1) then return 0 end
+for _, set in ipairs({'live', 'scheduled'}) do
+  if redis.call('ZSCORE', jobs .. ':' .. set, job_id) then return 0 end
+end
+redis.call('DEL', jobs .. ':record:' .. job_id, jobs .. ':entries:' .. job_id)
+redis.call('HSET', jobs .. ':record:' .. job_id, unpack(ARGV, first_arg))
+redis.call('HSET', jobs .. ':entries:' .. job_id, address, entry_id)
+move_job(jobs, job_id, 'live', now_ms(), JOB_TTL_MS)
+return 1
+
 --- release_jobs
 -- needs: lib/jobs
 -- Put scheduled jobs whose time has come into `submit`, while that has room.

@@ -121,7 +121,8 @@ if tenant ~= '' and kind == 'hash' and redis.call('HGET', job, 'tenant') ~= tena
 redis.call('HSET', job, 'cancel', 1)
 if kind == 'none' then
   if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
-  redis.call('PEXPIRE', job, mark_ttl_ms)
+  local is_known = redis.call('ZSCORE', jobs .. ':live', job_id)
+  redis.call('PEXPIRE', job, is_known and JOB_TTL_MS or mark_ttl_ms)
 end
 if redis.call('ZSCORE', jobs .. ':scheduled', job_id) then submit_entries(jobs, submit, job_id, false) end
 return tonumber(redis.call('HGET', job, 'choices') or '0')
