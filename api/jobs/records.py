@@ -60,7 +60,7 @@ class JobRecords:
         await self.client.run(note_waiting(self.keys, job.id, job.entry_id, fields, address=address_of(job)))
 
     async def must_wait(self, job: Job) -> bool:
-        if job.fault or not job.not_before_ms:
+        if not job.not_before_ms:
             return False
         return job.not_before_ms > await broker_ms(self.pool) and not await is_faulty(self.pool, job)
 
