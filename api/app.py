@@ -20,6 +20,7 @@ from api.admin.routes_fleet import router as fleet
 from api.admin.routes_health import live_router as live
 from api.admin.routes_health import page_router as page
 from api.admin.routes_health import router as health
+from api.admin.routes_jobs import router as jobs
 from api.admin.routes_keys import router as keys
 from api.admin.routes_metrics import router as metrics
 from api.admin.routes_timeline import router as timeline
@@ -99,6 +100,7 @@ ROUTERS = (
     timeline,
     usage,
     keys,
+    jobs,
     webhooks,
     adapters,
 )
@@ -116,7 +118,7 @@ PATHS = {
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
 MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling, tei)
-FOR_ADMINS = (fleet, timeline, keys, webhooks, adapters)
+FOR_ADMINS = (fleet, timeline, keys, jobs, webhooks, adapters)
 
 
 def build(

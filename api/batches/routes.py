@@ -33,7 +33,7 @@ from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
 from api.webhooks.field import check_room, read_webhook
-from common.broker import job_scripts
+from common.jobs import scripts as job_scripts
 from common.webhooks.webhook import BATCH
 
 router = APIRouter(

@@ -16,6 +16,7 @@ from arq.worker import Function, Worker, func
 
 from api.event_loop import repeat_forever
 from api.jobs.arq_client import ArqClient, JobFailed
+from api.json import to_json
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import SerialClient
 from common.broker.heartbeat import Heartbeat
@@ -74,6 +75,11 @@ class JobWorker(Worker):
         """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
         another worker waits for it.
         """
+        if "not_before" in content:
+            why = (
+                "Input validation error: `not_before` is no argument: use arq's `_defer_until` or `_defer_by`"
+            )
+            raise JobFailed(to_json({"error": why, "error_type": "validation"}).decode())
         api_key = content.pop("api_key", None)
         key = {"api_key": api_key} if isinstance(api_key, str) else {}
         try:

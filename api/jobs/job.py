@@ -1,5 +1,5 @@
 """Job: a request of another service, as JSON in an entry of the stream `submit`. Its deadline counts from its
-entry.
+entry, or from the time before which it may not run.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import ApiError, Family, failed, invalid, openai, tgi
 from api.http.body import parse_body
+from api.jobs.not_before import read_not_before
 from api.requests.fields import Whole
 from api.requests.pool import Pool
 from api.requests.service_terms import (
@@ -58,6 +59,7 @@ class JobBody(BaseModel):
     priority: Whole | str | None = None
     tenant: str | None = None
     deadline_ms: Whole | None = None
+    not_before: float | str | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
     traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
@@ -77,6 +79,7 @@ class Job:
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
         api_key: that its entry carries; empty without one.
+        not_before_ms: until when it waits; 0 for a job that may run at once.
     """
 
     id: str
@@ -92,6 +95,14 @@ class Job:
     fault: ApiError | None = None
     first_entry_id: str = ""
     api_key: bytes = b""
+    not_before_ms: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What it asks for, in a word."""
+        if self.is_vector:
+            return "vectors"
+        return "chat" if self.is_chat else "completion" if self.is_completion else "generate"
 
     @property
     def family(self) -> Family:
@@ -107,6 +118,11 @@ class Job:
     def entry_ms(self) -> int:
         """The broker's time of the job's first entry."""
         return int((self.first_entry_id or self.entry_id).partition("-")[0])
+
+    @property
+    def due_ms(self) -> int:
+        """From when on it may run: its deadline counts from then."""
+        return max(self.entry_ms, self.not_before_ms)
 
     @property
     def seed(self) -> int:
@@ -125,10 +141,12 @@ class Job:
         key = {"api_key": self.api_key} if self.api_key else {}
         return {"job": body, "first_entry": self.first_entry_id or self.entry_id, **key}
 
-    def of_key(self, key: ApiKey) -> "Job":
-        """The job as it is served for an API key: of its tenant, and in its class if it names none. Raises
-        ApiError (403) if it names another tenant.
+    def of_key(self, key: ApiKey | None) -> "Job":
+        """The job as it is served for an API key: of its tenant, and in its class if it names none; the same
+        where there are no keys. Raises ApiError (403) if it names another tenant.
         """
+        if key is None:
+            return self
         terms = self.terms
         tenant = checked_tenant(key, terms.tenant, "tenant") or key.tenant
         named = replace(terms, tenant=tenant, key=key)
@@ -164,7 +182,8 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         if sum(prompt is not None for prompt in prompts) != 1:
             others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"
             raise invalid(f"either `inputs` or `messages` must be given, {others}", "inputs")
-        return replace(job, body=body, terms=read_job_terms(body))
+        not_before_ms = 0 if body.not_before is None else read_not_before(body.not_before, job.entry_ms)
+        return replace(job, body=body, terms=read_job_terms(body), not_before_ms=not_before_ms)
     except ApiError as error:
         return replace(job, fault=error)
 
@@ -229,11 +248,16 @@ async def left_ms(pool: Pool, job: Job) -> int:
     """Milliseconds to the deadline, by the broker's clock. Raises ApiError if it has passed."""
     if job.terms.deadline_ms is None:
         return MAX_DEADLINE_MS
-    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
-    left = job.entry_ms + job.terms.deadline_ms - (seconds * 1000 + microseconds // 1000)
+    left = job.due_ms + job.terms.deadline_ms - await broker_ms(pool)
     if left <= 0:
         raise expired(job)
-    return int(left)
+    return left
+
+
+async def broker_ms(pool: Pool) -> int:
+    """The present by the broker's clock."""
+    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @contextlib.asynccontextmanager

@@ -32,7 +32,7 @@ from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
-NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached", "webhook")
+NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached", "webhook", "not_before")
 """Fields of /v1/chat/completions that a job has beside its `parameters`, or does not have."""
 
 
@@ -212,7 +212,7 @@ async def validate_vector_job(pool: Pool, job: Job, model: str) -> VectorJob:
 async def read_vector_job(pool: Pool, body: JobBody) -> tuple[Asked, str]:
     """What the job asks for, and the route of which it has the fields. Raises ApiError."""
     parameters = body.parameters or {}
-    check_parameters(parameters, ("model",))
+    check_parameters(parameters, ("model", "not_before"))
     if body.query is None:
         content = to_json(parameters | {"input": body.input})
         embedding = await offload(len(content), lambda: parse_body(EmbeddingRequest, content))

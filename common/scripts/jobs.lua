@@ -41,11 +41,14 @@ claim[#claim + 1] = 'JUSTID'
 return redis.call(unpack(claim))
 
 --- reply
+-- needs: lib/jobs
 -- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once.
--- KEYS job, reply, result, ...
--- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, ...
+-- KEYS job, reply, result, jobs, submit, ...
+-- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, job_id, state, status,
+--  reason, error, dead_ttl_ms, max_dead, max_ended, ...
 -- More keys: of the requests. With the answer they expire in `request_ttl_ms`, the job and the stream `reply`
--- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream.
+-- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream. With the
+-- answer, `state` to `error` say how the job has ended; the last three bound the records of such jobs.
 -- More arguments: lane, index in its lane, text of each frame; the channel has heard the first `num_heard`.
 -- A lane is one choice; frames of a lane come in order, from any index.
 -- Returns the number of frames that were new, -1 when `job` has another type, or -2, with nothing done,
@@ -72,6 +75,9 @@ if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('SET', result, answer, 'PX', ttl_ms)
   for i = first_key, #KEYS do redis.call('PEXPIRE', KEYS[i], request_ttl_ms) end
+  local ending = {'status', status, 'reason', reason, 'error', error}
+  end_job(jobs, submit, job_id, state, ending, tonumber(dead_ttl_ms), tonumber(max_dead), tonumber(ttl_ms),
+    tonumber(max_ended))
 end
 
 local function take_if_next(target, lane, index)
@@ -100,9 +106,11 @@ if max_entries ~= '0' then redis.call('PEXPIRE', reply, ttl_ms) end
 return num_new
 
 --- cancel_job
--- Cancel a job. One that is not known yet is marked, as its entry may still come.
--- KEYS job
--- ARGV tenant, mark_ttl_ms
+-- needs: lib/jobs
+-- Cancel a job. One that is not known yet is marked, as its entry may still come. The entries of a scheduled
+-- one are submitted, so that it ends at once.
+-- KEYS job, jobs, submit
+-- ARGV tenant, mark_ttl_ms, job_id
 -- `tenant` whose job it must be, or '' for any.
 -- Returns as how many requests it was admitted, or -1 when it has ended, is another tenant's or the key has
 -- another type.
@@ -113,8 +121,10 @@ if tenant ~= '' and kind == 'hash' and redis.call('HGET', job, 'tenant') ~= tena
 redis.call('HSET', job, 'cancel', 1)
 if kind == 'none' then
   if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
-  redis.call('PEXPIRE', job, mark_ttl_ms)
+  local is_known = redis.call('ZSCORE', jobs .. ':live', job_id)
+  redis.call('PEXPIRE', job, is_known and JOB_TTL_MS or mark_ttl_ms)
 end
+if redis.call('ZSCORE', jobs .. ':scheduled', job_id) then submit_entries(jobs, submit, job_id, false) end
 return tonumber(redis.call('HGET', job, 'choices') or '0')
 
 --- create_batch

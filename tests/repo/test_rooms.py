@@ -21,7 +21,8 @@ FLOORS = {
         "app",
         "lifecycle responses",
         "batches",
-        "admin jobs resume",
+        "admin",
+        "jobs resume",
         "kserve models pooling",
         "anthropic tgi",
         "openai",
@@ -61,7 +62,7 @@ FLOORS = {
         "protocol",
     ],
     "common": [
-        "adapters native_kernels startup traces webhooks weight_digest",
+        "adapters jobs native_kernels startup traces webhooks weight_digest",
         "metrics model_files pooling rank",
         "pictures",
         "broker gguf_check key_file model_config",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from common.broker.keys import BATCH_TTL_MS, JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
+from common.jobs.record import GOES_ON, MAX_ENDED, JobEnding
 
 NOT_A_JOB = -1
 FRAMES_LOST = -2
@@ -48,7 +49,8 @@ def cancel_job(keys: Keys, job_id: str, *, tenant: str, mark_ttl_ms: int) -> Scr
         tenant: whose job it must be, or "" for any.
         mark_ttl_ms: how long the cancel of an unknown job is kept.
     """
-    return call_script("cancel_job", int, keys, job_id, args={"tenant": tenant, "mark_ttl_ms": mark_ttl_ms})
+    args: Args = {"tenant": tenant, "mark_ttl_ms": mark_ttl_ms, "job_id": job_id}
+    return call_script("cancel_job", int, keys, job_id, args=args)
 
 
 def reply(
@@ -62,6 +64,9 @@ def reply(
     request_ids: Iterable[str],
     frames: Sequence[tuple[int, int, bytes]],
     num_heard: int,
+    ending: JobEnding = GOES_ON,
+    dead_ttl_ms: int,
+    max_dead: int,
 ) -> ScriptCall[int]:
     """Send the new frames of a job, and store its answer. The reply is how many were new, NOT_A_JOB or
     FRAMES_LOST.
@@ -73,6 +78,8 @@ def reply(
         request_ids: whose keys expire with the answer, after `request_ttl_ms`.
         frames: lane, index in its lane, text of each.
         num_heard: how many of the first frames the channel has heard already.
+        ending: how the job has ended, with the answer.
+        dead_ttl_ms, max_dead: how long, and of how many jobs, the records of dead ones are kept.
     """
     args: Args = {
         "channel": channel,
@@ -82,6 +89,11 @@ def reply(
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
         "num_heard": num_heard,
+        "job_id": job_id,
+        **ending._asdict(),
+        "dead_ttl_ms": dead_ttl_ms,
+        "max_dead": max_dead,
+        "max_ended": MAX_ENDED,
     }
     return call_script(
         "reply",
