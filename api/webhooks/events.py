@@ -25,7 +25,8 @@ def types_of(kind: str) -> list[str]:
 
 
 def type_of(webhook: Webhook, ends: Collection[str]) -> str:
-    """The type of an event.
+    """The type of an event, by how its requests have ended. A response that ended within a call, or as a
+    whole JSON at its last token, says otherwise of itself: see `WebhookSender.find_type`.
 
     Args:
         ends: the status of the batch, or the reason of each request's terminal.
