@@ -29,7 +29,8 @@ from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.service_terms import tenant_of
-from api.webhooks.field import check_room, read_webhook
+from api.webhooks.field import check_room, find_webhook
+from common.api_keys import ApiKey
 from common.broker import job_scripts
 from common.webhooks.webhook import BATCH
 
@@ -176,7 +177,7 @@ async def create_batch(request: Request) -> dict[str, Any]:
     if file.purpose != "batch":
         raise invalid(f"`input_file_id` must be a file for `batch`, not for {file.purpose}", "input_file_id")
     key, batch_id = key_of(request), new_id("batch_")
-    webhook = await webhook_of(asked, pool, batch_id)
+    webhook = await webhook_of(asked, key, pool, batch_id)
     batch = Batch(
         id=batch_id,
         owner=owner,
@@ -204,12 +205,13 @@ async def create_batch(request: Request) -> dict[str, Any]:
     return batch.render()
 
 
-async def webhook_of(asked: BatchRequest, pool: Pool, batch_id: str) -> dict[str, bytes]:
+async def webhook_of(asked: BatchRequest, key: ApiKey | None, pool: Pool, batch_id: str) -> dict[str, bytes]:
     """The field of a batch that says where the event of its end goes. Raises ApiError: 422, 429, 503."""
-    if asked.webhook is None:
+    webhook = find_webhook(asked.webhook, key, pool.settings, BATCH, batch_id)
+    if webhook is None:
         return {}
     await check_room(pool.client, pool.settings)
-    return {"webhook": read_webhook(asked.webhook, pool.settings, BATCH, batch_id).text("")}
+    return {"webhook": webhook.text("")}
 
 
 def check_batch(asked: BatchRequest) -> None:

@@ -17,7 +17,7 @@ from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
-from api.jobs.job import NAME, Job, read_job
+from api.jobs.job import NAME, Job, read_job, with_webhook
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.json import to_json
@@ -234,7 +234,7 @@ class JobConsumer:
             metrics.count_error(error.status, error.error_type)
             await self.answer_error(job, error)
             return
-        await self.serve(allowed)
+        await self.serve(with_webhook(allowed, self.settings))
 
     async def serve(self, job: Job) -> None:
         """Register a job, and run it; returns when it is answered."""

@@ -27,14 +27,19 @@ from api.requests.service_terms import (
     read_deadline,
     read_tenant,
 )
+from api.webhooks.field import WebhookField, find_webhook
 from common.api_keys import ApiKey
 from common.messages.events import terminal_for
+from common.settings.settings import Settings
+from common.webhooks.webhook import JOB
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. Requests of a job have ids that no job can have: `{id}#{choice}`."""
 ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
-ADDRESS = ("id", "reply_to", "reply", "traceparent")
-"""Fields that are not content: the id, where the answer goes, and the trace that the job is part of."""
+ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
+"""Fields that are not content: the id, where the answer and the event of the end go, and the trace that the
+job is part of.
+"""
 TRACEPARENT = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 """Pattern of W3C's name of a span."""
 
@@ -60,6 +65,7 @@ class JobBody(BaseModel):
     deadline_ms: Whole | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
+    webhook: WebhookField | None = None
     traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
 
 
@@ -77,6 +83,8 @@ class Job:
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
         api_key: that its entry carries; empty without one.
+        webhook_field: the webhook that it names, also if it has another `fault`.
+        webhook: where the event of its end goes, for `register_job`; empty for none.
     """
 
     id: str
@@ -92,6 +100,8 @@ class Job:
     fault: ApiError | None = None
     first_entry_id: str = ""
     api_key: bytes = b""
+    webhook_field: WebhookField | None = None
+    webhook: bytes = b""
 
     @property
     def family(self) -> Family:
@@ -138,6 +148,15 @@ class Job:
         return replace(self, terms=named, digest=digest)
 
 
+def with_webhook(job: Job, settings: Settings) -> Job:
+    """The job with the webhook that it names, or that its API key has; one at fault is the job's fault."""
+    try:
+        webhook = find_webhook(job.webhook_field, job.terms.key, settings, JOB, job.id)
+    except ApiError as error:
+        return replace(job, fault=job.fault or error)
+    return replace(job, webhook=webhook.text(str(job.entry_ms))) if webhook else job
+
+
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
     """The job of an entry. If its id cannot be read, it has the entry's id."""
     try:
@@ -157,6 +176,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         is_vector="input" in parsed or "query" in parsed,
         first_entry_id=first_entry[0].decode() if first_entry else "",
         api_key=fields.get(b"api_key", b""),
+        webhook_field=read_webhook_field(parsed),
     )
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
@@ -167,6 +187,14 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         return replace(job, body=body, terms=read_job_terms(body))
     except ApiError as error:
         return replace(job, fault=error)
+
+
+def read_webhook_field(parsed: Mapping[str, Any]) -> WebhookField | None:
+    """The webhook that a job names; None if it cannot be read, which the job's body says."""
+    with contextlib.suppress(ApiError):
+        if parsed.get("webhook") is not None:
+            return parse_body(WebhookField, orjson.dumps(parsed["webhook"]))
+    return None
 
 
 def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:

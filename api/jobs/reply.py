@@ -47,6 +47,7 @@ class Reply:
             job.id,
             digest=job.digest,
             tenant=job.terms.tenant if job.terms.key else "",
+            webhook=job.webhook,
             channel=self.channel,
             in_stream=job.in_stream,
         )
@@ -72,7 +73,12 @@ class Reply:
         await self.retry_forever(command)
 
     async def send(
-        self, frames: list[Frame], max_frames: int, answer: bytes = b"", request_ids: Sequence[str] = ()
+        self,
+        frames: list[Frame],
+        max_frames: int,
+        answer: bytes = b"",
+        status: str = "",
+        request_ids: Sequence[str] = (),
     ) -> None:
         """Send the new frames, or all of them if the broker has lost some. The answer is sent together with
         the last frames: after the last frame a client finds it.
@@ -86,6 +92,7 @@ class Reply:
                 max_entries=max_frames * self.job.in_stream,
                 request_ttl_ms=REQUEST_TTL_MS,
                 answer=answer,
+                status=status,
                 request_ids=request_ids,
                 frames=frames[first:],
                 num_heard=self.num_sent - first,

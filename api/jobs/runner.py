@@ -39,6 +39,7 @@ from api.streams.answer_trace import note_answer
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
+from api.webhooks.field import check_room
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.request_scripts import KeyCharge
@@ -71,6 +72,7 @@ class JobRun:
         num_frames: their number in each lane.
         trace: None where it is not sampled.
         model_name: of the pool's model, or of the adapter that the job names.
+        status: how the job ends, by the types of its webhook's events.
     """
 
     def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock, access: AccessLog) -> None:
@@ -92,6 +94,7 @@ class JobRun:
         self.record = AccessRecord("job", "submit")
         self.record.note({"request_id": job.id})
         self.model_name = pool.settings.model_name
+        self.status = "completed"
 
     def join(self, reply: Reply) -> None:
         """Add the reply of another entry with the same job: it gets all frames."""
@@ -105,7 +108,7 @@ class JobRun:
         answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
-            await reply.send(self.frames, self.max_frames, answer, request_ids)
+            await reply.send(self.frames, self.max_frames, answer, self.status, request_ids)
         if self.streams:
             note_streams(self.record, self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
@@ -120,12 +123,14 @@ class JobRun:
             self.record.status = 200
             return result
         except ApiError as error:
+            self.status = "cancelled" if error.error_type == "cancelled" else "failed"
             self.record.note({"reason": error.error_type})
             metrics.count_error(error.status, error.error_type)
             note_failure(self.trace, error.error_type, str(error))
             self.record.status, answered = self.job.family(error)
             body = to_json(answered)
         except Exception as error:
+            self.status = "failed"
             log.exception("job %s", self.job.id)
             note_failure(self.trace, "internal", type(error).__name__)
             self.record.status, answered = self.job.family(internal_error())
@@ -147,6 +152,8 @@ class JobRun:
         check_key_model(self.job.terms.key, self.pool.settings, self.model_name)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
+            if self.job.webhook:
+                await attempt(lambda: check_room(self.pool.client, self.pool.settings), self.wait)
             valid = await attempt(
                 lambda: validate_job(self.pool, self.job, self.model_name), self.wait_to_keep
             )

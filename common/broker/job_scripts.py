@@ -13,18 +13,20 @@ before these.
 
 
 def register_job(
-    keys: Keys, job_id: str, *, digest: str, tenant: str, channel: str, in_stream: bool
+    keys: Keys, job_id: str, *, digest: str, tenant: str, webhook: bytes, channel: str, in_stream: bool
 ) -> ScriptCall[str]:
     """Register a job. The reply is `live`, `ended`, `conflict` or `spoiled`.
 
     Args:
         tenant: of its API key, or "".
+        webhook: where the event of its end goes, or b"".
         channel: that gets the frames, or "".
         in_stream: whether the job's stream gets them, too.
     """
     args: Args = {
         "digest": digest,
         "tenant": tenant,
+        "webhook": webhook,
         "ttl_ms": JOB_TTL_MS,
         "channel": channel,
         "in_stream": int(in_stream),
@@ -59,6 +61,7 @@ def reply(
     max_entries: int,
     request_ttl_ms: int,
     answer: bytes,
+    status: str,
     request_ids: Iterable[str],
     frames: Sequence[tuple[int, int, bytes]],
     num_heard: int,
@@ -70,6 +73,7 @@ def reply(
         channel: that gets the frames, or "".
         max_entries: of the job's stream; 0 for none.
         answer: b"" while it goes on.
+        status: how it has ended, for the event of its webhook.
         request_ids: whose keys expire with the answer, after `request_ttl_ms`.
         frames: lane, index in its lane, text of each.
         num_heard: how many of the first frames the channel has heard already.
@@ -81,6 +85,7 @@ def reply(
         "request_ttl_ms": request_ttl_ms,
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
+        "status": status,
         "num_heard": num_heard,
     }
     return call_script(

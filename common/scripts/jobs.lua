@@ -1,8 +1,9 @@
 --- register_job
 -- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
 -- KEYS job, reply
--- ARGV digest, tenant, ttl_ms, channel, in_stream, reply_ttl_ms
--- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''.
+-- ARGV digest, tenant, webhook, ttl_ms, channel, in_stream, reply_ttl_ms
+-- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
+-- as in `lib/webhooks`, or ''; the first one counts.
 -- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
 local kind = redis.call('TYPE', job).ok
 if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
@@ -19,6 +20,7 @@ if last then
 end
 redis.call('HSET', job, 'digest', digest)
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end
 redis.call('PEXPIRE', job, ttl_ms)
 return 'live'
 
@@ -41,9 +43,12 @@ claim[#claim + 1] = 'JUSTID'
 return redis.call(unpack(claim))
 
 --- reply
--- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once.
--- KEYS job, reply, result, ...
--- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, ...
+-- needs: lib/webhooks
+-- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With the
+-- answer the event of its webhook is due.
+-- KEYS job, reply, result, webhooks, ...
+-- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, status, num_heard, ...
+-- `status`: how the job has ended, for its event.
 -- More keys: of the requests. With the answer they expire in `request_ttl_ms`, the job and the stream `reply`
 -- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream.
 -- More arguments: lane, index in its lane, text of each frame; the channel has heard the first `num_heard`.
@@ -72,6 +77,11 @@ if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('SET', result, answer, 'PX', ttl_ms)
   for i = first_key, #KEYS do redis.call('PEXPIRE', KEYS[i], request_ttl_ms) end
+  local webhook = redis.call('HGET', job, 'webhook')
+  if webhook then
+    note_end(webhooks, webhook, status)
+    redis.call('HDEL', job, 'webhook')
+  end
 end
 
 local function take_if_next(target, lane, index)

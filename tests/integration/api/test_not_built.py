@@ -104,7 +104,6 @@ NOT_ASKED = {
     "a time before which": "no request can ask for it",
     "a list of jobs": "there is no such route",
     "dead letters": "there is no such route",
-    "webhooks of": "no request can ask for it",
     "of beam searches": "tests/integration/api/receipts",
     "on `/vertex`, `/v1/messages` and KServe": "tests/integration/api/receipts",
     "replays of jobs": "nothing there asks for it",
