@@ -61,7 +61,7 @@ FLOORS = {
         "protocol",
     ],
     "common": [
-        "adapters native_kernels startup traces webhooks weight_digest",
+        "adapters native_kernels receipts startup traces webhooks weight_digest",
         "metrics model_files pooling rank",
         "pictures",
         "broker gguf_check key_file model_config",

@@ -105,7 +105,7 @@ NOT_ASKED = {
     "a list of jobs": "there is no such route",
     "dead letters": "there is no such route",
     "of beam searches": "tests/integration/api/receipts",
-    "on `/vertex`, `/v1/messages` and KServe": "tests/integration/api/receipts",
+    "on `/vertex` and KServe": "tests/integration/api/receipts",
     "replays of jobs": "nothing there asks for it",
     "what computed before": "no request can ask for it",
     "the digest of a model": "no request can ask for it",
