@@ -79,6 +79,7 @@ class Job:
         in_stream: whether frames are kept in a stream.
         is_completion: it has the fields of /v1/completions.
         is_vector: its answer is vectors or scores.
+        is_response: it has the fields of /v1/responses, as lines of batches may.
         body: None if the job has a `fault`.
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
@@ -95,6 +96,7 @@ class Job:
     is_chat: bool = False
     is_completion: bool = False
     is_vector: bool = False
+    is_response: bool = False
     body: JobBody | None = None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
@@ -106,7 +108,8 @@ class Job:
     @property
     def family(self) -> Family:
         """The API family of the job's errors."""
-        return openai if self.is_chat or self.is_completion or self.is_vector else tgi
+        is_openai = self.is_chat or self.is_completion or self.is_vector or self.is_response
+        return openai if is_openai else tgi
 
     @property
     def has_listeners(self) -> bool:

@@ -27,7 +27,7 @@ from api.http.request_trace import RequestTrace
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.job_trace import begin_job_trace, note_failure, note_job
 from api.jobs.reply import Frame, Reply
-from api.jobs.validated_job import ChatJob, CompletionJob, GenerateJob, VectorJob, validate_job
+from api.jobs.validated_job import ValidatedJob, validate_job
 from api.json import to_json
 from api.pictures.keep import PICTURE_GONE
 from api.requests import metrics
@@ -249,7 +249,7 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, valid: ChatJob | CompletionJob | GenerateJob | VectorJob) -> None:
+    async def send_frames(self, valid: ValidatedJob) -> None:
         """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():
@@ -293,7 +293,8 @@ async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:
     ApiError (422).
     """
     assert job.body is not None
-    adapter_id = None if job.is_chat or job.is_completion else (job.body.parameters or {}).get("adapter_id")
+    is_named = job.is_chat or job.is_completion or job.is_response
+    adapter_id = None if is_named else (job.body.parameters or {}).get("adapter_id")
     name = job.body.model if adapter_id is None else adapter_id
     if not isinstance(name, str) or (adapter_id is None and names_own(name, pool.settings)):
         return None  # the fields of `parameters` are checked later

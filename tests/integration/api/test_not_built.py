@@ -98,7 +98,7 @@ NOT_ASKED = {
     "Anthropic's built-in tools": "tests/integration/api/anthropic",
     "`budget_tokens`": "they are accepted",
     "batches of messages": "there is no such route",
-    "lines for": "tests/integration/api/batches",
+    "in lines for": "tests/integration/api/batches",
     "`/v1/uploads`": "there is no such route",
     "batches of other pools": "no request can ask for it",
     "a time before which": "no request can ask for it",
