@@ -40,6 +40,7 @@ async def send_until_served(client: httpx.AsyncClient, urls: list[str], key: str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 async def test_no_request_is_computed_twice(broker: Broker) -> None:
     answered = list[bytes]()
     gateways = KilledGateways(broker, ANSWERS_BETWEEN_KILLS, lambda: len(answered))
