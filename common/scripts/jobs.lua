@@ -44,8 +44,8 @@ return redis.call(unpack(claim))
 
 --- reply
 -- needs: lib/webhooks
--- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With the
--- answer the event of its webhook is due.
+-- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With
+-- the answer the event of its webhook is due.
 -- KEYS job, reply, result, webhooks, ...
 -- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, status, num_heard, ...
 -- `status`: how the job has ended, for its event.

@@ -47,7 +47,9 @@ return claimed
 -- ARGV ...
 -- More arguments: event, ms until it is due.
 local present_ms = now_ms()
-for i = first_arg, #ARGV, 2 do redis.call('ZADD', webhooks, 'XX', present_ms + tonumber(ARGV[i + 1]), ARGV[i]) end
+for i = first_arg, #ARGV, 2 do
+  redis.call('ZADD', webhooks, 'XX', present_ms + tonumber(ARGV[i + 1]), ARGV[i])
+end
 
 --- settle_webhook
 -- needs: lib/now
