@@ -32,7 +32,8 @@ from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
-from api.webhooks.field import check_room, read_webhook
+from api.webhooks.field import check_room, find_webhook
+from common.api_keys import ApiKey
 from common.jobs import scripts as job_scripts
 from common.webhooks.webhook import BATCH
 
@@ -184,7 +185,7 @@ async def create_batch(request: Request, response: Response) -> dict[str, Any]:
             text = f"`input_file_id` must be a file for `batch`, not for {file.purpose}"
             raise invalid(text, "input_file_id")
         batch = new_batch(request, asked, batch_id, owner)
-        if await keep(pool, batch, await webhook_of(asked, pool, batch_id)):
+        if await keep(pool, batch, await webhook_of(asked, key_of(request), pool, batch_id)):
             return batch.render()
         earlier = await read_earlier(request, batch_id)
         assert earlier is not None, "it has just been seen, and stays for days"
@@ -244,12 +245,13 @@ async def keep(pool: Pool, batch: Batch, webhook: dict[str, bytes]) -> bool:
     return kept == "new"
 
 
-async def webhook_of(asked: BatchRequest, pool: Pool, batch_id: str) -> dict[str, bytes]:
+async def webhook_of(asked: BatchRequest, key: ApiKey | None, pool: Pool, batch_id: str) -> dict[str, bytes]:
     """The field of a batch that says where the event of its end goes. Raises ApiError: 422, 429, 503."""
-    if asked.webhook is None:
+    webhook = find_webhook(asked.webhook, key, pool.settings, BATCH, batch_id)
+    if webhook is None:
         return {}
     await check_room(pool.client, pool.settings)
-    return {"webhook": read_webhook(asked.webhook, pool.settings, BATCH, batch_id).text("")}
+    return {"webhook": webhook.text("")}
 
 
 def check_batch(asked: BatchRequest) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import re
 from functools import partial
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -19,6 +20,16 @@ from api.event_loop import offload
 IDEMPOTENCY_KEY = "idempotency-key"
 REPLAYED = "idempotency-replayed"
 USABLE = re.compile(r"[\x21-\x7e]{1,255}")
+IDEMPOTENCY_HEADER: dict[str, Any] = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "description": "A random text, the same when the request is sent again: the answer is computed once, and "
+    "each attempt gets it. It is forgotten after IDEMPOTENCY_TTL_S.",
+    "schema": {"type": "string", "maxLength": 255, "pattern": r"^[!-~]*[!#-~][!-~]*$"},
+}
+"""How /docs describes it; quotes around a key do not count."""
+KEY_REUSED = "The `Idempotency-Key` was sent before with another route or body"
+"""Of status 409."""
 
 
 class Repeated(Exception):

@@ -39,7 +39,7 @@ given up.
 """
 LAST_MS = 32_503_680_000_000
 """The year 3000: arq makes a date of a time in ms."""
-TERMS = ("model", "tenant", "deadline_ms", "traceparent", "api_key")
+TERMS = ("model", "tenant", "deadline_ms", "traceparent", "webhook", "api_key")
 """Arguments of `chat` that are fields of the job, not of its chat."""
 
 Packed = dict[str, Any]

@@ -20,7 +20,7 @@ from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
 from api.jobs.changes import TOMBSTONE_MS, cancel_job
-from api.jobs.job import NAME, Job, read_job
+from api.jobs.job import NAME, Job, read_job, with_webhook
 from api.jobs.records import JobRecords
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
@@ -249,7 +249,7 @@ class JobConsumer:
                 metrics.count_error(error.status, error.error_type)
                 await self.answer_error(job, error)
             return
-        await self.serve(allowed)
+        await self.serve(with_webhook(allowed, self.settings))
 
     async def serve(self, job: Job) -> None:
         """Register a job, and run it unless it waits for its time; returns when it is answered or waits."""

@@ -48,7 +48,8 @@ async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:
     ApiError (422).
     """
     assert job.body is not None
-    adapter_id = None if job.is_chat or job.is_completion else (job.body.parameters or {}).get("adapter_id")
+    is_named = job.is_chat or job.is_completion or job.is_response
+    adapter_id = None if is_named else (job.body.parameters or {}).get("adapter_id")
     name = job.body.model if adapter_id is None else adapter_id
     if not isinstance(name, str) or (adapter_id is None and names_own(name, pool.settings)):
         return None  # the fields of `parameters` are checked later

@@ -28,14 +28,19 @@ from api.requests.service_terms import (
     read_deadline,
     read_tenant,
 )
+from api.webhooks.field import WebhookField, find_webhook
 from common.api_keys import ApiKey
 from common.messages.events import terminal_for
+from common.settings.settings import Settings
+from common.webhooks.webhook import JOB
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. Requests of a job have ids that no job can have: `{id}#{choice}`."""
 ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
-ADDRESS = ("id", "reply_to", "reply", "traceparent")
-"""Fields that are not content: the id, where the answer goes, and the trace that the job is part of."""
+ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
+"""Fields that are not content: the id, where the answer and the event of the end go, and the trace that the
+job is part of.
+"""
 TRACEPARENT = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 """Pattern of W3C's name of a span."""
 
@@ -62,6 +67,7 @@ class JobBody(BaseModel):
     not_before: float | str | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
+    webhook: WebhookField | None = None
     traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
 
 
@@ -75,11 +81,14 @@ class Job:
         in_stream: whether frames are kept in a stream.
         is_completion: it has the fields of /v1/completions.
         is_vector: its answer is vectors or scores.
+        is_response: it has the fields of /v1/responses, as lines of batches may.
         body: None if the job has a `fault`.
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
         api_key: that its entry carries; empty without one.
         not_before_ms: until when it waits; 0 for a job that may run at once.
+        webhook_field: the webhook that it names, also if it has another `fault`.
+        webhook: where the event of its end goes, for `register_job`; empty for none.
     """
 
     id: str
@@ -90,24 +99,30 @@ class Job:
     is_chat: bool = False
     is_completion: bool = False
     is_vector: bool = False
+    is_response: bool = False
     body: JobBody | None = None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
     first_entry_id: str = ""
     api_key: bytes = b""
     not_before_ms: int = 0
+    webhook_field: WebhookField | None = None
+    webhook: bytes = b""
 
     @property
     def kind(self) -> str:
         """What it asks for, in a word."""
         if self.is_vector:
             return "vectors"
+        if self.is_response:
+            return "response"
         return "chat" if self.is_chat else "completion" if self.is_completion else "generate"
 
     @property
     def family(self) -> Family:
         """The API family of the job's errors."""
-        return openai if self.is_chat or self.is_completion or self.is_vector else tgi
+        is_openai = self.is_chat or self.is_completion or self.is_vector or self.is_response
+        return openai if is_openai else tgi
 
     @property
     def has_listeners(self) -> bool:
@@ -156,6 +171,15 @@ class Job:
         return replace(self, terms=named, digest=digest)
 
 
+def with_webhook(job: Job, settings: Settings) -> Job:
+    """The job with the webhook that it names, or that its API key has; one at fault is the job's fault."""
+    try:
+        webhook = find_webhook(job.webhook_field, job.terms.key, settings, JOB, job.id)
+    except ApiError as error:
+        return replace(job, fault=job.fault or error)
+    return replace(job, webhook=webhook.text(str(job.entry_ms))) if webhook else job
+
+
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
     """The job of an entry. If its id cannot be read, it has the entry's id."""
     try:
@@ -175,6 +199,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         is_vector="input" in parsed or "query" in parsed,
         first_entry_id=first_entry[0].decode() if first_entry else "",
         api_key=fields.get(b"api_key", b""),
+        webhook_field=read_webhook_field(parsed),
     )
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
@@ -186,6 +211,14 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         return replace(job, body=body, terms=read_job_terms(body), not_before_ms=not_before_ms)
     except ApiError as error:
         return replace(job, fault=error)
+
+
+def read_webhook_field(parsed: Mapping[str, Any]) -> WebhookField | None:
+    """The webhook that a job names; None if it cannot be read, which the job's body says."""
+    with contextlib.suppress(ApiError):
+        if parsed.get("webhook") is not None:
+            return parse_body(WebhookField, orjson.dumps(parsed["webhook"]))
+    return None
 
 
 def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:

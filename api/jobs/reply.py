@@ -49,6 +49,7 @@ class Reply:
             job.id,
             digest=job.digest,
             tenant=job.terms.tenant if job.terms.key else "",
+            webhook=job.webhook,
             channel=self.channel,
             in_stream=job.in_stream,
         )

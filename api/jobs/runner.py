@@ -25,7 +25,7 @@ from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.job_trace import begin_job_trace, note_failure, note_job
 from api.jobs.records import ending_of
 from api.jobs.reply import Frame, Reply
-from api.jobs.validated_job import ChatJob, CompletionJob, GenerateJob, VectorJob, validate_job
+from api.jobs.validated_job import ValidatedJob, validate_job
 from api.json import to_json
 from api.pictures.keep import PICTURE_GONE
 from api.requests import metrics
@@ -36,6 +36,7 @@ from api.streams.answer_trace import note_answer
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
+from api.webhooks.field import check_room
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.request_scripts import KeyCharge
@@ -141,6 +142,8 @@ class JobRun:
         self.model_name, adapter = await find_model(self.pool, self.job)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
+            if self.job.webhook:
+                await attempt(lambda: check_room(self.pool.client, self.pool.settings), self.wait)
             valid = await attempt(
                 lambda: validate_job(self.pool, self.job, self.model_name), self.wait_to_keep
             )
@@ -236,7 +239,7 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, valid: ChatJob | CompletionJob | GenerateJob | VectorJob) -> None:
+    async def send_frames(self, valid: ValidatedJob) -> None:
         """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():

@@ -4,28 +4,32 @@ from collections.abc import Iterable, Sequence
 
 from common.broker.keys import BATCH_TTL_MS, JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
-from common.jobs.record import GOES_ON, MAX_ENDED, JobEnding
+from common.jobs.record import CANCELLED, DEAD, DONE, FAILED, GOES_ON, MAX_ENDED, JobEnding
 
 NOT_A_JOB = -1
 FRAMES_LOST = -2
 """What `reply` answers when nothing was sent: the job's key has another type, or the broker has lost frames
 before these.
 """
+EVENTS = {DONE: "completed", CANCELLED: "cancelled", FAILED: "failed", DEAD: "failed"}
+"""What the event of a job's webhook says of its end."""
 
 
 def register_job(
-    keys: Keys, job_id: str, *, digest: str, tenant: str, channel: str, in_stream: bool
+    keys: Keys, job_id: str, *, digest: str, tenant: str, webhook: bytes, channel: str, in_stream: bool
 ) -> ScriptCall[str]:
     """Register a job. The reply is `live`, `ended`, `conflict` or `spoiled`.
 
     Args:
         tenant: of its API key, or "".
+        webhook: where the event of its end goes, or b"".
         channel: that gets the frames, or "".
         in_stream: whether the job's stream gets them, too.
     """
     args: Args = {
         "digest": digest,
         "tenant": tenant,
+        "webhook": webhook,
         "ttl_ms": JOB_TTL_MS,
         "channel": channel,
         "in_stream": int(in_stream),
@@ -89,6 +93,7 @@ def reply(
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
         "num_heard": num_heard,
+        "event": EVENTS.get(ending.state, ""),
         "job_id": job_id,
         **ending._asdict(),
         "dead_ttl_ms": dead_ttl_ms,

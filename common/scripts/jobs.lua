@@ -1,8 +1,9 @@
 --- register_job
 -- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
 -- KEYS job, reply
--- ARGV digest, tenant, ttl_ms, channel, in_stream, reply_ttl_ms
--- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''.
+-- ARGV digest, tenant, webhook, ttl_ms, channel, in_stream, reply_ttl_ms
+-- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
+-- as in `lib/webhooks`, or ''; the first one counts.
 -- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
 local kind = redis.call('TYPE', job).ok
 if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
@@ -19,6 +20,7 @@ if last then
 end
 redis.call('HSET', job, 'digest', digest)
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end
 redis.call('PEXPIRE', job, ttl_ms)
 return 'live'
 
@@ -41,11 +43,12 @@ claim[#claim + 1] = 'JUSTID'
 return redis.call(unpack(claim))
 
 --- reply
--- needs: lib/jobs
--- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once.
--- KEYS job, reply, result, jobs, submit, ...
--- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, job_id, state, status,
---  reason, error, dead_ttl_ms, max_dead, max_ended, ...
+-- needs: lib/jobs, lib/webhooks
+-- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With
+-- the answer the event of its webhook is due.
+-- KEYS job, reply, result, jobs, submit, webhooks, ...
+-- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, event, job_id, state,
+--  status, reason, error, dead_ttl_ms, max_dead, max_ended, ...
 -- More keys: of the requests. With the answer they expire in `request_ttl_ms`, the job and the stream `reply`
 -- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream. With the
 -- answer, `state` to `error` say how the job has ended; the last three bound the records of such jobs.
@@ -78,6 +81,11 @@ if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
   local ending = {'status', status, 'reason', reason, 'error', error}
   end_job(jobs, submit, job_id, state, ending, tonumber(dead_ttl_ms), tonumber(max_dead), tonumber(ttl_ms),
     tonumber(max_ended))
+  local webhook = redis.call('HGET', job, 'webhook')
+  if webhook then
+    note_end(webhooks, webhook, event)
+    redis.call('HDEL', job, 'webhook')
+  end
 end
 
 local function take_if_next(target, lane, index)

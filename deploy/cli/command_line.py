@@ -159,7 +159,7 @@ SECTIONS = {
             "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
         ),
         "replay": module_command(
-            "REQUEST_ID", "compute an answer again, and compare its tokens", "deploy.cli.replay"
+            "REQUEST_ID|FILE", "compute an answer again, and compare its tokens", "deploy.cli.replay"
         ),
         "batch": module_command(
             "run FILE", "answer the requests of a file, beside other work", "deploy.cli.batch.run"

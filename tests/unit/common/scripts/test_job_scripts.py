@@ -22,7 +22,7 @@ async def register_job(
     redis: Redis, digest: str = "d", channel: str = "", in_stream: bool = False, tenant: str = ""
 ) -> str:
     call = job_scripts.register_job(
-        KEYS, "a", digest=digest, tenant=tenant, channel=channel, in_stream=in_stream
+        KEYS, "a", digest=digest, tenant=tenant, webhook=b"", channel=channel, in_stream=in_stream
     )
     return await run_script(redis, call)
 
@@ -46,6 +46,7 @@ async def reply(
         max_entries=max_entries,
         request_ttl_ms=REQUEST_MS,
         answer=answer,
+        status="completed",
         request_ids=["a#0"],
         frames=[(lane, index, text.encode()) for lane, index, text in frames],
         num_heard=num_heard,
