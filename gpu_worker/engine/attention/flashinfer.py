@@ -213,8 +213,8 @@ BACKENDS: weakref.WeakValueDictionary[int, FlashInferBackend] = weakref.WeakValu
 """By number: compiled code takes tensors and numbers only."""
 
 
-OPERATORS = torch.library.Library("tokenfleet", "FRAGMENT")
-OPERATORS.define(
+OPERATORS = torch.library.Library("tokenfleet", "FRAGMENT")  # type: ignore[no-untyped-call]
+OPERATORS.define(  # type: ignore[no-untyped-call]
     "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor layer, int backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -243,7 +243,7 @@ def attend_layer(
     return flash.run(module, query[0].transpose(0, 1).contiguous(), sinks)[None]
 
 
-@torch.library.register_fake("tokenfleet::attend", lib=OPERATORS)
+@torch.library.register_fake("tokenfleet::attend", lib=OPERATORS)  # type: ignore[untyped-decorator]
 def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 

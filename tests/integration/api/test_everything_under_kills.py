@@ -180,8 +180,7 @@ async def test_promises_hold_beside_each_other(broker: Broker, tmp_path: Path) -
             for _ in range(NUM_CLIENTS)
         ]
         await asyncio.gather(asked.batch(), kill(asked.gateways, pool), *clients)
-        told = lambda: {one.event["data"]["id"] for one in asked.receiver.deliveries}  # noqa: E731
-        await wait_until(lambda: told() >= {*asked.told})
+        await wait_until(lambda: asked.receiver.told >= {*asked.told})
         assert await asked.counted() == dict(asked.tokens)
     events = {one.id: one.event["data"]["id"] for one in asked.receiver.deliveries}
     assert sorted(events.values()) == sorted(asked.told)

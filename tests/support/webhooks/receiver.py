@@ -59,6 +59,11 @@ class Receiver:
         return [delivery.id for delivery in self.deliveries]
 
     @property
+    def told(self) -> set[str]:
+        """Ids of what has ended."""
+        return {delivery.event["data"]["id"] for delivery in self.deliveries}
+
+    @property
     def types(self) -> list[str]:
         return [delivery.event["type"] for delivery in self.deliveries]
 

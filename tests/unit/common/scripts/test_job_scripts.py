@@ -46,7 +46,6 @@ async def reply(
         max_entries=max_entries,
         request_ttl_ms=REQUEST_MS,
         answer=answer,
-        status="completed",
         request_ids=["a#0"],
         frames=[(lane, index, text.encode()) for lane, index, text in frames],
         num_heard=num_heard,
