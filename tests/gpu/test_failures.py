@@ -12,6 +12,7 @@ import torch
 from common.process.machine import list_gpus
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, SETTINGS, needs_flash
+from tests.support.source_tree import python_path
 
 LIMIT_S = 400
 LOST = """
@@ -51,7 +52,7 @@ except RuntimeError as error:
 def run(code: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": os.getcwd()} | environ,
+        env=os.environ | {"PYTHONPATH": python_path()} | environ,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

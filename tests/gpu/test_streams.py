@@ -65,18 +65,21 @@ def test_samples_are_read_when_their_step_is_over(device: str) -> None:
     is allocated meanwhile.
     """
     where = torch.device(device)
-    for dtype in (torch.int64, torch.float32):  # pinned memory is there
-        torch.zeros(64, dtype=dtype, device=where).to("cpu", non_blocking=True)
+
+    def launch() -> InFlightStep:
+        ids = torch.arange(64, device=where).mul_(3)
+        logprobs = torch.full((64,), -0.5, device=where)
+        output = SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
+        launched = LaunchedStep(1, [], torch.empty(0, 5, device=where), 0.0)
+        in_flight = InFlightStep(launched, [None] * 64, output, [])
+        in_flight.ids = torch.empty(0)
+        for number in range(20):  # where the samples were, if their memory were free
+            torch.full((64,), number, device=where)
+        return in_flight
+
+    launch().read()  # pinned memory is there, and kernels are loaded: the driver waits for the device to load
     busy = keep_busy(device)
-    ids = torch.arange(64, device=where).mul_(3)
-    logprobs = torch.full((64,), -0.5, device=where)
-    output = SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
-    launched = LaunchedStep(1, [], torch.empty(0, 5, device=where), 0.0)
-    in_flight = InFlightStep(launched, [None] * 64, output, [])
-    del ids, logprobs, output
-    in_flight.ids = torch.empty(0)
-    for number in range(20):  # where the samples were, if their memory were free
-        torch.full((64,), number, device=where)
+    in_flight = launch()
     if busy is not None:
         assert not in_flight.is_done and not busy.query()
     samples = in_flight.read()

@@ -1,6 +1,7 @@
 """The source tree as data: its files, what they import from each other, and the rooms they lie in."""
 
 import ast
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -12,6 +13,11 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 
 Graph = dict[str, set[str]]
 """Who imports whom."""
+
+
+def python_path() -> str:
+    """PYTHONPATH of a process that runs this tree: what this process has there follows."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 @cache

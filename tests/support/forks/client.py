@@ -15,10 +15,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.support.source_tree import python_path
+
 PR_SET_CHILD_SUBREAPER = 36
 MAX_BYTES = 2**17
 ANSWER_S = 600.0  # the first engine waits for the imports
@@ -89,7 +89,7 @@ def server() -> ForkServer:
         with theirs:
             words = [sys.executable, "-P", "-m", "tests.support.forks", str(theirs.fileno())]
             AT_START.update(os.environ)
-            environ = AT_START | {"PYTHONPATH": str(ROOT)}
+            environ = AT_START | {"PYTHONPATH": python_path()}
             subprocess.Popen(words, env=environ, pass_fds=[theirs.fileno()], start_new_session=True)
         assert ours.recv(MAX_BYTES) == READY, "the fork server ended"
         SERVERS.append(ForkServer(ours))
