@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from common.prefill_budget import PrefillBudget
+from common.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.encoding import encoding_cost
 from gpu_worker.engine.batch.prefill import num_computable
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureState
 from gpu_worker.protocol import Grant
 
@@ -41,19 +41,12 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
     return -(-decoding // num_micro_batches)
 
 
-def prefill_tokens(
-    budget: PrefillBudget,
-    grant: Grant,
-    decoding: Sequence[RowSlice],
-    prompts: Sequence[Row],
-    block_size: int,
-) -> int:
-    """How many tokens of these prompts the step with these slices computes."""
-    most_urgent = min((row_slice.row.class_index for row_slice in decoding), default=sys.maxsize)
+def step_budget(
+    budget: PrefillBudget, grant: Grant, decoding: Sequence[Row], prompts: Sequence[Row], block_size: int
+) -> StepBudget:
+    """What a step may have in which these rows could decode, and these prompts be computed."""
     left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in prompts]
-    urgent = sum(tokens for class_index, tokens in left if class_index <= most_urgent)
-    waiting = sum(tokens for _, tokens in left)
-    return budget.tokens(grant, len(decoding), waiting, urgent)
+    return budget.plan(grant, [row.class_index for row in decoding], left)
 
 
 def needed_pictures(rows: Iterable[Row]) -> set[PictureState]:
