@@ -20,8 +20,6 @@ BULK_SHARE = 3.0
 """Most tokens of bulk prompts in one step, as a multiple of what they have had in a step of late."""
 BULK_MEMORY = 0.97
 """What is left of that mean after one step."""
-LEAST_BULK_TOKENS = 16
-"""Least tokens of bulk prompts in a step that computes any: fewer take nearly as long."""
 TOKENS_PER_BULK_ROW = 8
 """Bulk rows that decode wait for callers' prompts of fewer tokens than this for each such row: only then do
 they make the step much longer.
@@ -41,7 +39,7 @@ class PrefillGrant(Protocol):
     def may_exceed(self) -> bool: ...
 
     @property
-    def has_callers(self) -> bool: ...
+    def bulk_tokens(self) -> int: ...
 
 
 def even_part(waiting: int, most: int) -> int:
@@ -49,6 +47,10 @@ def even_part(waiting: int, most: int) -> int:
     equal ones, so that the longest of them is as short as it can be.
     """
     return -(-waiting // max(1, -(-waiting // most)))
+
+
+def is_bulk(class_index: int) -> bool:
+    return class_index >= LEAST_URGENT
 
 
 @dataclass(slots=True)
@@ -67,16 +69,16 @@ class StepBudget:
 
     def decodes(self, class_index: int) -> bool:
         """Whether rows of a class decode in the step."""
-        return self.bulk_decodes or class_index < LEAST_URGENT
+        return self.bulk_decodes or not is_bulk(class_index)
 
     def left(self, class_index: int) -> int:
         """Return how many tokens are left for a prompt of a class."""
-        return min(self.tokens, self.bulk_tokens) if class_index >= LEAST_URGENT else self.tokens
+        return min(self.tokens, self.bulk_tokens) if is_bulk(class_index) else self.tokens
 
     def spend(self, class_index: int, tokens: int) -> None:
         """Take `tokens` for a prompt of a class."""
         self.tokens -= tokens
-        if class_index >= LEAST_URGENT:
+        if is_bulk(class_index):
             self.bulk_tokens -= tokens
 
 
@@ -96,10 +98,11 @@ class PrefillBudget:
     Bulk rows, those of the class `batch`, fill what callers' rows leave. A caller waits for the rest of the
     step that runs when it comes, and then for its own prompt:
 
-    - While callers are about (`has_callers`), bulk prompts are spread over many steps, so that none is long: a
-      step has at most BULK_SHARE times what steps have had of late, so a backlog is worked off.
+    - While callers are about (`bulk_tokens`), bulk prompts are spread over many steps, so that none is long.
+      A step has at most BULK_SHARE times what steps have had of late, so a backlog is worked off.
     - A step with callers' prompts has no bulk prompts, and no bulk rows decode in it where they would make it
-      much longer. Of two such steps in a row this holds for the first, so bulk rows never stand still.
+      much longer. Of two such steps in a row this holds for the first, so bulk rows never stand still. Pauses
+      of bulk rows are not counted.
 
     Attributes:
         pauses: of one row each, that are left. A whole step may begin while there are any, for all rows.
@@ -115,28 +118,26 @@ class PrefillBudget:
         self, grant: PrefillGrant, decoding: Sequence[int], prompts: Sequence[tuple[int, int]]
     ) -> StepBudget:
         """Return the budget of a step in which rows of the classes `decoding` could decode, and `prompts` be
-        computed: (class, tokens) of each.
+        computed, in this order: (class, tokens) of each. If a bulk prompt comes first, it has waited long
+        enough.
         """
-        callers = sum(tokens for class_index, tokens in prompts if class_index < LEAST_URGENT)
-        bulk = sum(tokens for class_index, tokens in prompts if class_index >= LEAST_URGENT)
-        num_bulk = sum(class_index >= LEAST_URGENT for class_index in decoding)
-        self.has_waited = bool(callers and (bulk or num_bulk)) and not self.has_waited
+        most_urgent, num_bulk = min(decoding, default=LEAST_URGENT), sum(map(is_bulk, decoding))
+        callers = sum(tokens for class_index, tokens in prompts if not is_bulk(class_index))
+        urgent = sum(tokens for index, tokens in prompts if index <= most_urgent and not is_bulk(index))
+        bulk = sum(tokens for class_index, tokens in prompts if is_bulk(class_index))
+        num_decoding = len(decoding) - (num_bulk if grant.may_exceed and callers else 0)
+        is_due = bool(callers and (bulk or num_bulk)) and not is_bulk(prompts[0][0])
+        self.has_waited = is_due and not self.has_waited
         if self.has_waited:
-            bulk_decodes = num_bulk * TOKENS_PER_BULK_ROW <= callers
-            num_decoding = len(decoding) - (0 if bulk_decodes else num_bulk)
             self.note_bulk(0)
-            return StepBudget(self.tokens(grant, num_decoding, callers, callers), 0, bulk_decodes)
-        most_urgent = min(decoding, default=LEAST_URGENT)
-        urgent = sum(tokens for class_index, tokens in prompts if class_index <= most_urgent)
-        if not grant.has_callers:
-            most = self.tokens(grant, len(decoding), callers + bulk, urgent)
-            self.note_bulk(min(bulk, most))
-            return StepBudget(most, most)
-        most_bulk = max(LEAST_BULK_TOKENS, round(BULK_SHARE * self.bulk_pace))
-        bulk_tokens = even_part(bulk, most_bulk)
-        most = self.tokens(grant, len(decoding), callers + bulk_tokens, min(urgent, callers + bulk_tokens))
-        self.note_bulk(min(bulk_tokens, most))
-        return StepBudget(most, bulk_tokens)
+            bulk_decodes = num_bulk * TOKENS_PER_BULK_ROW <= callers
+            return StepBudget(self.tokens(grant, num_decoding, callers, urgent), 0, bulk_decodes)
+        if grant.bulk_tokens:
+            bulk = even_part(bulk, max(grant.bulk_tokens, round(BULK_SHARE * self.bulk_pace)))
+        urgent += bulk if is_bulk(most_urgent) else 0
+        most = self.tokens(grant, num_decoding, callers + bulk, urgent)
+        self.note_bulk(min(bulk, most))
+        return StepBudget(most, min(bulk, most) if grant.bulk_tokens else most)
 
     def note_bulk(self, tokens: int) -> None:
         self.bulk_pace = BULK_MEMORY * self.bulk_pace + (1 - BULK_MEMORY) * tokens

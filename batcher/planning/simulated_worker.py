@@ -92,6 +92,7 @@ class ForecastWorker:
         in_step = list(islice(self.rows.items(), self.plan.max_rows or None))
         decoding = [item for item in in_step if item[1].is_prefilled and self.room(item[1]) > 0]
         prompts = [item for item in in_step if not item[1].is_prefilled and self.room(item[1]) > 0]
+        prompts.sort(key=lambda item: item[1].place_in_line)
         budget = self.step_budget([row for _, row in decoding], [row for _, row in prompts])
         decoding = [item for item in decoding if budget.decodes(item[1].urgency)]
         chunks = self.choose_chunks(budget, prompts)
@@ -119,7 +120,7 @@ class ForecastWorker:
     ) -> list[tuple[int, ForecastRow, int]]:
         """Return (number, row, tokens) of the prompts that the step computes."""
         chunks = []
-        for number, row in sorted(prompts, key=lambda item: item[1].place_in_line):
+        for number, row in prompts:
             count = min(row.target - row.kv_len, budget.left(row.urgency), self.room(row))
             if count > 0:
                 chunks.append((number, row, count))

@@ -119,7 +119,7 @@ def next_plan(
         max_rows=replica.limits.max_batch_size,
         report_at=replica.report_at,
         may_exceed=replica.limits.inter_token_target_ms is None,
-        has_callers=has_callers,
+        bulk_tokens=replica.pace.times.least_tokens if has_callers else 0,
     )
 
 

@@ -42,10 +42,10 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
 
 
 def step_budget(
-    budget: PrefillBudget, grant: Grant, decoding: Sequence[Row], prompts: Sequence[Row], block_size: int
+    budget: PrefillBudget, grant: Grant, decoding: Sequence[Row], line: Sequence[Row], block_size: int
 ) -> StepBudget:
-    """What a step may have in which these rows could decode, and these prompts be computed."""
-    left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in prompts]
+    """What a step may have in which these rows could decode, and the prompts in line be computed."""
+    left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in line]
     return budget.plan(grant, [row.class_index for row in decoding], left)
 
 

@@ -187,9 +187,10 @@ class Rows:
         proposals, then chunks of prompts up to the budgets. Rows after the first `max_rows` stand by.
         """
         decoding, prompts = self.split_launchable(step)
-        budget = step_budget(self.prefill_budget, self.grant, decoding, prompts, self.block_size)
+        line = line_up(prompts, step)
+        budget = step_budget(self.prefill_budget, self.grant, decoding, line, self.block_size)
         slices = self.decode([row for row in decoding if budget.decodes(row.class_index)])
-        line = [row for row in line_up(prompts, step) if budget.left(row.class_index) > 0]
+        line = [row for row in line if budget.left(row.class_index) > 0]
         if self.computes_whole:
             return [*whole_prompts(line, self.block_size, budget)]
         if any(row.pictures for row in line):

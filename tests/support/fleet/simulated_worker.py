@@ -121,7 +121,7 @@ class SimulatedWorker:
             plan.prefill_tokens,
             mixed_prefill_tokens=plan.mixed_prefill_tokens,
             may_exceed=plan.may_exceed,
-            has_callers=plan.has_callers,
+            bulk_tokens=plan.bulk_tokens,
         )
         self.max_rows, self.report_at = plan.max_rows, plan.report_at
         for number, why in plan.stops:
@@ -170,6 +170,7 @@ class SimulatedWorker:
         self.most_rows = max(self.most_rows, len(in_step))
         decoding = [item for item in in_step if item[1].is_prefilled]
         prompts = [item for item in in_step if not item[1].is_prefilled]
+        prompts.sort(key=lambda item: item[1].place_in_line)
         took_part = False
         if self.step >= self.until:
             return False
@@ -178,7 +179,7 @@ class SimulatedWorker:
             if (room := self.room(row)) and budget.decodes(row.urgency):
                 took_part = True
                 self.decode(number, row, min(room, 1 + self.draw.randint(0, self.num_speculated)))
-        for number, row in sorted(prompts, key=lambda item: item[1].place_in_line):
+        for number, row in prompts:
             chunk = min(row.target - row.kv_len, budget.left(row.urgency), self.room(row))
             budget.spend(row.urgency, chunk)
             row.num_passed += self.room(row) > 0 and not chunk
