@@ -98,5 +98,5 @@ def test_rows_of_batches_decode_while_a_callers_picture_takes_the_whole_step() -
     rows.apply(Grant(100, 24, bulk))
     run_step(rows)
     rows.apply(Grant(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
-    assert [one[0] for one in run_step(rows)[0]] == [*range(8)]
+    assert [one[0] for one in run_step(rows)[0]] == [*range(9)]
     assert [one[0] for one in run_step(rows)[0]] == [8]
