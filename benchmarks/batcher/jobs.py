@@ -32,6 +32,7 @@ from itertools import count
 from redis.asyncio import Redis
 
 from benchmarks.batcher.bulk import COMPLETIONS, KEYS, WAYS, Send, Shape
+from benchmarks.batcher.timed_gaps import LEAST_SHARE, MOST_LATER
 from benchmarks.client import stream
 from benchmarks.serve import percentile
 from common.broker.client import connect
@@ -40,7 +41,6 @@ from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 
-MOST_LATER, LEAST_SHARE = 1.25, 0.95
 STEP_MS, TOKEN_US = 8.0, 40
 FULL_ROUNDS = 2
 """Bulk work has filled the fleet once it has generated this many answers of every row."""
