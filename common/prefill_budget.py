@@ -101,8 +101,8 @@ class PrefillBudget:
     - While callers are about (`bulk_tokens`), bulk prompts are spread over many steps, so that none is long.
       A step has at most BULK_SHARE times what steps have had of late, so a backlog is worked off.
     - A step with callers' prompts has no bulk prompts, and no bulk rows decode in it where they would make it
-      much longer. Of two such steps in a row this holds for the first, so bulk rows never stand still. Pauses
-      of bulk rows are not counted.
+      much longer. Of two such steps in a row this holds for the first, so bulk rows never stand still; the
+      second has `bulk_tokens` of bulk prompts at most. Pauses of bulk rows are not counted.
 
     Attributes:
         pauses: of one row each, that are left. A whole step may begin while there are any, for all rows.
@@ -133,7 +133,8 @@ class PrefillBudget:
             bulk_decodes = num_bulk * TOKENS_PER_BULK_ROW <= callers
             return StepBudget(self.tokens(grant, num_decoding, callers, urgent), 0, bulk_decodes)
         if grant.bulk_tokens:
-            bulk = even_part(bulk, max(grant.bulk_tokens, round(BULK_SHARE * self.bulk_pace)))
+            pace = 0 if callers else round(BULK_SHARE * self.bulk_pace)
+            bulk = even_part(bulk, max(grant.bulk_tokens, pace))
         urgent += bulk if is_bulk(most_urgent) else 0
         most = self.tokens(grant, num_decoding, callers + bulk, urgent)
         self.note_bulk(min(bulk, most))

@@ -47,7 +47,7 @@ class GapsPool(TimedPool):
     """
 
     fill_s: float = 20.0
-    seconds: float = 120.0
+    seconds: float = 60.0
     with_callers: bool = True
     with_bulk: bool = True
     num_bulk: int = 0
