@@ -4,6 +4,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from common.prefill_budget import PrefillBudget, StepBudget
+from gpu_worker.engine.batch.beam_group import BeamGroup
 from gpu_worker.engine.batch.encoding import encoding_cost
 from gpu_worker.engine.batch.prefill import num_computable
 from gpu_worker.engine.batch.row import Row
@@ -39,6 +40,13 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
         row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens for row in rows
     )
     return -(-decoding // num_micro_batches)
+
+
+def may_join(row: Row, group: BeamGroup | None, step: int) -> bool:
+    """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
+    if group is not None:
+        return (group.rows or [row])[0].launched_step < step
+    return row.launched_step < step and not row.num_unread
 
 
 def step_budget(

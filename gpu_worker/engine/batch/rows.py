@@ -23,7 +23,7 @@ from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
 from gpu_worker.engine.batch.beam_search import Candidate
 from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
 from gpu_worker.engine.batch.encoding import EncodingSchedule
-from gpu_worker.engine.batch.launchable import micro_batch_size, room, runnable, step_budget
+from gpu_worker.engine.batch.launchable import may_join, micro_batch_size, room, runnable, step_budget
 from gpu_worker.engine.batch.prefill import chunks, line_up, whole_prompts
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
@@ -194,8 +194,7 @@ class Rows:
         if self.computes_whole:
             return [*whole_prompts(line, self.block_size, budget)]
         if any(row.pictures for row in line):
-            is_mixed = bool(slices)
-            budget.tokens = self.encoding.schedule(line, self.block_size, budget.tokens, is_mixed)
+            budget.tokens = self.encoding.schedule(line, self.block_size, budget.tokens, bool(slices))
         has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots
         slices += chunks(line, self.block_size, budget, self.max_scored_tokens, has_snapshots)
         if not slices and self.prefill_budget.has_waited:  # for prompts that wait for their pictures
@@ -208,7 +207,7 @@ class Rows:
         wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
         adapters = self.turns.choose(wanted)
         for row in self.runnable:
-            if not self.may_launch(row, step):
+            if self.num_micro_batches > 1 and not may_join(row, self.groups.get(row.number), step):
                 continue
             if row.adapter and row.adapter not in adapters:
                 continue
@@ -222,8 +221,7 @@ class Rows:
 
     def decode(self, rows: Sequence[Row]) -> list[RowSlice]:
         """Return the slices of rows that decode."""
-        slices: list[RowSlice] = []
-        spare = self.num_spare
+        slices, spare = list[RowSlice](), self.num_spare
         for row in rows:
             if row.beams:
                 slices += self.schedule_group(self.groups[row.number])
@@ -271,14 +269,6 @@ class Rows:
         """Return the blocks that must be copied before the step just launched is computed."""
         copies, self.copies = self.copies, []
         return copies
-
-    def may_launch(self, row: Row, step: int) -> bool:
-        """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
-        if self.num_micro_batches == 1:
-            return True
-        if row.beams:
-            return (self.groups[row.number].rows or [row])[0].launched_step < step
-        return row.launched_step < step and not row.num_unread
 
     def collect(
         self,
