@@ -204,14 +204,15 @@ class Rows:
     def split_launchable(self, step: int) -> tuple[list[Row], list[Row]]:
         """Return the rows that the next launch may have: those that decode, and those with prompts."""
         decoding, prompts = [], []
-        wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
-        adapters = self.turns.choose(wanted)
+        adapters = self.turns.choose(
+            one.adapter for one in self.rows.values() if one.adapter and not one.ended
+        )
         for row in self.runnable:
             if self.num_micro_batches > 1 and not may_join(row, self.groups.get(row.number), step):
                 continue
-            if row.adapter and row.adapter not in adapters:
-                continue
-            if self.state_slots and not self.state_slots.take(row):
+            if (row.adapter and row.adapter not in adapters) or (
+                self.state_slots and not self.state_slots.take(row)
+            ):
                 continue
             if row.kv_len >= len(row.ids):
                 decoding.append(row)
@@ -220,7 +221,6 @@ class Rows:
         return decoding[: micro_batch_size(self.rows.values(), self.num_micro_batches)], prompts
 
     def decode(self, rows: Sequence[Row]) -> list[RowSlice]:
-        """Return the slices of rows that decode."""
         slices, spare = list[RowSlice](), self.num_spare
         for row in rows:
             if row.beams:
