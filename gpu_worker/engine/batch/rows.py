@@ -50,7 +50,6 @@ from gpu_worker.engine.batch.step_result import (
 from gpu_worker.protocol import Grant, StartRow
 
 log = logging.getLogger(__name__)
-
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
 MAX_SCORED_TOKENS = 256
@@ -204,15 +203,14 @@ class Rows:
     def split_launchable(self, step: int) -> tuple[list[Row], list[Row]]:
         """Return the rows that the next launch may have: those that decode, and those with prompts."""
         decoding, prompts = [], []
-        adapters = self.turns.choose(
-            one.adapter for one in self.rows.values() if one.adapter and not one.ended
-        )
+        wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
+        adapters = self.turns.choose(wanted)
         for row in self.runnable:
             if self.num_micro_batches > 1 and not may_join(row, self.groups.get(row.number), step):
                 continue
-            if (row.adapter and row.adapter not in adapters) or (
-                self.state_slots and not self.state_slots.take(row)
-            ):
+            if row.adapter and row.adapter not in adapters:
+                continue
+            if self.state_slots and not self.state_slots.take(row):
                 continue
             if row.kv_len >= len(row.ids):
                 decoding.append(row)
