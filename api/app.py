@@ -20,6 +20,7 @@ from api.admin.routes_fleet import router as fleet
 from api.admin.routes_health import live_router as live
 from api.admin.routes_health import page_router as page
 from api.admin.routes_health import router as health
+from api.admin.routes_jobs import router as jobs
 from api.admin.routes_keys import router as keys
 from api.admin.routes_metrics import router as metrics
 from api.admin.routes_timeline import router as timeline
@@ -35,9 +36,9 @@ from api.http.access_log import AccessLog
 from api.http.auth import LOCAL_ORIGINS, check_admin, check_key
 from api.http.connection_limits import LIMITS
 from api.http.error_handlers import error_handlers
-from api.http.idempotency import Repeated
+from api.http.idempotency import KEY_REUSED, Repeated
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
-from api.http.openapi import TAGS, build_document, introduction
+from api.http.openapi import TAGS, ErrorResponses, build_document, introduction
 from api.http.request_trace import trace_request
 from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
@@ -99,6 +100,7 @@ ROUTERS = (
     timeline,
     usage,
     keys,
+    jobs,
     webhooks,
     adapters,
 )
@@ -116,7 +118,7 @@ PATHS = {
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
 MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling, tei)
-FOR_ADMINS = (fleet, timeline, keys, webhooks, adapters)
+FOR_ADMINS = (fleet, timeline, keys, jobs, webhooks, adapters)
 
 
 def build(
@@ -173,6 +175,7 @@ def checked_routes(has_keys: bool) -> list[BaseRoute]:
     described = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
     parent = APIRouter(generate_unique_id_function=lambda route: route.name)
     for router in ROUTERS:
+        responses: ErrorResponses = {}
         dependencies = [Depends(check_serving)] if router in REFUSED_WHILE_DRAINING else []
         if router not in WITHOUT_KEY:
             dependencies += [Depends(check_key), *described]
@@ -180,7 +183,8 @@ def checked_routes(has_keys: bool) -> list[BaseRoute]:
             dependencies.append(Depends(check_admin))
         if router in MAKE_ANSWERS:
             dependencies.append(Depends(check_repeated))
-        parent.include_router(router, dependencies=dependencies)
+            responses = {409: {**router.responses[503], "description": KEY_REUSED}}
+        parent.include_router(router, dependencies=dependencies, responses=responses)
     nothing = {"type": "http", "method": "GET", "path": "", "headers": []}
     assert all(route.matches(nothing)[0] is Match.NONE for route in parent.routes)
     return parent.routes

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 
 from api.admin.history import FleetHistory
 from api.batches.runner import BatchRunner
@@ -16,6 +17,7 @@ from api.jobs.consumer import JobConsumer
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
+from api.resume.response_status import ended_status
 from api.webhooks.sender import WebhookSender
 from common.broker.client import ERRORS
 from common.process.event_loop import collect_garbage
@@ -41,7 +43,7 @@ class Gateway:
         self.pools = PoolRegistry(self.pool)
         self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
         self.job_consumer = JobConsumer(self.pool, self.access)
-        self.webhooks = WebhookSender(self.pool.client, settings)
+        self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
         self.files = open_store(settings)
         self.unread = UnreadAnswers(settings)
         self.limits = ConnectionLimits(settings)

@@ -37,6 +37,8 @@ class ApiKey:
         admin: whether it may manage keys and see the usage of all tenants.
         name: what people call it.
         created_at: Unix time in seconds; 0 if it stands in a file.
+        webhook: URL that is told of the end of all that it asks for; empty for none.
+        webhook_secret: signs these events.
     """
 
     key_id: str = wire_field("id")
@@ -56,6 +58,8 @@ class ApiKey:
     admin: bool = wire_field("am", default=False)
     name: str = wire_field("nm", default="")
     created_at: int = wire_field("ca", default=0)
+    webhook: str = wire_field("wu", default="")
+    webhook_secret: str = wire_field("ws", default="")
 
     def state(self, now_s: float) -> KeyState:
         """Whether the key counts at this Unix time, and why not."""

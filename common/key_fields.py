@@ -4,12 +4,21 @@ from datetime import UTC, date, datetime
 from datetime import time as day_time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from common.api_keys import KEY_ID, TENANT, ApiKey
 from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
 from common.settings.types import MAX_NUMBER
+from common.webhook_secret import key_of_secret
 
 Limit = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Names = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
@@ -49,6 +58,21 @@ class KeyFields(BaseModel):
     adapters: Names = []
     expires_at: Annotated[int, BeforeValidator(to_unix_s), Field(ge=0, le=LATEST_S)] = 0
     admin: bool = False
+    webhook: str = Field(default="", max_length=2048, pattern=r"^(https?://[\x21-\x7e]+)?$")
+    webhook_secret: str = ""
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def check_secret(cls, secret: str) -> str:
+        if secret:
+            key_of_secret(secret)
+        return secret
+
+    @model_validator(mode="after")
+    def check_webhook(self) -> "KeyFields":
+        if bool(self.webhook) != bool(self.webhook_secret):
+            raise ValueError("`webhook` and `webhook_secret` need each other")
+        return self
 
     def to_key(self, key_id: str, digest: str, created_at: int = 0) -> ApiKey:
         """The record of a key. A key without a tenant is a tenant of its own: no other sees its requests."""

@@ -54,6 +54,7 @@ class KeyInfo(BaseModel):
     expires_at: int
     revoked: int
     admin: bool
+    webhook: str
 
 
 class KeyList(BaseModel):

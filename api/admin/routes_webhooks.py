@@ -115,7 +115,7 @@ def target_of(event: StoredEvent) -> Mapping[str, Any]:
     """Where an event goes, and what it says; empty texts for one that cannot be read."""
     try:
         webhook = decode(Webhook, event.fields.get("webhook", b""))
-        event_type = type_of(webhook, event.ends)
+        event_type = event.text("type") or type_of(webhook, event.ends)
     except (WireError, ValueError):
         return {"type": "", "object_id": "", "url": ""}
     return {"type": event_type, "object_id": webhook.object_id, "url": webhook.url}

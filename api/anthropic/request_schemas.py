@@ -11,6 +11,7 @@ from api.http.body import UnsupportedFields, reject_unsupported
 from api.openai.request_schemas import OPENAI_FIELDS
 from api.requests.fields import Listed, ServedFields, Strict, Whole, with_one_error
 from api.requests.service_terms import TIERS
+from api.webhooks.field import WebhookField
 from common.settings.ranges import MAX_STOP_CHARS
 
 UNSUPPORTED: UnsupportedFields = {"container": (), "mcp_servers": ([],)}
@@ -158,3 +159,4 @@ class MessagesRequest(CountTokensRequest):
         description="The most tokens to generate; no more than the model's context leaves.",
         json_schema_extra={"minimum": 1},
     )
+    webhook: WebhookField | None = None

@@ -50,6 +50,7 @@ async def create_on(request: Request, body: MessagesRequest, pool: Pool) -> Resp
         resume_s=body.resume_s,
         priority=body.priority,
         service_tier=body.tier,
+        webhook=body.webhook,
     )
     return await submit_and_respond(request, pool, answer, len(chat.params.text or ""), RENDERER)
 

@@ -38,6 +38,7 @@ class Batch:
         tenant, key_id: who made it; requests are of that tenant, and count for that key.
         owner: whose it is.
         made_ms: Unix time; the lines' answers have it as `created`.
+        digest: of the request that made it, if that had an `Idempotency-Key`.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Batch:
     metadata: dict[str, str]
     output_ttl_s: int | None
     fields: Mapping[str, str]
+    digest: str = ""
 
     @property
     def member(self) -> str:
@@ -84,6 +86,7 @@ class Batch:
             "made_ms": self.made_ms,
             "metadata": self.metadata,
             "output_ttl_s": self.output_ttl_s,
+            "digest": self.digest,
         }
         return {"record": orjson.dumps(record).decode(), "status": "validating"}
 

@@ -16,6 +16,7 @@ from api.requests.service_terms import ServiceTerms
 PROMPTS = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
+    "/v1/responses": "input",
     "/v1/embeddings": "input",
 }
 """Endpoints of batches → the field of their bodies that has the prompt."""
@@ -87,7 +88,8 @@ def make_job(line: BatchLine, job_id: str, entry_ms: int, number: int, terms: Se
         digest=digest_of(fields),
         is_chat=prompt == "messages",
         is_completion=prompt == "prompt",
-        is_vector=prompt == "input",
+        is_vector=url == "/v1/embeddings",
+        is_response=url == "/v1/responses",
         body=JobBody.model_construct(**fields),
         terms=terms,
         fault=None if model is None or isinstance(model, str) else bad_model(),

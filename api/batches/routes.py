@@ -1,5 +1,6 @@
 """Routes of OpenAI's Files and Batch API: /v1/files and /v1/batches."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -24,13 +25,16 @@ from api.batches.upload import MAX_TTL_S, MIN_TTL_S, PURPOSES, upload
 from api.errors import ApiError, asking_broker, cut, invalid, overloaded, quoted
 from api.http import body
 from api.http.auth import key_of
+from api.http.idempotency import REPLAYED, check_same, idempotency_key, noted_digest
 from api.http.openapi import OPENAI, error_responses, json_body
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
+from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
-from api.webhooks.field import check_room, read_webhook
-from common.broker import job_scripts
+from api.webhooks.field import check_room, find_webhook
+from common.api_keys import ApiKey
+from common.jobs import scripts as job_scripts
 from common.webhooks.webhook import BATCH
 
 router = APIRouter(
@@ -167,28 +171,64 @@ def render_file(file: StoredFile) -> dict[str, Any]:
     response_model=BatchObject,
     openapi_extra=json_body(BatchRequest, EXAMPLE),
 )
-async def create_batch(request: Request) -> dict[str, Any]:
-    """Answers all requests of a file, in the gaps that other requests leave. The answers come as a file."""
+async def create_batch(request: Request, response: Response) -> dict[str, Any]:
+    """Answers all requests of a file, in the gaps that other requests leave. The answers come as a file. With
+    the `Idempotency-Key` of an earlier request, the batch is the one that was made then.
+    """
     store, pool, owner = store_of(request), own_pool(request), tenant_of(request)
     asked = await body.read(request, BatchRequest, pool.max_body_bytes)
     check_batch(asked)
-    file = await store.find(owner, asked.input_file_id)
-    if file.purpose != "batch":
-        raise invalid(f"`input_file_id` must be a file for `batch`, not for {file.purpose}", "input_file_id")
-    key, batch_id = key_of(request), new_id("batch_")
-    webhook = await webhook_of(asked, pool, batch_id)
-    batch = Batch(
+    batch_id = id_by_key(request, owner) if idempotency_key(request) else new_id("batch_")
+    if (earlier := await read_earlier(request, batch_id)) is None:
+        file = await store.find(owner, asked.input_file_id)
+        if file.purpose != "batch":
+            text = f"`input_file_id` must be a file for `batch`, not for {file.purpose}"
+            raise invalid(text, "input_file_id")
+        batch = new_batch(request, asked, batch_id, owner)
+        if await keep(pool, batch, await webhook_of(asked, key_of(request), pool, batch_id)):
+            return batch.render()
+        earlier = await read_earlier(request, batch_id)
+        assert earlier is not None, "it has just been seen, and stays for days"
+    response.headers[REPLAYED] = "true"
+    return earlier.render()
+
+
+def id_by_key(request: Request, owner: str) -> str:
+    """The id that a batch has by its `Idempotency-Key` and its owner. Raises ApiError (400)."""
+    digest = hashlib.blake2b(f"{answer_id(request)} {owner}".encode(), digest_size=16)
+    return f"batch_{digest.hexdigest()}"
+
+
+async def read_earlier(request: Request, batch_id: str) -> Batch | None:
+    """The batch of an earlier request with this `Idempotency-Key`. Raises ApiError: 409 if that request had
+    another body, 503.
+    """
+    async with asking_broker():
+        batch = await read_batch(own_pool(request).client, batch_id)
+    if batch is not None:
+        check_same(request, batch.digest)
+    return batch
+
+
+def new_batch(request: Request, asked: BatchRequest, batch_id: str, owner: str) -> Batch:
+    key = key_of(request)
+    return Batch(
         id=batch_id,
         owner=owner,
         key_id=key.key_id if key else "",
         endpoint=asked.endpoint,
-        input_file_id=file.id,
+        input_file_id=asked.input_file_id,
         window=asked.completion_window,
         made_ms=time.time_ns() // 1_000_000,
         metadata=asked.metadata or {},
         output_ttl_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
         fields={"status": "validating"},
+        digest=noted_digest(request),
     )
+
+
+async def keep(pool: Pool, batch: Batch, webhook: dict[str, bytes]) -> bool:
+    """Keep a new batch; False if one with its id was kept meanwhile. Raises ApiError: 429, 503."""
     call = job_scripts.create_batch(
         pool.client.keys,
         batch.id,
@@ -199,17 +239,19 @@ async def create_batch(request: Request) -> dict[str, Any]:
         max_batches=pool.settings.max_batches,
     )
     async with asking_broker():
-        if not await pool.client.run(call):
-            raise overloaded(f": {pool.settings.max_batches} batches have not ended (MAX_BATCHES)", 60)
-    return batch.render()
+        kept = await pool.client.run(call)
+    if kept == "full":
+        raise overloaded(f": {pool.settings.max_batches} batches have not ended (MAX_BATCHES)", 60)
+    return kept == "new"
 
 
-async def webhook_of(asked: BatchRequest, pool: Pool, batch_id: str) -> dict[str, bytes]:
+async def webhook_of(asked: BatchRequest, key: ApiKey | None, pool: Pool, batch_id: str) -> dict[str, bytes]:
     """The field of a batch that says where the event of its end goes. Raises ApiError: 422, 429, 503."""
-    if asked.webhook is None:
+    webhook = find_webhook(asked.webhook, key, pool.settings, BATCH, batch_id)
+    if webhook is None:
         return {}
     await check_room(pool.client, pool.settings)
-    return {"webhook": read_webhook(asked.webhook, pool.settings, BATCH, batch_id).text("")}
+    return {"webhook": webhook.text("")}
 
 
 def check_batch(asked: BatchRequest) -> None:

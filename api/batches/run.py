@@ -33,8 +33,8 @@ from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
 from api.json import to_json
 from api.requests.service_terms import ServiceTerms
-from common.broker import job_scripts
 from common.broker.keys import request_keys
+from common.jobs import scripts as job_scripts
 from common.metrics.catalogue import BATCH_LINES
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from api.batches.run import LEASE_MS, BatchRun, WriterReplaced
 from api.batches.store import FileStore
 from api.event_loop import repeat_forever
 from api.jobs.consumer import JobConsumer
-from common.broker import job_scripts
+from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ class BatchRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["1h", "24h", "best_effort"]
     metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiry | None = None

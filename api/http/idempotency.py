@@ -9,15 +9,27 @@ import contextlib
 import hashlib
 import re
 from functools import partial
+from typing import Any
 
 import orjson
 from starlette.requests import Request
 
-from api.errors import ApiError, quoted
+from api.errors import ApiError, cut, quoted
 from api.event_loop import offload
 
 IDEMPOTENCY_KEY = "idempotency-key"
+REPLAYED = "idempotency-replayed"
 USABLE = re.compile(r"[\x21-\x7e]{1,255}")
+IDEMPOTENCY_HEADER: dict[str, Any] = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "description": "A random text, the same when the request is sent again: the answer is computed once, and "
+    "each attempt gets it. It is forgotten after IDEMPOTENCY_TTL_S.",
+    "schema": {"type": "string", "maxLength": 255, "pattern": r"^[!-~]*[!#-~][!-~]*$"},
+}
+"""How /docs describes it; quotes around a key do not count."""
+KEY_REUSED = "The `Idempotency-Key` was sent before with another route or body"
+"""Of status 409."""
 
 
 class Repeated(Exception):
@@ -50,6 +62,16 @@ async def note_body(request: Request, data: bytes) -> None:
 def noted_digest(request: Request) -> str:
     """Digest of the route and the body of a request; empty if the body was not read."""
     return getattr(request.state, "body_digest", "")
+
+
+def check_same(request: Request, earlier: str) -> None:
+    """Raises ApiError (409) if the earlier request with this key had another digest."""
+    if earlier != noted_digest(request):
+        text = (
+            f"`{IDEMPOTENCY_KEY}`: keys for idempotent requests can only be used with the same route and body"
+            f" they were first used with. Try another key than {cut(idempotency_key(request))!r}"
+        )
+        raise ApiError(409, "conflict", text, IDEMPOTENCY_KEY, code="idempotency_key_reused")
 
 
 def digest_of(path: str, data: bytes) -> str:

@@ -16,6 +16,7 @@ from arq.worker import Function, Worker, func
 
 from api.event_loop import repeat_forever
 from api.jobs.arq_client import ArqClient, JobFailed
+from api.json import to_json
 from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import SerialClient
 from common.broker.heartbeat import Heartbeat
@@ -38,7 +39,7 @@ given up.
 """
 LAST_MS = 32_503_680_000_000
 """The year 3000: arq makes a date of a time in ms."""
-TERMS = ("model", "tenant", "deadline_ms", "traceparent", "api_key")
+TERMS = ("model", "tenant", "deadline_ms", "traceparent", "webhook", "api_key")
 """Arguments of `chat` that are fields of the job, not of its chat."""
 
 Packed = dict[str, Any]
@@ -74,6 +75,11 @@ class JobWorker(Worker):
         """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
         another worker waits for it.
         """
+        if "not_before" in content:
+            why = (
+                "Input validation error: `not_before` is no argument: use arq's `_defer_until` or `_defer_by`"
+            )
+            raise JobFailed(to_json({"error": why, "error_type": "validation"}).decode())
         api_key = content.pop("api_key", None)
         key = {"api_key": api_key} if isinstance(api_key, str) else {}
         try:

@@ -5,9 +5,11 @@ read it until its job is answered; the entries of a dead gateway are claimed by 
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +19,17 @@ from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
-from api.jobs.job import NAME, Job, read_job
+from api.jobs.changes import TOMBSTONE_MS, cancel_job
+from api.jobs.job import NAME, Job, read_job, with_webhook
+from api.jobs.records import JobRecords
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from common.api_keys import ApiKey
-from common.broker import job_scripts
 from common.broker.keys import Keys
+from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 from common.process.logs import REQUEST_ID, plural
 
@@ -38,9 +42,6 @@ BLOCK_MS = 1000
 """Longest wait of one read."""
 NUM_WAITING = 256
 """Jobs that may run or wait for room at once, beside as many as the pool admits requests."""
-TOMBSTONE_MS = 60_000
-"""A cancel that comes before its job is remembered for this time."""
-
 Fields = dict[bytes, bytes]
 
 
@@ -67,6 +68,7 @@ class JobConsumer:
         self.keys = pool.client.keys
         self.name = pool.gateway
         self.redis: Any = pool.client.redis
+        self.records = JobRecords(pool, GROUP)
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}
@@ -80,6 +82,7 @@ class JobConsumer:
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(repeat_forever(self.read_entries, "reading jobs"))
             self.tasks.create_task(repeat_forever(self.claim_entries, "claiming jobs"))
+            self.tasks.create_task(repeat_forever(self.records.release, "releasing jobs"))
             self.tasks.create_task(self.start_jobs())
 
     # --- reading entries ------------------------------------------------------------------------------------
@@ -140,8 +143,16 @@ class JobConsumer:
         if is_cancel(fields):  # cancels do not wait for a permit
             await self.cancel(fields)
             await self.delete_entry(entry_id)
-        else:
-            self.hold(entry_id)
+            return
+        if self.permits.locked():
+            await self.note_waiting(entry_id, fields)
+        self.hold(entry_id)
+
+    async def note_waiting(self, entry_id: str, fields: Fields) -> None:
+        """Note a job that waits for others to end. Whether its API key counts is asked again in its turn."""
+        job = await self.parse(entry_id, fields)
+        with contextlib.suppress(ApiError):
+            await self.records.note_waiting(job.of_key(self.find_key(job.api_key)))
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
@@ -171,10 +182,7 @@ class JobConsumer:
             log.warning("a cancel of job %s is ignored: %s", job_id, error)
             return
         tenant = key.tenant if key and not key.admin else ""
-        call = job_scripts.cancel_job(self.keys, job_id, tenant=tenant, mark_ttl_ms=TOMBSTONE_MS)
-        num_requests = await self.pool.client.run(call)
-        for i in range(num_requests):
-            await self.admission.cancel(f"{job_id}#{i}")
+        await cancel_job(self.pool, job_id, tenant)
 
     # --- running jobs ---------------------------------------------------------------------------------------
 
@@ -210,34 +218,41 @@ class JobConsumer:
         """The record of the API key that an entry carries; None where there are no keys. Waits until that is
         known, and until a key that was just added is. Raises ApiError (401).
         """
-        keys = self.pool.keys
-        await keys.was_read.wait()
-        if not keys.has_keys:
+        await self.pool.keys.was_read.wait()
+        try:
+            return self.find_key(sent)
+        except ApiError:
+            if not sent:
+                raise
+            await asyncio.sleep(2 * POLL_S)
+            return self.find_key(sent)
+
+    def find_key(self, sent: bytes) -> ApiKey | None:
+        """Raises ApiError (401)."""
+        if not self.pool.keys.has_keys:
             return None
         if not sent:
             raise unauthorized("Incorrect API key: a job needs one in the field `api_key` of its entry")
-        try:
-            return keys.find(sent)
-        except ApiError:
-            await asyncio.sleep(2 * POLL_S)
-            return keys.find(sent)
+        return self.pool.keys.find(sent)
 
     async def serve_if_allowed(self, job: Job) -> None:
         """Serve a job if its API key is known; else answer it with an error, also where it has the id of a
         job that is known.
         """
         try:
-            key = await self.key_of(job.api_key)
-            allowed = job if key is None else job.of_key(key)
+            allowed = job.of_key(await self.key_of(job.api_key))
         except ApiError as error:
             metrics.count_arrival()
-            metrics.count_error(error.status, error.error_type)
-            await self.answer_error(job, error)
+            if await self.records.has_noted(job):  # its key counted then
+                await self.join_or_run(replace(job, fault=error), Reply(self.pool, job))
+            else:
+                metrics.count_error(error.status, error.error_type)
+                await self.answer_error(job, error)
             return
-        await self.serve(allowed)
+        await self.serve(with_webhook(allowed, self.settings))
 
     async def serve(self, job: Job) -> None:
-        """Register a job, and run it; returns when it is answered."""
+        """Register a job, and run it unless it waits for its time; returns when it is answered or waits."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
@@ -248,6 +263,16 @@ class JobConsumer:
                 log.error("job %s: the key %s is not a job's", job.id, self.keys.job(job.id))
                 error = internal_error("the record of this job was overwritten")
                 await reply.send_error(error, job.id)
+            case "live":
+                await self.run_in_time(job, reply)
+
+    async def run_in_time(self, job: Job, reply: Reply) -> None:
+        """Run a registered job, or leave it among the scheduled ones until its time."""
+        match await self.records.note(job):
+            case "full":
+                log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
+                metrics.count_error(429, "overloaded")
+                await self.answer_error(job, overloaded())
             case "live":
                 self.running[job.entry_id] = job
                 try:
@@ -299,13 +324,17 @@ class JobConsumer:
             await self.admission.cancel(f"{job_id}#{i}")
 
     async def reject(self, entry_id: str, fields: Fields) -> None:
-        """Answer 429 to an entry beyond SUBMIT_LIMIT."""
+        """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""
+        job = await self.parse(entry_id, fields)
+        if await self.records.has_noted(job):
+            self.hold(entry_id)
+            return
         log.warning(
             "job %s is rejected: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
         )
         metrics.count_arrival()
         metrics.count_error(429, "overloaded")
-        await self.answer_error(await self.parse(entry_id, fields), overloaded())
+        await self.answer_error(job, overloaded())
         await self.delete_entry(entry_id)
 
     async def answer_error(self, job: Job, error: ApiError) -> None:

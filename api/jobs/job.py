@@ -1,5 +1,5 @@
 """Job: a request of another service, as JSON in an entry of the stream `submit`. Its deadline counts from its
-entry.
+entry, or from the time before which it may not run.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import ApiError, Family, failed, invalid, openai, tgi
 from api.http.body import parse_body
+from api.jobs.not_before import read_not_before
 from api.requests.fields import Whole
 from api.requests.pool import Pool
 from api.requests.service_terms import (
@@ -27,14 +28,19 @@ from api.requests.service_terms import (
     read_deadline,
     read_tenant,
 )
+from api.webhooks.field import WebhookField, find_webhook
 from common.api_keys import ApiKey
 from common.messages.events import terminal_for
+from common.settings.settings import Settings
+from common.webhooks.webhook import JOB
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. Requests of a job have ids that no job can have: `{id}#{choice}`."""
 ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
-ADDRESS = ("id", "reply_to", "reply", "traceparent")
-"""Fields that are not content: the id, where the answer goes, and the trace that the job is part of."""
+ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
+"""Fields that are not content: the id, where the answer and the event of the end go, and the trace that the
+job is part of.
+"""
 TRACEPARENT = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 """Pattern of W3C's name of a span."""
 
@@ -58,8 +64,10 @@ class JobBody(BaseModel):
     priority: Whole | str | None = None
     tenant: str | None = None
     deadline_ms: Whole | None = None
+    not_before: float | str | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
+    webhook: WebhookField | None = None
     traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
 
 
@@ -73,10 +81,14 @@ class Job:
         in_stream: whether frames are kept in a stream.
         is_completion: it has the fields of /v1/completions.
         is_vector: its answer is vectors or scores.
+        is_response: it has the fields of /v1/responses, as lines of batches may.
         body: None if the job has a `fault`.
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
         api_key: that its entry carries; empty without one.
+        not_before_ms: until when it waits; 0 for a job that may run at once.
+        webhook_field: the webhook that it names, also if it has another `fault`.
+        webhook: where the event of its end goes, for `register_job`; empty for none.
     """
 
     id: str
@@ -87,16 +99,30 @@ class Job:
     is_chat: bool = False
     is_completion: bool = False
     is_vector: bool = False
+    is_response: bool = False
     body: JobBody | None = None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
     first_entry_id: str = ""
     api_key: bytes = b""
+    not_before_ms: int = 0
+    webhook_field: WebhookField | None = None
+    webhook: bytes = b""
+
+    @property
+    def kind(self) -> str:
+        """What it asks for, in a word."""
+        if self.is_vector:
+            return "vectors"
+        if self.is_response:
+            return "response"
+        return "chat" if self.is_chat else "completion" if self.is_completion else "generate"
 
     @property
     def family(self) -> Family:
         """The API family of the job's errors."""
-        return openai if self.is_chat or self.is_completion or self.is_vector else tgi
+        is_openai = self.is_chat or self.is_completion or self.is_vector or self.is_response
+        return openai if is_openai else tgi
 
     @property
     def has_listeners(self) -> bool:
@@ -107,6 +133,11 @@ class Job:
     def entry_ms(self) -> int:
         """The broker's time of the job's first entry."""
         return int((self.first_entry_id or self.entry_id).partition("-")[0])
+
+    @property
+    def due_ms(self) -> int:
+        """From when on it may run: its deadline counts from then."""
+        return max(self.entry_ms, self.not_before_ms)
 
     @property
     def seed(self) -> int:
@@ -125,10 +156,12 @@ class Job:
         key = {"api_key": self.api_key} if self.api_key else {}
         return {"job": body, "first_entry": self.first_entry_id or self.entry_id, **key}
 
-    def of_key(self, key: ApiKey) -> "Job":
-        """The job as it is served for an API key: of its tenant, and in its class if it names none. Raises
-        ApiError (403) if it names another tenant.
+    def of_key(self, key: ApiKey | None) -> "Job":
+        """The job as it is served for an API key: of its tenant, and in its class if it names none; the same
+        where there are no keys. Raises ApiError (403) if it names another tenant.
         """
+        if key is None:
+            return self
         terms = self.terms
         tenant = checked_tenant(key, terms.tenant, "tenant") or key.tenant
         named = replace(terms, tenant=tenant, key=key)
@@ -136,6 +169,15 @@ class Job:
             named = replace(named, service_class=default_class(key, "batch"))
         digest = hashlib.blake2b(f"{tenant} {self.digest}".encode(), digest_size=16).hexdigest()
         return replace(self, terms=named, digest=digest)
+
+
+def with_webhook(job: Job, settings: Settings) -> Job:
+    """The job with the webhook that it names, or that its API key has; one at fault is the job's fault."""
+    try:
+        webhook = find_webhook(job.webhook_field, job.terms.key, settings, JOB, job.id)
+    except ApiError as error:
+        return replace(job, fault=job.fault or error)
+    return replace(job, webhook=webhook.text(str(job.entry_ms))) if webhook else job
 
 
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
@@ -157,6 +199,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         is_vector="input" in parsed or "query" in parsed,
         first_entry_id=first_entry[0].decode() if first_entry else "",
         api_key=fields.get(b"api_key", b""),
+        webhook_field=read_webhook_field(parsed),
     )
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
@@ -164,9 +207,18 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         if sum(prompt is not None for prompt in prompts) != 1:
             others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"
             raise invalid(f"either `inputs` or `messages` must be given, {others}", "inputs")
-        return replace(job, body=body, terms=read_job_terms(body))
+        not_before_ms = 0 if body.not_before is None else read_not_before(body.not_before, job.entry_ms)
+        return replace(job, body=body, terms=read_job_terms(body), not_before_ms=not_before_ms)
     except ApiError as error:
         return replace(job, fault=error)
+
+
+def read_webhook_field(parsed: Mapping[str, Any]) -> WebhookField | None:
+    """The webhook that a job names; None if it cannot be read, which the job's body says."""
+    with contextlib.suppress(ApiError):
+        if parsed.get("webhook") is not None:
+            return parse_body(WebhookField, orjson.dumps(parsed["webhook"]))
+    return None
 
 
 def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
@@ -229,11 +281,16 @@ async def left_ms(pool: Pool, job: Job) -> int:
     """Milliseconds to the deadline, by the broker's clock. Raises ApiError if it has passed."""
     if job.terms.deadline_ms is None:
         return MAX_DEADLINE_MS
-    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
-    left = job.entry_ms + job.terms.deadline_ms - (seconds * 1000 + microseconds // 1000)
+    left = job.due_ms + job.terms.deadline_ms - await broker_ms(pool)
     if left <= 0:
         raise expired(job)
-    return int(left)
+    return left
+
+
+async def broker_ms(pool: Pool) -> int:
+    """The present by the broker's clock."""
+    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
             "messaging.message.id": job.entry_id,
             "tokenfleet.request.id": job.id,
         },
-        started_ns=NS_PER_MS * job.entry_ms,
+        started_ns=NS_PER_MS * job.due_ms,
     )
     TRACEPARENT.set(trace.generation if trace else "")
     return trace

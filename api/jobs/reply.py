@@ -9,9 +9,10 @@ from api.errors import ApiError
 from api.jobs.job import Job
 from api.json import to_json
 from api.requests.pool import Pool
-from common.broker import job_scripts
-from common.broker.job_scripts import FRAMES_LOST, NOT_A_JOB
 from common.broker.keys import RESULT_TTL_MS
+from common.jobs import scripts as job_scripts
+from common.jobs.record import GOES_ON, JobEnding
+from common.jobs.scripts import FRAMES_LOST, NOT_A_JOB
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Reply:
         self.client = pool.client
         self.keys = pool.client.keys
         self.retry_forever = pool.admission.retry_forever
+        self.settings = pool.settings
         self.job = job
         self.channel = self.keys.channel(job.reply_to) if job.reply_to else ""
         self.num_sent = 0
@@ -47,6 +49,7 @@ class Reply:
             job.id,
             digest=job.digest,
             tenant=job.terms.tenant if job.terms.key else "",
+            webhook=job.webhook,
             channel=self.channel,
             in_stream=job.in_stream,
         )
@@ -72,7 +75,12 @@ class Reply:
         await self.retry_forever(command)
 
     async def send(
-        self, frames: list[Frame], max_frames: int, answer: bytes = b"", request_ids: Sequence[str] = ()
+        self,
+        frames: list[Frame],
+        max_frames: int,
+        answer: bytes = b"",
+        request_ids: Sequence[str] = (),
+        ending: JobEnding = GOES_ON,
     ) -> None:
         """Send the new frames, or all of them if the broker has lost some. The answer is sent together with
         the last frames: after the last frame a client finds it.
@@ -89,6 +97,9 @@ class Reply:
                 request_ids=request_ids,
                 frames=frames[first:],
                 num_heard=self.num_sent - first,
+                ending=ending,
+                dead_ttl_ms=round(1000 * self.settings.job_dead_ttl_s),
+                max_dead=self.settings.max_dead_jobs,
             )
             return await self.retry_forever(lambda: self.client.run(call))
 

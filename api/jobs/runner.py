@@ -12,42 +12,39 @@ from redis.exceptions import ResponseError
 from api.errors import (
     INSUFFICIENT_QUOTA,
     ApiError,
-    cut,
     failed,
     internal_error,
-    invalid,
-    model_not_found,
     overloaded,
-    quoted,
     unavailable,
 )
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.http.access_log import AccessLog, AccessRecord
 from api.http.request_trace import RequestTrace
+from api.jobs.find_model import find_model
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.job_trace import begin_job_trace, note_failure, note_job
+from api.jobs.records import ending_of
 from api.jobs.reply import Frame, Reply
-from api.jobs.validated_job import ChatJob, CompletionJob, GenerateJob, VectorJob, validate_job
+from api.jobs.validated_job import ValidatedJob, validate_job
 from api.json import to_json
 from api.pictures.keep import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
-from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
 from api.requests.respond import with_adapter
 from api.streams.answer_access import count_longest, note_streams
 from api.streams.answer_trace import note_answer
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
+from api.webhooks.field import check_room
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.request_scripts import KeyCharge
-from common.messages.adapters import PoolAdapter
+from common.jobs.record import DONE, JobEnding
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate
 from common.process.event_loop import run_until_one_ends
-from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +68,7 @@ class JobRun:
         num_frames: their number in each lane.
         trace: None where it is not sampled.
         model_name: of the pool's model, or of the adapter that the job names.
+        ending: what its record says of its end.
     """
 
     def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock, access: AccessLog) -> None:
@@ -92,6 +90,7 @@ class JobRun:
         self.record = AccessRecord("job", "submit")
         self.record.note({"request_id": job.id})
         self.model_name = pool.settings.model_name
+        self.ending = JobEnding(DONE, 200)
 
     def join(self, reply: Reply) -> None:
         """Add the reply of another entry with the same job: it gets all frames."""
@@ -105,7 +104,7 @@ class JobRun:
         answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
-            await reply.send(self.frames, self.max_frames, answer, request_ids)
+            await reply.send(self.frames, self.max_frames, answer, request_ids, self.ending)
         if self.streams:
             note_streams(self.record, self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
@@ -123,11 +122,13 @@ class JobRun:
             self.record.note({"reason": error.error_type})
             metrics.count_error(error.status, error.error_type)
             note_failure(self.trace, error.error_type, str(error))
+            self.ending = ending_of(error)
             self.record.status, answered = self.job.family(error)
             body = to_json(answered)
         except Exception as error:
             log.exception("job %s", self.job.id)
             note_failure(self.trace, "internal", type(error).__name__)
+            self.ending = ending_of(internal_error())
             self.record.status, answered = self.job.family(internal_error())
             body = to_json(answered)
         if all(text != body for _, _, text in self.frames):
@@ -138,20 +139,16 @@ class JobRun:
         """The result. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
-        adapter = await find_job_adapter(self.pool, self.job)
-        if adapter is None:
-            check_model(self.job, self.pool.settings)
-        else:
-            self.model_name = adapter.name
-            check_key_adapter(self.job.terms.key, adapter.name)
-        check_key_model(self.job.terms.key, self.pool.settings, self.model_name)
+        self.model_name, adapter = await find_model(self.pool, self.job)
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
+            if self.job.webhook:
+                await attempt(lambda: check_room(self.pool.client, self.pool.settings), self.wait)
             valid = await attempt(
                 lambda: validate_job(self.pool, self.job, self.model_name), self.wait_to_keep
             )
             note_job(self.trace, self.job, valid.requests, self.model_name)
-            await self.admit_all(with_adapter(valid.requests, adapter.key if adapter else ""))
+            await self.admit_all(with_adapter(valid.requests, adapter))
         self.max_frames = sum(
             len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
             for stream in self.streams
@@ -242,7 +239,7 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, valid: ChatJob | CompletionJob | GenerateJob | VectorJob) -> None:
+    async def send_frames(self, valid: ValidatedJob) -> None:
         """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():
@@ -270,31 +267,6 @@ class JobRun:
             if stream.terminal:
                 metrics.count_stream(stream, self.pool.workers.limits)
         self.ended.set()
-
-
-def check_model(job: Job, settings: Settings) -> None:
-    """Raises ApiError (404) for models of other pools, each of which has its own stream of jobs."""
-    model = job.body and job.body.model
-    if model and not names_own(model, settings):
-        raise model_not_found(
-            f"The model `{cut(model)}` is not served here: a job goes to the stream of its own pool"
-        )
-
-
-async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:
-    """The adapter that a job names: as its `model`, or one with `inputs` by TGI's `adapter_id`. Raises
-    ApiError (422).
-    """
-    assert job.body is not None
-    adapter_id = None if job.is_chat or job.is_completion else (job.body.parameters or {}).get("adapter_id")
-    name = job.body.model if adapter_id is None else adapter_id
-    if not isinstance(name, str) or (adapter_id is None and names_own(name, pool.settings)):
-        return None  # the fields of `parameters` are checked later
-    if adapter := await pool.find_adapter(name):
-        pool.check_adapter(adapter)
-    elif adapter_id is not None:
-        raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")
-    return adapter
 
 
 async def all_ended(streams: Sequence[Stream]) -> None:

@@ -12,6 +12,7 @@ from api.errors import invalid
 from api.event_loop import offload
 from api.http.body import parse_body
 from api.jobs.job import Job, JobBody
+from api.jobs.response_job import ResponseJob, validate_response_job
 from api.json import to_json
 from api.openai.completions import read_completion
 from api.openai.params import read_chat
@@ -32,14 +33,14 @@ from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
-NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached", "webhook")
+NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached", "webhook", "not_before")
 """Fields of /v1/chat/completions that a job has beside its `parameters`, or does not have."""
 
 
-async def validate_job(
-    pool: Pool, job: Job, model: str
-) -> "ChatJob | CompletionJob | GenerateJob | VectorJob":
+async def validate_job(pool: Pool, job: Job, model: str) -> "ValidatedJob":
     """Validate a job, whose answer shows this name of its model. Raises ApiError."""
+    if job.is_response:
+        return await validate_response_job(pool, job, model)
     if job.is_completion:
         return await validate_completion_job(pool, job, model)
     if job.is_vector:
@@ -212,7 +213,7 @@ async def validate_vector_job(pool: Pool, job: Job, model: str) -> VectorJob:
 async def read_vector_job(pool: Pool, body: JobBody) -> tuple[Asked, str]:
     """What the job asks for, and the route of which it has the fields. Raises ApiError."""
     parameters = body.parameters or {}
-    check_parameters(parameters, ("model",))
+    check_parameters(parameters, ("model", "not_before"))
     if body.query is None:
         content = to_json(parameters | {"input": body.input})
         embedding = await offload(len(content), lambda: parse_body(EmbeddingRequest, content))
@@ -222,3 +223,6 @@ async def read_vector_job(pool: Pool, body: JobBody) -> tuple[Asked, str]:
     rerank = await offload(len(content), lambda: parse_body(RerankFields, content))
     rerank.check()
     return await read_rerank(pool, rerank, "/v1/rerank"), "/v1/rerank"
+
+
+ValidatedJob = ChatJob | CompletionJob | GenerateJob | ResponseJob | VectorJob

@@ -11,6 +11,7 @@ from api.errors import invalid
 from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, ranged
 from api.requests.params import GenerationParams
 from api.tgi.request_schemas import TGI_NAMES, GenerateParameters, GenerateRequest
+from api.webhooks.field import WebhookField
 from common.messages.answer import InferOutputs
 
 TEXT_OUTPUT = "text_output"
@@ -74,6 +75,7 @@ class KServeGenerateRequest(Strict):
     parameters: KServeParameters = Field(default_factory=KServeParameters)
     resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
+    webhook: WebhookField | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -153,6 +155,7 @@ class InferRequest(Strict):
         default=None,
         description="A name for the output of each input. Default: `text_output`, if there is one input.",
     )
+    webhook: WebhookField | None = None
 
     def prompts(self) -> list[tuple[str, str]]:
         """The text of each prompt, and its field. Raises ApiError (422)."""

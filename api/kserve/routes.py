@@ -183,7 +183,14 @@ async def infer_on(request: Request, parsed: InferRequest, pool: Pool) -> Respon
         requests += await choices(params, pool, streamed=False)
         await pace.step()
     prefixes = [text if parameters.wants_full_text else "" for text, _ in prompts]
-    answer = new_answer(request, pool, requests=requests, prefixes=prefixes, rendering=Rendering())
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=prefixes,
+        rendering=Rendering(),
+        webhook=parsed.webhook,
+    )
     answer = replace(answer, infer=parsed.describe_outputs())
     return await submit_and_respond(request, pool, answer, sum(len(text) for text, _ in prompts), RENDERER)
 
@@ -210,6 +217,7 @@ async def generate_on(
         streamed=streamed,
         resume_s=parsed.resume_s,
         detached=parsed.detached,
+        webhook=parsed.webhook,
     )
     return await submit_and_respond(request, pool, answer, len(text), RENDERER)
 

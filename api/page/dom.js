@@ -1,4 +1,4 @@
-// Helpers for the document (DOM), and for numbers in it.
+// Helpers for the document (DOM), and for numbers and times in it.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -40,3 +40,7 @@ export function bytes(count) {
   const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, count)) / 10));
   return `${figure(count / 2 ** (10 * power))} ${units[power]}`;
 }
+
+const day = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "short", timeZone: "UTC" });
+/** A Unix time (s) in UTC; nothing for 0. */
+export const moment = (unixS) => (unixS ? day.format(new Date(1000 * unixS)) : "");

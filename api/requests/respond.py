@@ -153,8 +153,7 @@ def new_answer(
         kind: what the answer is to its webhook.
     """
     own_id, requests = answer_id(request), with_adapter(requests, request.state.adapter)
-    if webhook is not None:
-        requests = with_webhook(requests, webhook, pool.settings, kind, own_id)
+    requests = with_webhook(requests, webhook, key_of(request), pool.settings, kind, own_id)
     if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
         rendering = replace(rendering, as_file=True)
     requests = on_terms(request, requests, pool.settings, priority, service_tier)

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from api.errors import ApiError, invalid, quoted
 from api.http.auth import key_of, sent_key
+from api.http.idempotency import IDEMPOTENCY_HEADER
 from api.http.openapi import json_body
 from common.api_keys import TENANT, ApiKey
 from common.messages.adapters import adapter_name
@@ -158,7 +159,7 @@ def chosen_class(priority: str | int | None, tier: str | None, default: str = DE
 
 def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
     """A route's `openapi_extra`, as of `json_body`, for a route that generates."""
-    return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
+    return json_body(shape, example) | {"parameters": [*SERVICE_HEADERS, IDEMPOTENCY_HEADER]}
 
 
 def on_terms(

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.errors import ApiError, asking_broker, cut, unavailable
+from api.errors import ApiError, asking_broker, unavailable
 from api.event_loop import offload
 from api.http.body import read_bytes
 from api.http.error_handlers import CountError, handle_api_error, handle_disconnect
-from api.http.idempotency import IDEMPOTENCY_KEY, Repeated, idempotency_key, noted_digest
+from api.http.idempotency import REPLAYED, Repeated, check_same, idempotency_key, noted_digest
 from api.json import to_json
 from api.openai.responses_object import ResponseObjectRenderer
 from api.requests.on_pool import own_pool
@@ -28,7 +28,6 @@ from common.messages.answer import HttpAnswer
 from common.messages.events import FINISHED
 from common.process.event_loop import run_until_one_ends
 
-REPLAYED = "idempotency-replayed"
 POLL_S = 0.1
 """How often an answer that is not streamed is asked for its end."""
 
@@ -79,7 +78,7 @@ async def respond(request: Request, request_id: str) -> Response:
     if not noted_digest(request):  # the route has not read it
         await read_bytes(request, own_pool(request).max_body_bytes)
     admitted = await find_admitted(request, request_id)
-    check_same(request, admitted.answer)
+    check_same(request, admitted.answer.terms.body)
     pool, answer, channel = admitted
     if answer.streamed:
         streams, frames = await attach.read_rest(pool, answer, channel, 0)
@@ -101,16 +100,6 @@ async def find_admitted(request: Request, request_id: str) -> Admitted:
             raise unavailable("the earlier request with this key was not admitted: ask again")
         await asyncio.sleep(POLL_S)
     return admitted
-
-
-def check_same(request: Request, answer: HttpAnswer) -> None:
-    """Raises ApiError (409) if the earlier request had another route or body."""
-    if answer.terms.body != noted_digest(request):
-        text = (
-            f"`{IDEMPOTENCY_KEY}`: keys for idempotent requests can only be used with the same route and body"
-            f" they were first used with. Try another key than {cut(idempotency_key(request))!r}"
-        )
-        raise ApiError(409, "conflict", text, IDEMPOTENCY_KEY, code="idempotency_key_reused")
 
 
 def lost() -> ApiError:

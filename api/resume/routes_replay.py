@@ -12,7 +12,6 @@ from api.event_loop import offload
 from api.http.middleware import request_id as own_request_id
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
 from api.json import to_json
-from api.receipts.compare import NO_RECEIPT, compare_receipts, compare_tokens, reasons_against
 from api.receipts.render import render_receipt
 from api.receipts.schemas import ReplayedAnswer
 from api.receipts.terms import receipt_terms
@@ -27,6 +26,7 @@ from api.streams.http_response import wait_until_finished
 from api.streams.stream import Stream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
+from common.receipts.compare import NO_RECEIPT, compare_receipts, compare_tokens, reasons_against
 
 ROUTE = "/generate"
 """A replay is admitted as an answer of this route: nobody reads it but its own gateway."""

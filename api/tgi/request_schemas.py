@@ -26,6 +26,7 @@ from api.requests.fields import (
 )
 from api.requests.logits import check_not_streamed
 from api.requests.params import SWITCH_NAMES, GenerationParams
+from api.webhooks.field import WebhookField
 from common.settings.ranges import MAX_STOP_CHARS
 
 TGI_NAMES = {
@@ -122,6 +123,7 @@ class GenerateRequest(Strict):
     parameters: GenerateParameters | None = None
     resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
+    webhook: WebhookField | None = None
 
     @property
     def adapter_id(self) -> str | None:

@@ -38,6 +38,7 @@ from api.tgi.render import RENDERER, VERTEX
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, Predictions
 from api.tgi.routes_generate import EVENTS, EXAMPLE, compat_generate
+from api.webhooks.field import WebhookField
 from common.messages.answer import Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
@@ -94,6 +95,7 @@ class VertexRequest(Strict):
         description="Each is a body of `/generate`, or of `/v1/chat/completions`.",
         json_schema_extra={"minItems": 1},
     )
+    webhook: WebhookField | None = None
 
 
 class UninspectedInstances(Strict):
@@ -131,7 +133,12 @@ async def predict_on(request: Request, data: bytes, pool: Pool) -> Response:
         requests += with_adapter(found, adapter)
         await pace.step()
     answer = new_answer(
-        request, pool, requests=requests, prefixes=[""] * len(requests), rendering=Rendering()
+        request,
+        pool,
+        requests=requests,
+        prefixes=[""] * len(requests),
+        rendering=Rendering(),
+        webhook=parsed.webhook,
     )
     num_chars = sum(len(params.text or "") for params in all_params)
     return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
@@ -150,6 +157,8 @@ async def read_instance(
     where = f"instances[{i}]"
     try:
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
+        if instance.webhook is not None:
+            raise invalid("`webhook` stands beside `instances`: one event tells the end of all", "webhook")
         if isinstance(instance, ChatRequest):
             params, num_texts = await read_messages(request, pool, instance), instance.n or 1
         else:

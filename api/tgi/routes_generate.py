@@ -112,6 +112,7 @@ async def generate_on(
         streamed=streamed,
         resume_s=parsed.resume_s,
         detached=parsed.detached,
+        webhook=parsed.webhook,
     )
     return await submit_and_respond(request, pool, answer, len(parsed.inputs), RENDERER)
 

@@ -10,11 +10,12 @@ from collections.abc import Collection
 from api.json import to_json
 from common.messages.events import FINISHED
 from common.webhook_secret import key_of_secret
-from common.webhooks.webhook import BATCH, REQUEST, RESPONSE, Webhook
+from common.webhooks.webhook import BATCH, JOB, REQUEST, RESPONSE, Webhook
 
 EVENTS = {
     RESPONSE: ("completed", "incomplete", "failed", "cancelled"),
     REQUEST: ("completed", "failed", "cancelled"),
+    JOB: ("completed", "failed", "cancelled"),
     BATCH: ("completed", "failed", "expired", "cancelled"),
 }
 """What ends → how: an event's type is both, with a dot."""
@@ -25,14 +26,15 @@ def types_of(kind: str) -> list[str]:
 
 
 def type_of(webhook: Webhook, ends: Collection[str]) -> str:
-    """The type of an event.
+    """The type of an event, by how its requests have ended. A response that ended within a call, or as a
+    whole JSON at its last token, says otherwise of itself: see `WebhookSender.find_type`.
 
     Args:
-        ends: the status of the batch, or the reason of each request's terminal.
+        ends: the status of the job or batch, or the reason of each request's terminal.
     """
-    if webhook.kind == BATCH:
+    if webhook.kind in (JOB, BATCH):
         [status] = ends
-        return f"{BATCH}.{status}"
+        return f"{webhook.kind}.{status}"
     if all(reason in FINISHED for reason in ends):
         is_cut = webhook.kind == RESPONSE and any(reason not in WHOLE for reason in ends)
         return f"{webhook.kind}.{'incomplete' if is_cut else 'completed'}"

@@ -1,7 +1,6 @@
 """The field `webhook` of request bodies: where a client wants the event of its request's end."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,6 +9,7 @@ from api.errors import asking_broker, invalid, overloaded, quoted
 from api.outbound.addresses import UrlError, read_url
 from api.webhooks.events import types_of
 from api.webhooks.post import check_target
+from common.api_keys import ApiKey
 from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
 from common.settings.settings import Settings
@@ -40,8 +40,21 @@ class WebhookField(BaseModel):
     )
 
 
+def find_webhook(
+    field: WebhookField | None, key: ApiKey | None, settings: Settings, kind: str, object_id: str
+) -> Webhook | None:
+    """The webhook of an object that ends: that of its body, or else that of its client's API key, which has
+    all events. Raises ApiError (422).
+    """
+    if field is not None:
+        return read_webhook(field, settings, kind, object_id)
+    if key is not None and key.webhook:
+        return Webhook(key.webhook, key.webhook_secret, [], kind, object_id)
+    return None
+
+
 def read_webhook(field: WebhookField, settings: Settings, kind: str, object_id: str) -> Webhook:
-    """The webhook of an object that ends. Raises ApiError (422) that names the part at fault."""
+    """The webhook that a body names. Raises ApiError (422) that names the part at fault."""
     check_url(field.url, settings)
     events, known = field.events, types_of(kind)
     if events is not None and (not events or set(events) - set(known)):
@@ -78,12 +91,19 @@ async def check_room(client: PoolClient, settings: Settings) -> None:
 
 
 def with_webhook(
-    requests: Sequence[Generate], field: WebhookField, settings: Settings, kind: str, answer_id: str
+    requests: list[Generate],
+    field: WebhookField | None,
+    key: ApiKey | None,
+    settings: Settings,
+    kind: str,
+    answer_id: str,
 ) -> list[Generate]:
-    """The requests of an answer whose end is an event; it comes when all of them have ended. Raises ApiError
+    """The requests of an answer; the event of its end comes when all of them have ended. Raises ApiError
     (422).
     """
     object_id = f"resp_{answer_id}" if kind == RESPONSE else answer_id
-    webhook, made = read_webhook(field, settings, kind, object_id), str(time.time_ns())
-    number = len(requests)
+    webhook = find_webhook(field, key, settings, kind, object_id)
+    if webhook is None:
+        return requests
+    made, number = str(time.time_ns()), len(requests)
     return [replace(one, webhook=webhook.text(made, i, number)) for i, one in enumerate(requests)]

@@ -8,10 +8,16 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
+from api.errors import ApiError
 from api.event_loop import attempt, repeat_forever, retry_forever
+from api.outbound.addresses import UrlError, read_url
 from api.webhooks.events import payload_of, signed_headers, type_of
+from api.webhooks.places import MAX_SENDING, choose
 from api.webhooks.post import Attempt, post
 from api.webhooks.schedule import next_wait_s
 from common.broker.pool_client import PoolClient
@@ -26,33 +32,53 @@ from common.webhooks.scripts import (
     UNWANTED,
     StoredEvent,
     claim_webhooks,
+    postpone_webhooks,
     settle_webhook,
 )
-from common.webhooks.webhook import Webhook
+from common.webhooks.webhook import RESPONSE, Webhook
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 LEASE_MS = 30_000
 """Longer than an attempt may take: while it runs, no other gateway sends the event."""
-MAX_SENDING = 32
-"""Events that one gateway sends at once."""
+MAX_CLAIMED = 128
+"""Events that are looked at, at once."""
 DELIVERED_TTL_MS = 3_600_000
 """How long a delivered event is known: its end is not noted twice."""
 CLOSE_TIMEOUT_S = 2.0
+
+
+class ReadEvent(NamedTuple):
+    """A claimed event, and to whom it goes."""
+
+    stored: StoredEvent
+    webhook: Webhook
+
+    @property
+    def receiver(self) -> str:
+        """Host and port; empty for a URL that is none."""
+        try:
+            return read_url(self.webhook.url).host_header
+        except UrlError:
+            return ""
 
 
 class WebhookSender:
     """Sends events of one pool.
 
     Attributes:
-        sending: attempts that run.
+        read_status: how a response ended, by its id, as long as it is kept; may raise ApiError (503).
+        sending: attempts that run, and their receivers.
     """
 
-    def __init__(self, client: PoolClient, settings: Settings) -> None:
+    def __init__(
+        self, client: PoolClient, settings: Settings, read_status: Callable[[str], Awaitable[str]]
+    ) -> None:
         self.client = client
         self.settings = settings
-        self.sending: set[asyncio.Task[None]] = set()
+        self.read_status = read_status
+        self.sending: dict[asyncio.Task[None], str] = {}
 
     async def run(self) -> None:
         """Never returns. At the end, attempts that run have a moment to finish."""
@@ -66,42 +92,71 @@ class WebhookSender:
 
     async def look(self) -> None:
         """Begin to send what is due; wait a while if that is not much."""
-        free = MAX_SENDING - len(self.sending)
-        due = await self.claim(free) if free else []
-        for event in due:
-            task = asyncio.create_task(self.deliver(event))
-            self.sending.add(task)
-            task.add_done_callback(self.sending.discard)
-        if len(self.sending) < MAX_SENDING:
-            await asyncio.sleep(until_beat(POLL_S))
-        else:
+        claimed = await self.claim()
+        self.begin(await self.take_places(claimed))
+        if len(self.sending) >= MAX_SENDING:
             await asyncio.wait(self.sending, return_when=asyncio.FIRST_COMPLETED)
+        elif len(claimed) < MAX_CLAIMED:
+            await asyncio.sleep(until_beat(POLL_S))
 
-    async def claim(self, max_events: int) -> list[StoredEvent]:
-        call = claim_webhooks(self.client.keys, max_events=max_events, lease_ms=LEASE_MS)
+    async def claim(self) -> list[StoredEvent]:
+        call = claim_webhooks(self.client.keys, max_events=MAX_CLAIMED, lease_ms=LEASE_MS)
         return await self.client.run(call)
 
-    async def deliver(self, event: StoredEvent) -> None:
-        """Send an event once, and write what became of it."""
+    async def take_places(self, claimed: Sequence[StoredEvent]) -> list[ReadEvent]:
+        """The events for which there are places; the others are given back."""
+        events = [event for stored in claimed if (event := await self.read(stored)) is not None]
+        chosen = choose([event.receiver for event in events], Counter(self.sending.values()))
+        if chosen.postponed:
+            waits = [(events[i].stored.id, wait_ms) for i, wait_ms in chosen.postponed]
+            await self.client.run(postpone_webhooks(self.client.keys, waits))
+        return [events[i] for i in chosen.sent]
+
+    async def read(self, stored: StoredEvent) -> ReadEvent | None:
+        """The event; None for one that cannot be read, which is dead."""
         try:
-            webhook = decode(Webhook, event.fields.get("webhook", b""))
-            event_type = type_of(webhook, event.ends)
+            webhook = decode(Webhook, stored.fields.get("webhook", b""))
+            type_of(webhook, stored.ends)
         except (WireError, ValueError) as error:
-            log.error("webhook event %s cannot be read: %s", event.id, error)
-            await self.settle(event, DEAD, "the event cannot be read")
+            log.error("webhook event %s cannot be read: %s", stored.id, error)
+            await self.settle(stored, "", DEAD, "the event cannot be read")
+            return None
+        return ReadEvent(stored, webhook)
+
+    def begin(self, events: Sequence[ReadEvent]) -> None:
+        for event in events:
+            task = asyncio.create_task(self.deliver(event))
+            self.sending[task] = event.receiver
+            task.add_done_callback(self.sending.pop)
+
+    async def deliver(self, event: ReadEvent) -> None:
+        """Send an event once, and write what became of it."""
+        stored, webhook = event
+        try:
+            event_type = stored.text("type") or await self.find_type(event)
+        except ApiError as error:  # the event is due again when its lease is over
+            log.warning("webhook event %s waits: %s", stored.id, error)
             return
         if webhook.events and event_type not in webhook.events:
-            await self.settle(event, UNWANTED, "")
+            await self.settle(stored, event_type, UNWANTED, "")
             return
-        made_s = event.number("made_ms") // 1000
-        payload = payload_of(event.id, event_type, webhook, made_s)
-        headers = signed_headers(webhook.secret, event.id, int(time.time()), payload)
+        made_s = stored.number("made_ms") // 1000
+        payload = payload_of(stored.id, event_type, webhook, made_s)
+        headers = signed_headers(webhook.secret, stored.id, int(time.time()), payload)
         made = await post(webhook.url, headers, payload, self.settings.webhook_allowed_hosts)
-        await self.settle_attempt(event, made)
+        await self.settle_attempt(stored, event_type, made)
 
-    async def settle_attempt(self, event: StoredEvent, made: Attempt) -> None:
+    async def find_type(self, event: ReadEvent) -> str:
+        """The type of an event that no attempt has sent: what the response says of itself, while it is kept.
+        Raises ApiError (503).
+        """
+        stored, webhook = event
+        status = await self.read_status(webhook.object_id) if webhook.kind == RESPONSE else ""
+        return f"{RESPONSE}.{status}" if status else type_of(webhook, stored.ends)
+
+    async def settle_attempt(self, event: StoredEvent, event_type: str, made: Attempt) -> None:
         if made.is_delivered:
-            await self.settle(event, DELIVERED, made.said)
+            await self.settle(event, event_type, DELIVERED, made.said)
             return
         since_ms = event.number("retried_ms") or event.number("made_ms")
         wait_s = next_wait_s(
@@ -111,17 +166,20 @@ class WebhookSender:
             random.random,
         )
         if made.is_gone or wait_s is None:
-            await self.settle(event, DEAD, made.said)
+            await self.settle(event, event_type, DEAD, made.said)
         else:
-            await self.settle(event, FAILED, made.said, wait_s)
+            await self.settle(event, event_type, FAILED, made.said, wait_s)
 
-    async def settle(self, event: StoredEvent, outcome: str, said: str, wait_s: float = 0.0) -> None:
+    async def settle(
+        self, event: StoredEvent, event_type: str, outcome: str, said: str, wait_s: float = 0.0
+    ) -> None:
         """Write what became of an attempt, however long the broker is away."""
         kept_ms = round(1000 * self.settings.webhook_dead_ttl_s) if outcome == DEAD else DELIVERED_TTL_MS
         call = settle_webhook(
             self.client.keys,
             event,
             outcome,
+            event_type=event_type,
             said=said,
             wait_ms=round(1000 * wait_s),
             ttl_ms=kept_ms,

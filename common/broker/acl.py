@@ -62,13 +62,15 @@ RIGHTS = {
     "gateway": Rights(
         "gateways",
         scripts="admit offer cancel attach forget read_requests delete_response keep_response"
-        " register_job claim_jobs cancel_job reply change_key change_adapters heartbeat"
+        " register_job claim_jobs cancel_job reply note_job note_waiting release_jobs retry_job"
+        " change_key change_adapters heartbeat"
         " keep_picture hold_pictures let_go_pictures"
         " create_batch claim_batch write_batch cancel_batch"
-        " claim_webhooks settle_webhook retry_webhook",
-        commands=f"{PROCESS} hgetall hexists hset expire set zscore lrange xadd xack xdel xrange xrevrange"
-        " xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe unsubscribe",
-        keys=f"request tokens tenants metrics key_use picture webhooks* {ALL_USAGE}",
+        " claim_webhooks postpone_webhooks settle_webhook retry_webhook",
+        commands=f"{PROCESS} hgetall hexists hset expire set zscore zcount zrank zrevrank lrange xadd xack"
+        " xdel xrange xrevrange xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe"
+        " unsubscribe",
+        keys=f"request tokens tenants metrics key_use picture webhooks* jobs* {ALL_USAGE}",
         reads=f"{SUPERVISED} state timeline log pools pool_entries model_shares",
         beats="gateway",
         looks=f"worker batcher jobworker {STARTING} {SLEEPER}",

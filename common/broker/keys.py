@@ -243,6 +243,25 @@ class Keys:
         """Hash: state of a job: its digest, its cancel, and how many frames were sent where."""
         return self.key("job", job_id)
 
+    @property
+    def jobs(self) -> str:
+        """How the names of the keys of jobs' records begin; `job_records.lua` adds the rest."""
+        return self.key("jobs")
+
+    def job_set(self, name: str) -> str:
+        """Sorted set: jobs that are `live`, `scheduled`, `dead` or `ended` → since when, or until when they
+        wait, in ms.
+        """
+        return self.key("jobs", name)
+
+    def job_record(self, job_id: str) -> str:
+        """Hash: what people see of a job."""
+        return self.key("jobs", "record", job_id)
+
+    def job_entries(self, job_id: str) -> str:
+        """Hash: where a job's answer goes → its entry in `submit`, or the fields of one that left it."""
+        return self.key("jobs", "entries", job_id)
+
     def reply(self, job_id: str) -> str:
         """Stream: the frames of a job with `"reply": "stream"`."""
         return self.key("reply", job_id)

@@ -1,8 +1,9 @@
 --- register_job
 -- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
 -- KEYS job, reply
--- ARGV digest, tenant, ttl_ms, channel, in_stream, reply_ttl_ms
--- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''.
+-- ARGV digest, tenant, webhook, ttl_ms, channel, in_stream, reply_ttl_ms
+-- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
+-- as in `lib/webhooks`, or ''; the first one counts.
 -- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
 local kind = redis.call('TYPE', job).ok
 if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
@@ -19,6 +20,7 @@ if last then
 end
 redis.call('HSET', job, 'digest', digest)
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end
 redis.call('PEXPIRE', job, ttl_ms)
 return 'live'
 
@@ -41,11 +43,15 @@ claim[#claim + 1] = 'JUSTID'
 return redis.call(unpack(claim))
 
 --- reply
--- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once.
--- KEYS job, reply, result, ...
--- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, ...
+-- needs: lib/jobs, lib/webhooks
+-- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With
+-- the answer the event of its webhook is due.
+-- KEYS job, reply, result, jobs, submit, webhooks, ...
+-- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, event, job_id, state,
+--  status, reason, error, dead_ttl_ms, max_dead, max_ended, ...
 -- More keys: of the requests. With the answer they expire in `request_ttl_ms`, the job and the stream `reply`
--- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream.
+-- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream. With the
+-- answer, `state` to `error` say how the job has ended; the last three bound the records of such jobs.
 -- More arguments: lane, index in its lane, text of each frame; the channel has heard the first `num_heard`.
 -- A lane is one choice; frames of a lane come in order, from any index.
 -- Returns the number of frames that were new, -1 when `job` has another type, or -2, with nothing done,
@@ -72,6 +78,14 @@ if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('SET', result, answer, 'PX', ttl_ms)
   for i = first_key, #KEYS do redis.call('PEXPIRE', KEYS[i], request_ttl_ms) end
+  local ending = {'status', status, 'reason', reason, 'error', error}
+  end_job(jobs, submit, job_id, state, ending, tonumber(dead_ttl_ms), tonumber(max_dead), tonumber(ttl_ms),
+    tonumber(max_ended))
+  local webhook = redis.call('HGET', job, 'webhook')
+  if webhook then
+    note_end(webhooks, webhook, event)
+    redis.call('HDEL', job, 'webhook')
+  end
 end
 
 local function take_if_next(target, lane, index)
@@ -100,9 +114,11 @@ if max_entries ~= '0' then redis.call('PEXPIRE', reply, ttl_ms) end
 return num_new
 
 --- cancel_job
--- Cancel a job. One that is not known yet is marked, as its entry may still come.
--- KEYS job
--- ARGV tenant, mark_ttl_ms
+-- needs: lib/jobs
+-- Cancel a job. One that is not known yet is marked, as its entry may still come. The entries of a scheduled
+-- one are submitted, so that it ends at once.
+-- KEYS job, jobs, submit
+-- ARGV tenant, mark_ttl_ms, job_id
 -- `tenant` whose job it must be, or '' for any.
 -- Returns as how many requests it was admitted, or -1 when it has ended, is another tenant's or the key has
 -- another type.
@@ -113,17 +129,21 @@ if tenant ~= '' and kind == 'hash' and redis.call('HGET', job, 'tenant') ~= tena
 redis.call('HSET', job, 'cancel', 1)
 if kind == 'none' then
   if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
-  redis.call('PEXPIRE', job, mark_ttl_ms)
+  local is_known = redis.call('ZSCORE', jobs .. ':live', job_id)
+  redis.call('PEXPIRE', job, is_known and JOB_TTL_MS or mark_ttl_ms)
 end
+if redis.call('ZSCORE', jobs .. ':scheduled', job_id) then submit_entries(jobs, submit, job_id, false) end
 return tonumber(redis.call('HGET', job, 'choices') or '0')
 
 --- create_batch
--- Keep a new batch, which has no lease. Of too many, the oldest that has ended leaves.
+-- Keep a new batch, which has no lease; one that is there already stays as it is. Of too many, the oldest
+-- that has ended leaves.
 -- KEYS batch, batches, live_batches
 -- ARGV member, made_ms, deadline_ms, ttl_ms, max_batches, ...
 -- More arguments: name, value of each field.
--- Returns 1, or 0 when there are `max_batches` that have not ended.
-if redis.call('ZCARD', live_batches) >= tonumber(max_batches) then return 0 end
+-- Returns `new`, `known`, or `full` when there are `max_batches` that have not ended.
+if redis.call('EXISTS', batch) == 1 then return 'known' end
+if redis.call('ZCARD', live_batches) >= tonumber(max_batches) then return 'full' end
 for i = first_arg, #ARGV, 2 do redis.call('HSET', batch, ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', batch, ttl_ms)
 redis.call('ZADD', batches, made_ms, member)
@@ -138,7 +158,7 @@ for _, other in ipairs(oldest) do
 end
 redis.call('PEXPIRE', batches, ttl_ms)
 redis.call('PEXPIRE', live_batches, ttl_ms)
-return 1
+return 'new'
 
 --- claim_batch
 -- needs: lib/now

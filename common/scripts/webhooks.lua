@@ -40,12 +40,24 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', webhooks, '-inf', present_ms, 'L
 end
 return claimed
 
+--- postpone_webhooks
+-- needs: lib/now
+-- Give claimed events back, which nobody was sent.
+-- KEYS webhooks
+-- ARGV ...
+-- More arguments: event, ms until it is due.
+local present_ms = now_ms()
+for i = first_arg, #ARGV, 2 do
+  redis.call('ZADD', webhooks, 'XX', present_ms + tonumber(ARGV[i + 1]), ARGV[i])
+end
+
 --- settle_webhook
 -- needs: lib/now
 -- Write what became of an attempt. An event that was delivered leaves the queue, and nobody's secret stays;
 -- one that failed is due again, or is dead: of too many, those that are dead for longest leave.
 -- KEYS webhooks, dead_webhooks
--- ARGV event_id, attempt, outcome, said, wait_ms, ttl_ms, max_dead
+-- ARGV event_id, attempt, type, outcome, said, wait_ms, ttl_ms, max_dead
+-- `type` that the receiver was sent, or ''; each attempt sends the same.
 -- `outcome`: 'delivered', 'failed', 'dead', or 'unwanted' of an event that nobody is sent. `said`: what the
 -- receiver answered. `wait_ms` until the next attempt of one that failed; `ttl_ms` of one that was delivered
 -- or is dead.
@@ -53,7 +65,7 @@ return claimed
 local event = webhooks .. ':' .. event_id
 if redis.call('HGET', event, 'attempt') ~= attempt then return 0 end
 local present_ms = now_ms()
-redis.call('HSET', event, 'said', said, 'settled_ms', present_ms, 'state', outcome)
+redis.call('HSET', event, 'said', said, 'settled_ms', present_ms, 'state', outcome, 'type', type)
 if outcome == 'failed' then
   redis.call('HINCRBY', event, 'failures', 1)
   redis.call('ZADD', webhooks, present_ms + tonumber(wait_ms), event_id)

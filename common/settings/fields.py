@@ -201,6 +201,10 @@ class SettingFields(BaseModel):
     """how long after its end an answer with a receipt is kept, so that it can be replayed (s)"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
+    job_dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
+    """how long a job that could not be served is kept with its request, so that it can be retried (s)"""
+    max_dead_jobs: Count = 1_000
+    """jobs that could not be served and are kept; the oldest are deleted"""
     max_jobs: Count = 256
     """arq jobs that one job worker waits for at once"""
     files_dir: str | None = None

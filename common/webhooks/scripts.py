@@ -1,6 +1,6 @@
 """Scripts of webhooks: one function for each Lua script that gateways run for events."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from common.broker.keys import Keys
@@ -45,11 +45,18 @@ def read_claimed(reply: list[Any]) -> list[StoredEvent]:
     ]
 
 
+def postpone_webhooks(keys: Keys, events: Iterable[tuple[str, int]]) -> ScriptCall[None]:
+    """Give claimed events back: each is due after so many ms."""
+    parts = [part for event in events for part in event]
+    return call_script("postpone_webhooks", lambda _: None, keys, args={}, more_args=parts)
+
+
 def settle_webhook(
     keys: Keys,
     event: StoredEvent,
     outcome: str,
     *,
+    event_type: str,
     said: str,
     wait_ms: int,
     ttl_ms: int,
@@ -59,6 +66,7 @@ def settle_webhook(
 
     Args:
         outcome: DELIVERED, FAILED, DEAD or UNWANTED.
+        event_type: that the receiver was sent; empty if it is not known.
         said: what the receiver answered.
         wait_ms: until the next attempt of an event that failed.
         ttl_ms: how long one that was delivered or is dead is kept.
@@ -66,6 +74,7 @@ def settle_webhook(
     args: Args = {
         "event_id": event.id,
         "attempt": event.text("attempt"),
+        "type": event_type,
         "outcome": outcome,
         "said": said,
         "wait_ms": wait_ms,

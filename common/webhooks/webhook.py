@@ -1,7 +1,7 @@
-"""Webhook messages: to whom the event of a request's, a response's or a batch's end goes.
+"""Webhook messages: to whom the event of the end of a request, response, job or batch goes.
 
-The hash of a request or batch has a webhook until the end comes; the script that writes the end makes the
-event (common/scripts/webhooks.lua). So both are there, or neither.
+The hash of a request, job or batch has a webhook until the end comes; the script that writes the end makes
+the event (common/scripts/webhooks.lua). So both are there, or neither.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.messages.codec import encode, wire_field
 
-REQUEST, RESPONSE, BATCH = "request", "response", "batch"
+REQUEST, RESPONSE, JOB, BATCH = "request", "response", "job", "batch"
 """What ends: the first word of an event's type."""
 
 
@@ -19,7 +19,7 @@ class Webhook:
 
     Attributes:
         events: types that are sent; empty for all.
-        kind: what ends: REQUEST, RESPONSE or BATCH.
+        kind: what ends: REQUEST, RESPONSE, JOB or BATCH.
         object_id: its id.
     """
 

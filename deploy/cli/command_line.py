@@ -125,6 +125,14 @@ def process_command(word: str, help: str) -> Command:
     return Command("", help, functools.partial(replace_process, word))
 
 
+def manage_or_start_jobs(argv: list[str]) -> int:
+    """List and change jobs if the first word says so; else start a job worker."""
+    if argv and argv[0] in JOB_WORDS:
+        return run_module("deploy.cli.admin.jobs", argv)
+    replace_process("jobs", argv)
+
+
+JOB_WORDS = ("list", "show", "cancel", "retry", "dead")
 SECTIONS = {
     "Start a fleet": {
         "serve": Command(
@@ -151,7 +159,7 @@ SECTIONS = {
             "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
         ),
         "replay": module_command(
-            "REQUEST_ID", "compute an answer again, and compare its tokens", "deploy.cli.replay"
+            "REQUEST_ID|FILE", "compute an answer again, and compare its tokens", "deploy.cli.replay"
         ),
         "batch": module_command(
             "run FILE", "answer the requests of a file, beside other work", "deploy.cli.batch.run"
@@ -174,6 +182,7 @@ SECTIONS = {
         "keys": module_command(
             "add|list|…", "make, list, revoke and rotate API keys", "deploy.cli.admin.keys"
         ),
+        "jobs": Command("list|dead|…", "list, search, cancel and retry jobs", manage_or_start_jobs),
         "webhooks": module_command(
             "list|dead|…", "list events of webhooks, and send them again", "deploy.cli.admin.webhooks"
         ),
@@ -191,7 +200,7 @@ SECTIONS = {
         "api": process_command("api", "a gateway"),
         "batcher": process_command("batcher", "a batcher"),
         "worker": process_command("worker", "a worker"),
-        "jobs": process_command("jobs", "a job worker: the arq jobs `generate` and `chat`"),
+        "jobs": Command("", "a job worker: the arq jobs `generate` and `chat`", manage_or_start_jobs),
         "supervise": module_command(
             "KIND", "one of these (api, batcher, worker, jobs), kept alive", "deploy.launcher.launcher"
         ),

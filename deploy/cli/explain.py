@@ -42,8 +42,8 @@ INTERRUPTIONS = {
 PAUSES = ("died", "interrupted", "taken_over")
 STYLES = {"died": "red", "interrupted": "yellow", "taken_over": "yellow", "ended": "green"}
 
-ANSWER_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)(?=[0-9a-f]{32}(\.|$))")
-"""What OpenAI's routes put before a request's id in the `id` of its answer."""
+ANSWER_ID = re.compile(r"(chatcmpl-|cmpl-|resp_|msg_)(?=[0-9a-f]{32}(\.|$))")
+"""What the routes of `/v1` put before a request's id in the `id` of its answer."""
 
 Event = dict[str, Any]
 

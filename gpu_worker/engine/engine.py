@@ -157,9 +157,10 @@ class Engine:
             log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
-        """Capture steps that decode rows and proposals; with `deterministic` one of a fixed shape."""
+        """Capture steps of few tokens; with `deterministic` one of a fixed shape."""
         graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic)
         if self.drafter:
+            graphs.takes_prompts = False
             self.drafter.capture(capture, max_rows)
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 

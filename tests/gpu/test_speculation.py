@@ -102,7 +102,7 @@ def test_proposals_come_from_graphs(device: str, tmp_path: Path, monkeypatch: py
     played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
     with noted(engine) as (computed, replayed):
         played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True) for row, ids in lines.items()])
-    assert len(replayed) == sum(computed) > 0
+    assert len(replayed) == len(computed) > 0
     assert sum(step.proposed_tokens for step in played.steps) > 0
     check_near(model, lines, played.ids, "with proposals")
 
@@ -131,7 +131,9 @@ def test_what_a_grammar_forces_comes_in_few_steps(device: str, monkeypatch: pyte
 def test_a_draft_model_that_is_the_model_is_right(
     device: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32 nearly always, and no id differs; in bfloat16 from captured steps, of both models."""
+    """In float32 nearly always, and no id differs; in bfloat16 from captured steps of both models, mostly:
+    the same logits are rounded in another way where a step has other shapes.
+    """
     if dtype == "bfloat16":
         needs_flash(device)
     tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
@@ -141,7 +143,8 @@ def test_a_draft_model_that_is_the_model_is_right(
     plain = engine_on(device, tmp_path, monkeypatch, dtype=dtype)
     played = play(engine, ROWS)
     num_right = sum(right for step in played.steps for _, _, right in step.proposals)
-    assert num_right > 0.8 * sum(step.proposed_tokens for step in played.steps) > 0
+    share = 0.8 if dtype == "float32" else 0.4
+    assert num_right > share * sum(step.proposed_tokens for step in played.steps) > 0
     if dtype == "float32":
         assert played.ids == play(plain, ROWS).ids
 
@@ -153,9 +156,10 @@ def test_hidden_states_come_from_captured_steps(
 ) -> None:
     """Heads that are always right about the model are so after steps that a graph has computed."""
     needs_flash(device)
-    save_counting_model(tmp_path / "model", **HEADS | {"hidden_size": SIZE})
-    heads = save_heads(tmp_path / "heads", *right_heads(3)[kind])
-    config = json.dumps({"model": str(heads)})
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}  # which divide SIZE
+    save_counting_model(tmp_path / "model", **HEADS | {"hidden_size": SIZE} | heads)
+    folder = save_heads(tmp_path / "heads", *right_heads(3)[kind])
+    config = json.dumps({"model": str(folder)})
     engine = engine_on(device, tmp_path / "model", monkeypatch, dtype="bfloat16", speculative_config=config)
     engine.costs.set(1.0, 0.01, 0.0, 0.0)
     played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)

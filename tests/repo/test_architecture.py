@@ -89,7 +89,7 @@ def kinds_in_the_code() -> set[str]:
     own = {
         name: member
         for name, member in inspect.getmembers(Keys)
-        if not name.startswith("_") and name not in ("pool", "key", "usage")
+        if not name.startswith("_") and name not in ("pool", "key", "usage", "jobs")
     }
     plain = [str(getattr(keys, name)) for name, member in own.items() if isinstance(member, property)]
     named = [

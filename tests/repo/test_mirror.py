@@ -10,6 +10,7 @@ UNIT = ROOT / "tests" / "unit"
 BEHAVIOURS = {
     "common/broker/test_tls.py",
     "common/scripts/test_batcher_scripts.py",  # Lua
+    "common/scripts/test_job_records.py",  # Lua
     "common/scripts/test_job_scripts.py",  # Lua
     "common/scripts/test_logits.py",  # Lua
     "common/scripts/test_places.py",  # Lua

@@ -51,7 +51,9 @@ FLAGS_OF_COMMANDS = {"acl", "against", "once", "max-tokens", "pid", "replace", "
 FLAGS_OF_QUANTIZE = set(
     "act-order bits calibration calibration-tokens group-size groupsize method percdamp scales".split()
 )
-FLAGS_OF_COMMANDS |= FLAGS_OF_CHAOS | FLAGS_OF_PLAN | FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id"}
+FLAGS_OF_COMMANDS |= (
+    FLAGS_OF_CHAOS | FLAGS_OF_PLAN | FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id", "search", "status"}
+)
 FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"class", "expires"}
 
 

@@ -1,7 +1,8 @@
 // API keys: listed, added, rotated and revoked. A new key is shown once.
 
-import { figure, find, make, say } from "../dom.js";
+import { figure, find, make, moment, say } from "../dom.js";
 import { ask } from "../requests.js";
+import { confirmed } from "./confirm.js";
 import { table } from "./table.js";
 
 const ROUTE = "/admin/keys";
@@ -15,7 +16,6 @@ const LIMITS = [
 ];
 const TEXTS = ["name", "tenant", "expires_at"];
 const NUMBERS = ["requests_per_minute", "tokens_per_minute", "budget_tokens"];
-const day = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "short", timeZone: "UTC" });
 
 const list = make("div");
 
@@ -39,7 +39,7 @@ function row(key) {
   ];
   for (const button of actions) button.setAttribute("aria-label", `${button.textContent} ${key.key_id}`);
   const state = make("span", { className: "key-state", "data-state": key.state }, key.state);
-  const expires = key.expires_at ? day.format(new Date(1000 * key.expires_at)) : "never";
+  const expires = moment(key.expires_at) || "never";
   const limits = LIMITS.filter(([name]) => key[name]).map(([name, words]) => `${figure(key[name])} ${words}`);
   return [
     make("code", {}, key.key_id),
@@ -93,13 +93,4 @@ function issue({ key, key_id }) {
   find("issued-text").value = key;
   find("issued").showModal();
   find("issued-text").select();
-}
-
-function confirmed(title, words) {
-  const dialog = find("sure");
-  say(find("sure-title"), title);
-  say(find("sure-words"), words);
-  dialog.returnValue = "";
-  dialog.showModal();
-  return new Promise((resolve) => (dialog.onclose = () => resolve(dialog.returnValue === "yes")));
 }

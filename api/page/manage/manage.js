@@ -1,10 +1,11 @@
-// The view for who runs the fleet: its models, its adapters, what has been used this month, and the API keys.
-// It is there only for a key that may see it, and each part only where its route answers.
+// The view for who runs the fleet: its models, adapters and jobs, what has been used this month, and the API
+// keys. It is there only for a key that may see it, and each part only where its route answers.
 
 import { find, make } from "../dom.js";
 import { on } from "../fleet.js";
 import { ask } from "../requests.js";
 import { startAdapters } from "./adapters.js";
+import { startJobs } from "./jobs.js";
 import { startKeys } from "./keys.js";
 import { table } from "./table.js";
 import { showUsage } from "./usage.js";
@@ -12,13 +13,14 @@ import { showUsage } from "./usage.js";
 const PATIENCE_MS = 5000;
 
 export async function startManage() {
-  const routes = ["/v1/models", "/usage", "/admin/keys", "/admin/adapters"];
-  const [models, usage, keys, adapters] = await Promise.all(routes.map(answer));
+  const routes = ["/v1/models", "/usage", "/admin/keys", "/admin/adapters", "/admin/jobs"];
+  const [models, usage, keys, adapters, jobs] = await Promise.all(routes.map(answer));
   const hasAdapters = adapters && (adapters.adapters.length > 0 || adapters.may_change);
-  if (!usage && !keys && !hasAdapters) return;
+  if (!usage && !keys && !hasAdapters && !jobs) return;
   find("tab-manage").hidden = false;
   const parts = [["Models", modelsTable((models?.data ?? []).filter(({ parent }) => !parent))]];
   if (hasAdapters) parts.push(["Adapters", startAdapters(adapters)]);
+  if (jobs) parts.push(["Jobs", startJobs(jobs)]);
   if (usage) parts.push(["Usage of this month", showUsage(usage)]);
   if (keys) parts.push(["API keys", startKeys(keys)]);
   for (const [title, node] of parts) {

@@ -157,6 +157,8 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="the only models that it may use")
     parser.add_argument("--adapters", nargs="+", metavar="NAME", help="the only adapters that it may use")
     parser.add_argument("--expires", dest="expires_at", help="2027-01-31, or in a time as 30d or 12h")
+    parser.add_argument("--webhook", metavar="URL", help="told of the end of all that it asks for")
+    parser.add_argument("--webhook-secret", metavar="SECRET", help="signs these events: whsec_…")
     parser.add_argument("--admin", action="store_true", default=None, help="it may manage keys and the fleet")
 
 

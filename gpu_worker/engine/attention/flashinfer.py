@@ -8,7 +8,7 @@ all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from flashinfer import xqa
@@ -213,12 +213,20 @@ BACKENDS: weakref.WeakValueDictionary[int, FlashInferBackend] = weakref.WeakValu
 """By number: compiled code takes tensors and numbers only."""
 
 
-@torch.library.custom_op("tokenfleet::attend", mutates_args=())
-def attend(
+OPERATORS = torch.library.Library("tokenfleet", "FRAGMENT")  # type: ignore[no-untyped-call]
+OPERATORS.define(  # type: ignore[no-untyped-call]
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor layer, int backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+"""By itself `torch.library.custom_op` would compare all tensors' memory at each call, on the host's time."""
+
+
+@torch.library.impl(OPERATORS, "attend", "CompositeExplicitAutograd")
+def attend_layer(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sinks: Optional[torch.Tensor],  # noqa: UP045  (schemas are read from annotations)
+    sinks: torch.Tensor | None,
     layer: torch.Tensor,
     backend: int,
 ) -> torch.Tensor:
@@ -235,6 +243,9 @@ def attend(
     return flash.run(module, query[0].transpose(0, 1).contiguous(), sinks)[None]
 
 
-@attend.register_fake
+@torch.library.register_fake("tokenfleet::attend", lib=OPERATORS)  # type: ignore[untyped-decorator]
 def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+attend = torch.ops.tokenfleet.attend.default

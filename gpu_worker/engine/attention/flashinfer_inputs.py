@@ -1,7 +1,8 @@
 """Inputs of FlashInfer's kernels, from the spans of a step; and whether its rows are split into parts.
 
-By itself XQA splits the rows of a step only as far as processors are idle: a long row beside many short ones
-is one program for each K head, and all other rows wait for it.
+By itself XQA splits the rows of a step as far as processors are idle, whatever the rows' lengths: a long row
+beside many short ones is one program for each K head, and all other rows wait for it; and the parts of few
+short rows are empty, but must be merged. It is told another number of processors.
 """
 
 from collections.abc import Sequence
@@ -16,30 +17,38 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.batch.inputs import Span, offsets_of, pinned, to_device
 from gpu_worker.engine.batch.step_result import Int32
 
+OWN_PARTS = 4
+"""Most parts of a row in other steps: on an H200, 16 took a row of 500 tokens twice as long as 2."""
 SPLIT_PARTS = 8
+"""Least parts of a row in a step that is split."""
 TILE_KEYS = 256
 """Keys that a program of XQA reads at once."""
 EMPTY_PART = 0.5
 """The cost of each part, in tiles, even if it is empty: results of parts are merged."""
+MERGED_PARTS = 3.0
+"""The time of merging more than OWN_PARTS, in tiles."""
 MAX_SPLIT_SHARE = 0.75
 """Rows are split if a step is expected to take at most this share of its time without."""
 
 
 def splits_rows(lengths: npt.NDArray[np.integer], kv_heads: int, processors: int) -> bool:
-    """Whether a step takes less time with rows split into SPLIT_PARTS than as XQA splits them: lengths int
-    [rows] in the cache, of each rank's K heads.
+    """Whether a step takes less time with its rows in more parts: lengths int [rows] in the cache, of each
+    rank's K heads.
     """
-    parts = own_parts(len(lengths), kv_heads, processors)
-    if parts >= SPLIT_PARTS:
-        return False
     tiles = -(-lengths // TILE_KEYS)
-    own, split = (expected_tiles(tiles, number, kv_heads, processors) for number in (parts, SPLIT_PARTS))
+    own, split = (
+        expected_tiles(
+            tiles, parts_of_rows(len(lengths), kv_heads, processors, is_split), kv_heads, processors
+        )
+        for is_split in (False, True)
+    )
     return split <= MAX_SPLIT_SHARE * own
 
 
-def own_parts(rows: int, kv_heads: int, processors: int) -> int:
-    """Into how many parts XQA splits each row of a long table."""
-    return max(1, processors // (rows * kv_heads))
+def parts_of_rows(rows: int, kv_heads: int, processors: int, is_split: bool) -> int:
+    """Into how many parts each row is split, at most: XQA makes no more than a row's table has tiles."""
+    idle = processors // (rows * kv_heads)
+    return max(SPLIT_PARTS, idle) if is_split else max(1, min(OWN_PARTS, idle))
 
 
 def expected_tiles(tiles: npt.NDArray[np.integer], parts: int, kv_heads: int, processors: int) -> float:
@@ -47,13 +56,14 @@ def expected_tiles(tiles: npt.NDArray[np.integer], parts: int, kv_heads: int, pr
     [rows]
     """
     costs = 0.0 if parts == 1 else EMPTY_PART * parts * len(tiles)
+    merged = MERGED_PARTS if parts > OWN_PARTS else 0.0
     longest = -(-int(tiles.max()) // parts)
-    return max(longest, (int(tiles.sum()) + costs) * kv_heads / processors)
+    return max(longest, (int(tiles.sum()) + costs) * kv_heads / processors) + merged
 
 
 def told_processors(rows: int, kv_heads: int, processors: int, is_split: bool) -> int:
     """The number of processors that XQA is told: it splits rows by it."""
-    return max(processors, SPLIT_PARTS * rows * kv_heads) if is_split else processors
+    return parts_of_rows(rows, kv_heads, processors, is_split) * rows * kv_heads
 
 
 def scratch_bytes(rows: int, kv_heads: int, group: int, dim: int, processors: int) -> int:

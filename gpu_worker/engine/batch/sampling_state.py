@@ -16,6 +16,7 @@ from gpu_worker.protocol import StartRow
 Bits = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 NUMBERS_PER_BLOCK = 4
 """Numbers that Philox gives for one value of its counter."""
@@ -176,6 +177,7 @@ class SamplingState:
         tail: the row's last ids, as many as the longest bad word and the watermark need.
         allowed: the only ids that may be sampled; None for all.
         allowed_mask: their mask, once it is needed.
+        parameters: what the Triton kernel reads of the row at each token, once it is needed.
         token_counts: None if nothing is penalised.
         top_p_decay: None if top_p is constant.
     """
@@ -197,6 +199,7 @@ class SamplingState:
     grammar: GrammarMask | None = None
     allowed: frozenset[int] | None = None
     allowed_mask: Bits | None = None
+    parameters: Float64 | None = None
 
     @classmethod
     def of(
@@ -294,7 +297,8 @@ class SamplingState:
         penalty = sampling.frequency_penalty * counts.generated + sampling.presence_penalty * (
             counts.generated > 0
         )
-        penalty = penalty + sampling.relative_frequency_penalty / counts.num_tokens * counts.counts
+        if sampling.relative_frequency_penalty:
+            penalty = penalty + sampling.relative_frequency_penalty / counts.num_tokens * counts.counts
         return np.asarray(penalty, np.float32)
 
 

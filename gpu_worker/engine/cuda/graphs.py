@@ -1,5 +1,5 @@
-"""CUDA graphs of steps in which all rows decode: the host launches a step at once, not operation by
-operation.
+"""CUDA graphs of steps with few tokens: the host launches a step at once, not operation by operation, which
+would take it about a millisecond a layer. A token of a prompt is computed there as a row that decodes.
 
 With DETERMINISTIC one graph of a fixed shape computes all steps (FixedShapeGraph).
 """
@@ -14,7 +14,6 @@ import torch
 from gpu_worker.engine.batch.adapters import NO_TOKENS, AdaptedStep
 from gpu_worker.engine.batch.inputs import (
     adapted_step,
-    decode_ids,
     fill_pending_ids,
     logit_positions,
     positions_of,
@@ -28,6 +27,13 @@ from gpu_worker.engine.batch.step_result import Int32
 FIXED_TOKENS = 256
 """Tokens of the graph with DETERMINISTIC. As far as reading weights from memory takes the time, a step of so
 many takes about twice as long as one of a single token.
+"""
+
+FEW_TOKENS = 64
+"""Between sizes of graphs for more tokens than there may be rows."""
+MAX_SEEN_TOKENS = 2**19
+"""Tokens that all tokens of a step with prompts may see together. There each reads its keys by itself: beyond
+that launching operations takes less time.
 """
 
 
@@ -73,20 +79,23 @@ class CaptureError(Exception):
 
 
 def graph_sizes(max_rows: int, max_tokens: int) -> list[int]:
-    """Numbers of tokens for which a graph is captured. A step runs in the smallest graph with room for its
-    rows and their proposals. Steps beyond `max_rows` have proposals, and are rarer: few sizes are enough.
+    """Numbers of tokens for which a graph is captured. A step runs in the smallest graph with room for all
+    its tokens. Steps beyond `max_rows` have proposals or prompts, and are rarer: few sizes are enough.
     """
     sizes = {min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))}
-    while max(sizes) < max_tokens:
-        sizes.add(min(2 * max(sizes), max_tokens))
+    while (largest := max(sizes)) < max_tokens:
+        sizes.add(min(largest + min(largest, FEW_TOKENS), max_tokens))
     return sorted(sizes)
 
 
 class CudaGraphs:
     """One graph for each number of rows. Graphs read and write tensors at fixed places: a step's inputs are
-    copied there. A proposal counts as a row here, as in batch/inputs.py.
+    copied there. A proposal counts as a row here, as in batch/inputs.py, and so does each token of a prompt.
 
     Attributes:
+        takes_prompts: steps with prompts may run here, too. Not in models with states, whose tokens follow
+            each other, or whose positions depend on the length of the prompt; and not if heads draft by the
+            hidden states of prompts.
         ids: int32 [max_rows]; ids below 0 are sampled by the step in flight, as in batch/inputs.py.
         positions: int32 [max_rows]
         rotary: int32 [max_rows]; the positions by which queries and keys are turned: after pictures they may
@@ -110,6 +119,7 @@ class CudaGraphs:
         device: torch.device,
     ) -> None:
         self.steps = steps
+        self.takes_prompts = False
         self.device = device
         self.max_rows = max_rows
         self.ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -148,18 +158,20 @@ class CudaGraphs:
         self.logits[:size].copy_(self.steps.decode(*inputs, is_split, *own))
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
-        """Whether all rows decode, and the largest graph has room for them. Slices are arranged: rows that
-        decode come first.
+        """Whether the largest graph has room for all tokens. Slices are arranged: rows that decode come
+        first.
         """
         num_tokens = sum(row_slice.count for row_slice in slices)
         rows = max(num_tokens, 0 if previous is None else len(previous))
         if not self.adapted_graphs and any(row_slice.row.adapter for row_slice in slices):
             return False
-        return slices[-1].decodes and rows <= max(self.graphs, default=0)
+        if rows > max(self.graphs, default=0):
+            return False
+        return slices[-1].decodes or (self.takes_prompts and are_plain(slices) and see_little(slices))
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launch a step of rows that decode → logits, which the next step overwrites. `previous`: ids that
-        the step in flight samples.
+        """Launch a step → logits [num_logits, vocabulary], which the next step overwrites. `previous`: ids
+        that the step in flight samples.
         """
         positions = positions_of(slices).astype(np.int32)
         rows = len(positions)
@@ -173,7 +185,9 @@ class CudaGraphs:
         graphs[size]()
         if adapters:
             self.steps.set_adapters(None)
-        return self.logits[:rows]
+        if slices[-1].decodes:
+            return self.logits[:rows]
+        return self.logits.index_select(0, to_device(logit_positions(slices), self.device))
 
     def graphs_for(self, positions: Int32) -> dict[int, Callable[[], None]]:
         """The split graphs if splitting takes less time and one has room, else the others. positions int32
@@ -196,6 +210,15 @@ class CudaGraphs:
         self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
 
 
+def are_plain(slices: Sequence[RowSlice]) -> bool:
+    """Whether all that a step needs of its prompts are their ids."""
+    return not any(row_slice.row.pictures or row_slice.row.adapter for row_slice in slices)
+
+
+def see_little(slices: Sequence[RowSlice]) -> bool:
+    return sum(row_slice.count * row_slice.kv_len for row_slice in slices) <= MAX_SEEN_TOKENS
+
+
 def is_split_size(size: int, sizes: Sequence[int]) -> bool:
     """Powers of two, and the largest: steps of split rows are rare."""
     return size & (size - 1) == 0 or size == max(sizes)
@@ -213,7 +236,7 @@ def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:
     slots of states, and the rows' blocks, a column for each token.
     """
     inputs = np.zeros((4 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
-    ids = decode_ids(slices)
+    ids = token_ids(slices)
     inputs[0, : len(ids)] = ids
     inputs[1, : len(ids)] = positions
     inputs[2, : len(ids)] = rotary_positions(slices, positions)

@@ -43,6 +43,7 @@ from gpu_worker.engine.model.same_model import check_same, describe_model
 from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.vision import load_tower
 from gpu_worker.engine.model.warmup import (
+    max_captured_tokens,
     max_decoded_tokens,
     max_prompt_tokens,
     peak_bytes,
@@ -255,7 +256,7 @@ def assemble(
     context = int(model_config.context_length(path) * (settings.rope_factor or 1))
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     geometry = Geometry(list(read.layers.values()), block_size, dtype, kv_dtype)
-    max_rows = max_decoded_tokens(settings.max_batch_size)
+    max_rows = max_captured_tokens(settings.max_batch_size)
     backend = choose_backend(geometry, device, max_rows, -(-context // block_size))
     return LoadedModel(
         tokenizer=tokenizer,

@@ -104,6 +104,13 @@ class LoadedModel:
         )
 
     @property
+    def computes_tokens_alone(self) -> bool:
+        """Whether a token of a prompt is computed as one that is generated: it depends on no state, and on
+        the tokens before it only by their K and V.
+        """
+        return not (self.states.mixers or self.ropes or self.axis_rope)
+
+    @property
     def num_deep(self) -> int:
         """The first layers to which embeddings of pictures are added, too."""
         return self.tower.family.num_deep if self.tower and self.stage.is_first else 0

@@ -41,6 +41,8 @@ PROPOSING_TOKENS = 256
 """Tokens up to which a step has room for all proposals of all rows: their logits take memory. As far as
 reading weights from memory takes the time, such a step takes hardly longer than one of a single token.
 """
+CAPTURED_PROMPT_TOKENS = 256
+"""Tokens of prompts for which a captured step has room beside rows that decode."""
 
 
 def max_prompt_tokens(setting: int | None, device: torch.device) -> int:
@@ -51,6 +53,11 @@ def max_prompt_tokens(setting: int | None, device: torch.device) -> int:
 def max_decoded_tokens(max_batch_size: int) -> int:
     """Tokens of rows that decode, and their proposals, that a step may ever have."""
     return max(max_batch_size, min((1 + MAX_FORCED) * max_batch_size, PROPOSING_TOKENS))
+
+
+def max_captured_tokens(max_batch_size: int) -> int:
+    """Tokens that a captured step may ever have."""
+    return max_decoded_tokens(max_batch_size) + CAPTURED_PROMPT_TOKENS
 
 
 def max_step_tokens(settings: Settings, device: torch.device) -> int:
@@ -116,14 +123,17 @@ def run_largest_step(
 
 
 def capture_steps(loaded: LoadedModel, capture: Capture, max_rows: int, deterministic: bool) -> CudaGraphs:
-    """Capture steps that decode rows and proposals; with `deterministic` one of a fixed shape. Where the
-    cache has no blocks yet, rows have as many as their context needs.
+    """Capture steps of few tokens; with `deterministic` one of a fixed shape. Where the cache has no blocks
+    yet, rows have as many as their context needs.
     """
-    tokens = FIXED_TOKENS if deterministic else max_decoded_tokens(max_rows)
+    takes_prompts = loaded.computes_tokens_alone
+    tokens = max_captured_tokens(max_rows) if takes_prompts else max_decoded_tokens(max_rows)
+    tokens = FIXED_TOKENS if deterministic else tokens
     max_blocks = -(-loaded.context // loaded.geometry.block_size)
     max_blocks = min(max_blocks, loaded.cache.num_blocks or max_blocks)
     dtype, device = loaded.geometry.dtype, loaded.device
     graphs = CudaGraphs(loaded, tokens, max_blocks, loaded.vocab_size, dtype, device)
+    graphs.takes_prompts = takes_prompts
     longest = 1 if deterministic else max_blocks * loaded.geometry.block_size
     graphs.capture(capture, [tokens] if deterministic else graph_sizes(max_rows, tokens), longest)
     return graphs

@@ -12,7 +12,13 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.sampling_state import Bits, Float32, Int64, SampleRequest
+from gpu_worker.engine.batch.sampling_state import (
+    Float32,
+    Float64,
+    Int64,
+    SampleRequest,
+    SamplingState,
+)
 from gpu_worker.engine.sampling.grammar import WORD_BITS, mask_of, num_words
 from gpu_worker.engine.sampling.multinomial import (
     EXCLUDED,
@@ -84,6 +90,14 @@ class RowParameters(NamedTuple):
     num_masked: float
 
 
+PLACE, TOP_P, UNIFORM, FIRST_PART, MASK, NUM_MASKED = (
+    RowParameters._fields.index(name)
+    for name in ("place", "top_p", "uniform", "biased", "mask", "num_masked")
+)
+NUM_PARTS = 4
+NO_CHANGES = ((NO_IDS, NO_VALUES),) * NUM_PARTS
+
+
 class SamplingArguments(NamedTuple):
     """parameters float64 [rows, 16] as `RowParameters`; ids int32 and values float32 [n], masks int32 [m]."""
 
@@ -116,61 +130,71 @@ def sampling_arguments(
     requests: Sequence[SampleRequest | None], vocab_size: int, device: torch.device
 ) -> SamplingArguments:
     """Copy to the device, at once, what the kernel needs of the rows that have requests."""
-    ids: list[Int64] = []
-    values: list[Float32] = []
-    masks: list[Bits] = []
-    end = mask_end = 0
-    rows: list[RowParameters] = []
-    for place, request in enumerate(requests):
-        if request is None:
-            continue
-        begins = []
-        for part_ids, part_values in changes(request, vocab_size):
-            begins.append(end)
-            ids.append(part_ids)
-            values.append(part_values)
-            end += len(part_ids)
-        mask = mask_of(request.state, vocab_size)
-        words = NO_MASK if mask is None else mask[: num_words(vocab_size)]
-        rows.append(row_parameters(place, request, (*begins, end, mask_end, len(words) * WORD_BITS)))
-        masks.append(words)
-        mask_end += len(words)
-    parts = (
-        np.array(rows, np.float64),
-        np.minimum(np.concatenate(ids), MAX_INT32).astype(np.int32),
-        np.concatenate(values, dtype=np.float32),
-        np.concatenate(masks, dtype=np.int32),
+    places = [place for place, request in enumerate(requests) if request]
+    chosen = [request for request in requests if request]
+    parts = [changes(request, vocab_size) for request in chosen]
+    masks = [mask_of(request.state, vocab_size) for request in chosen]
+    words = [NO_MASK if mask is None else mask[: num_words(vocab_size)] for mask in masks]
+    # each part begins where the one before it ends, whichever row has that
+    ends = np.cumsum([len(ids) for row in parts for ids, _ in row]).reshape(len(chosen), NUM_PARTS)
+    mask_ends = np.cumsum([len(own) for own in words])
+    table = np.concatenate([row_parameters(request.state) for request in chosen])
+    table = table.reshape(len(chosen), len(RowParameters._fields))
+    table[:, PLACE] = places
+    table[:, TOP_P] = [request.state.top_p for request in chosen]
+    table[:, UNIFORM] = [request.state.random.at(request.index) for request in chosen]
+    table[:, FIRST_PART + 1 : FIRST_PART + 1 + NUM_PARTS] = ends
+    table[1:, FIRST_PART] = ends[:-1, -1]
+    table[1:, MASK] = mask_ends[:-1]
+    table[:, NUM_MASKED] = [len(own) * WORD_BITS for own in words]
+    every = [part for row in parts for part in row if len(part[0])] or [(NO_IDS, NO_VALUES)]
+    arrays = (
+        table,
+        np.minimum(np.concatenate([ids for ids, _ in every]), MAX_INT32).astype(np.int32),
+        np.concatenate([values for _, values in every], dtype=np.float32),
+        np.concatenate(words, dtype=np.int32),
     )
-    return SamplingArguments(*to_device_together(parts, device))
+    return SamplingArguments(*to_device_together(arrays, device))
 
 
-def row_parameters(place: int, request: SampleRequest, begins: Sequence[int]) -> RowParameters:
-    sampling = request.state.sampling
-    return RowParameters(
-        place,
-        sampling.temperature,
-        sampling.repetition_penalty,
-        min(sampling.top_k, MAX_INT32),
-        request.state.top_p,
-        float(np.float32(math.log(sampling.min_p))) if sampling.min_p else -math.inf,
-        sampling.typical_p,
-        request.state.random.at(request.index),
-        sampling.raw_logprobs,
-        *begins,
-    )
+def row_parameters(state: SamplingState) -> Float64:
+    """`RowParameters` of a row float64 [16], with zeros in place of what changes with each token."""
+    if state.parameters is None:
+        sampling = state.sampling
+        row = RowParameters(
+            place=0,
+            temperature=sampling.temperature,
+            repetition_penalty=sampling.repetition_penalty,
+            top_k=min(sampling.top_k, MAX_INT32),
+            top_p=0,
+            lowest=float(np.float32(math.log(sampling.min_p))) if sampling.min_p else -math.inf,
+            typical_p=sampling.typical_p,
+            uniform=0,
+            raw_logprobs=sampling.raw_logprobs,
+            biased=0,
+            green=0,
+            banned=0,
+            history=0,
+            history_end=0,
+            mask=0,
+            num_masked=0,
+        )
+        state.parameters = np.array(row, np.float64)
+    return state.parameters
 
 
-def changes(request: SampleRequest, vocab_size: int) -> list[tuple[Int64, Float32]]:
+def changes(request: SampleRequest, vocab_size: int) -> Sequence[tuple[Int64, Float32]]:
     """The row's parts of `ids` int64 [n] and `values` float32 [n], in the order of RowParameters."""
     state = request.state
-    banned = np.array(state.banned_ids_at(request.index), np.int64)
-    counts = state.token_counts
-    return [
+    banned, counts = state.banned_ids_at(request.index), state.token_counts
+    if not (banned or counts or len(state.bias_ids) or state.sampling.watermark_delta):
+        return NO_CHANGES
+    return (
         (state.bias_ids, state.bias),
         watermark(state, vocab_size),
-        (banned, np.full(len(banned), -math.inf, np.float32)),
+        (np.array(banned, np.int64), np.full(len(banned), -math.inf, np.float32)),
         (counts.ids, state.penalty()) if counts else (NO_IDS, NO_VALUES),
-    ]
+    )
 
 
 def to_device_together(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:

@@ -74,12 +74,43 @@ class RowStates:
         self.states[StateName(RECURRENT, state_idx)] = recurrent_states
         return recurrent_states
 
+    @property
+    def layers(self) -> "StateLayers":
+        """What model code of transformers before 5.20 asks for."""
+        return StateLayers(self)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Mixers keep no more than the next token needs."""
         return False
+
+
+class StateLayers:
+    """The states of a call by layer, as transformers' `Cache.layers`: all numbers name the mixer's own."""
+
+    record_past = False
+
+    def __init__(self, states: RowStates) -> None:
+        self.states = states
+
+    def __getitem__(self, layer_idx: int) -> "StateLayers":
+        return self
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        """By their numbers, as of `get_conv_state`."""
+        return self.of_kind(CONV)
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        """By their numbers, as of `get_recurrent_state`."""
+        return self.of_kind(RECURRENT)
+
+    def of_kind(self, kind: str) -> dict[int, torch.Tensor]:
+        """→ [rows, ...] of the dtypes that the mixer keeps, by their numbers"""
+        return {name.number: state for name, state in self.states.states.items() if name.kind == kind}
 
 
 def last_inputs(seen: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Tensor:

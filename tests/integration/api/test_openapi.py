@@ -48,6 +48,31 @@ async def test_every_body_is_described_and_every_reference_leads_somewhere(broke
     assert operation_ids(document) == sorted(set(operation_ids(document)))
 
 
+async def test_every_route_that_takes_an_idempotency_key_describes_it_and_its_conflict(
+    broker: Broker,
+) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    taking = {path for path, operation in posts.items() if takes_key(operation)}
+    assert taking == {path for path, operation in posts.items() if "x-priority" in headers_of(operation)} - {
+        "/requests/{request_id}/replay"
+    }
+    assert {"/generate", "/v1/responses", "/v1/messages", "/v1/embeddings", "/rerank", "/vertex"} <= taking
+    assert not {"/tokenize", "/v1/batches"} & taking
+    for path in taking:
+        shape = posts[path]["responses"]["503"]["content"]
+        assert posts[path]["responses"]["409"]["content"] == shape, path
+
+
+def takes_key(operation: dict[str, Any]) -> bool:
+    return "idempotency-key" in headers_of(operation)
+
+
+def headers_of(operation: dict[str, Any]) -> set[str]:
+    return {one["name"].lower() for one in operation.get("parameters", []) if one["in"] == "header"}
+
+
 def operation_ids(document: dict[str, Any]) -> list[str]:
     return sorted(
         operation["operationId"] for methods in document["paths"].values() for operation in methods.values()

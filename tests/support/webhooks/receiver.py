@@ -33,12 +33,14 @@ class Receiver:
     """Attributes:
     statuses: of the next answers; then 200. 0 closes the connection without an answer.
     location: of answers that redirect.
+    answers: answers are sent while it is set.
     """
 
     statuses: list[int] = field(default_factory=list)
     deliveries: list[Delivery] = field(default_factory=list)
     location: str = ""
     port: int = 0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def host(self) -> str:
@@ -57,6 +59,11 @@ class Receiver:
         return [delivery.id for delivery in self.deliveries]
 
     @property
+    def told(self) -> set[str]:
+        """Ids of what has ended."""
+        return {delivery.event["data"]["id"] for delivery in self.deliveries}
+
+    @property
     def types(self) -> list[str]:
         return [delivery.event["type"] for delivery in self.deliveries]
 
@@ -67,6 +74,7 @@ class Receiver:
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
             body = await reader.readexactly(int(headers["content-length"]))
             self.deliveries.append(Delivery(headers, body))
+            await self.answers.wait()
             if status := self.statuses.pop(0) if self.statuses else 200:
                 location = f"location: {self.location}\r\n" if self.location else ""
                 writer.write(f"HTTP/1.1 {status} X\r\n{location}content-length: 0\r\n\r\n".encode())
@@ -77,6 +85,7 @@ class Receiver:
 @contextlib.asynccontextmanager
 async def receiving(*statuses: int) -> AsyncIterator[Receiver]:
     receiver = Receiver([*statuses])
+    receiver.answers.set()
     server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
     receiver.port = server.sockets[0].getsockname()[1]
     async with server:

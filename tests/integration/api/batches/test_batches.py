@@ -15,6 +15,7 @@ from deploy.cli.batch.run import main as batch_command
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.responses.events import check_response
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
@@ -115,6 +116,46 @@ async def test_completions_and_their_errors(broker: Broker, tmp_path: Path) -> N
     assert output[0]["response"]["body"]["choices"] == single["choices"]
     assert len(output[1]["response"]["body"]["choices"]) == 2
     assert [line["response"]["status_code"] for line in errors] == [400, 404]
+
+
+async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_path: Path) -> None:
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
+        client = openai_client(http)
+        turns = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
+        bodies: list[dict[str, Any]] = [
+            {"input": "One", "instructions": "Be brief.", "max_output_tokens": 9, "metadata": {"a": "b"}},
+            {"input": [*turns, {"role": "user", "content": "Three"}], "temperature": 0.5},
+            {"input": "One", "previous_response_id": "resp_" + 32 * "0"},
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            {"input": "One", "background": True},
+            {"input": "One", "top_logprobs": 2},
+        ]
+        content = jsonl(
+            {"custom_id": str(i), "method": "POST", "url": "/v1/responses", "body": body}
+            for i, body in enumerate(bodies)
+        )
+        batch = await run_batch(client, content, "/v1/responses")
+        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
+        served = sorted((one.prompt_ids for one in worker.seen), key=len)
+        worker.seen.clear()
+        for line, body in zip(output, bodies, strict=False):
+            single = (await http.post("/v1/responses", json=body | {"store": False})).json()
+            made = line["response"]["body"]
+            assert check_response(made).status == "completed"
+            different = {name for name in single if made[name] != single[name]}
+            assert different <= {"id", "created_at", "completed_at", "output", "service_tier"}
+            assert text_in(made) == text_in(single)
+        assert sorted((one.prompt_ids for one in worker.seen), key=len) == served
+    assert [line["response"]["body"]["error"]["param"] for line in errors] == [
+        "previous_response_id",
+        "input[0].type",
+        "background",
+        "top_logprobs",
+    ]
+
+
+def text_in(response: dict[str, Any]) -> list[str]:
+    return [part["text"] for item in response["output"] for part in item["content"]]
 
 
 async def test_a_faulty_input_fails_the_batch_with_all_its_faults(broker: Broker, tmp_path: Path) -> None:
@@ -259,3 +300,28 @@ async def test_the_command_answers_a_file(broker: Broker, tmp_path: Path) -> Non
     failed = (tmp_path / "out.errors.jsonl").read_text().splitlines()
     assert (code, found) == (1, ["line-0", "line-2"])
     assert [json.loads(line)["custom_id"] for line in failed] == ["line-1"]
+
+
+async def test_a_batch_that_is_asked_for_again_with_its_key_is_made_once(
+    broker: Broker, tmp_path: Path
+) -> None:
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        file = await client.files.create(file=("in.jsonl", jsonl([chat_line(1)])), purpose="batch")
+        body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        headers = {"x-tenant": "acme", "idempotency-key": "nightly"}
+        again = [await http.post("/v1/batches", json=body, headers=headers) for _ in range(2)]
+        again += await asyncio.gather(
+            *(
+                http.post("/v1/batches", json=body, headers=headers | {"idempotency-key": "both"})
+                for _ in range(4)
+            )
+        )
+        made = [one.json()["id"] for one in again]
+        assert len({*made[:2]}) == len({*made[2:]}) == 1 and made[0] != made[2]
+        assert [one.headers.get("idempotency-replayed") for one in again[:2]] == [None, "true"]
+        assert {one.id async for one in client.batches.list()} == {*made}
+        other = await http.post("/v1/batches", json=body | {"metadata": {"a": "b"}}, headers=headers)
+        assert other.status_code == 409 and other.json()["error"]["code"] == "idempotency_key_reused"
+        elsewhere = await http.post("/v1/batches", json=body, headers=headers | {"x-tenant": "other"})
+        assert elsewhere.status_code == 404, "a key belongs to a tenant, and the file is another one's"

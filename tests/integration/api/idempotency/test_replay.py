@@ -30,6 +30,9 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "Hi", "store": False}),
     ("/v1/responses", {"input": "Hi", "stream": True}),
     ("/v2/models/tgi/generate", {"text_input": "Hi"}),
+    ("/v1/messages", CHAT | {"max_tokens": 9}),
+    ("/generate", {"inputs": "Hi", "parameters": {"return_context_logits": True}}),
+    ("/v1/completions", {"prompt": "a", "return_generation_logits": True}),
 ]
 BODY = {"inputs": "Hi"}
 

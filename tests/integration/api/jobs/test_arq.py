@@ -1,7 +1,6 @@
 """The job worker as clients of arq know it."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import pickle
@@ -24,13 +23,13 @@ from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
+from tests.support.clients.arq import QUEUE, arq_client, enqueue, job_worker, result
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, TEXT, running_gateway
 from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-QUEUE = "tf:{default}:arq:queue"
 
 
 def answer(request: Generate) -> Answer:
@@ -46,39 +45,8 @@ async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
 
 @pytest.fixture
 async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
-    pool = await create_pool(
-        RedisSettings.from_dsn(broker.url),
-        job_serializer=msgpack.packb,
-        job_deserializer=msgpack.unpackb,
-        default_queue_name=QUEUE,
-    )
-    yield pool
-    await pool.aclose()
-
-
-@contextlib.asynccontextmanager
-async def job_worker(url: str, **settings: Any) -> AsyncIterator[JobWorker]:
-    redis = connect(url)
-    running = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=url, **settings))
-    task = asyncio.create_task(running.main())
-    try:
-        yield running
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        running.handle_sig(15)  # type: ignore[arg-type]
-        await running.close()
-        await redis.aclose()
-
-
-async def enqueue(client: ArqRedis, *args: Any, **kwargs: Any) -> Job:
-    job = await client.enqueue_job(*args, **kwargs)
-    assert job is not None
-    return job
-
-
-async def result(job: Job) -> Any:
-    return await job.result(timeout=90, poll_delay=0.05)
+    async with arq_client(broker.url) as pool:
+        yield pool
 
 
 async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
@@ -103,6 +71,8 @@ async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorke
         (("chat",), {}, "either `inputs` or `messages` must be given"),
         (("generate", b"\xff"), {}, "bytes"),
         (("chat", CHAT["messages"]), {"n": 1000}, "`n`"),
+        (("generate", "a"), {"not_before": 1}, "use arq's `_defer_until`"),
+        (("chat", CHAT["messages"]), {"not_before": 1}, "`not_before` is no parameter of a job"),
         (("train", "a"), {}, "'train' not found"),
     ],
 )

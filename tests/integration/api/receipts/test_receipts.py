@@ -25,12 +25,14 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": "Hi", "parameters": SAMPLED}),
     ("/v1/completions", {"prompt": "Hi", **SAMPLED}),
     ("/v1/chat/completions", CHAT | SAMPLED),
+    ("/v1/messages", CHAT | {"max_tokens": 20} | SAMPLED),
     ("/v1/responses", {"input": "Hi", **SAMPLED}),
 ]
 STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": "Hi", "parameters": SAMPLED}),
     ("/v1/completions", {"prompt": "Hi", "stream": True, **SAMPLED}),
     ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}} | SAMPLED),
+    ("/v1/messages", CHAT | {"max_tokens": 20, "stream": True} | SAMPLED),
     ("/v1/responses", {"input": "Hi", "stream": True, **SAMPLED}),
 ]
 
@@ -76,7 +78,7 @@ async def test_a_receipt_shows_hashes_seed_and_who_made_the_tokens(
 
 async def test_an_answer_without_receipt_shows_and_keeps_none(broker: Broker) -> None:
     async with answering(broker.url, ANSWER) as (worker, gateway, client):
-        for path, body in (*WHOLE[:3], *STREAMED[:3]):
+        for path, body in (*WHOLE[:4], *STREAMED[:4]):
             fields = {name: value for name, value in body.items() if name not in ("parameters", "receipt")}
             response = await client.post(path, json=fields)
             assert response.status_code == 200 and "receipt" not in response.text

@@ -6,8 +6,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.receipts.compare import NO_RECEIPT
 from common.broker.keys import Keys
+from common.receipts.compare import NO_RECEIPT
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.idempotency.test_replay import keyed
 from tests.support.answers.openai_frames import CHAT

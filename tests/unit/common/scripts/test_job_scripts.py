@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import job_scripts
-from common.broker.job_scripts import FRAMES_LOST, NOT_A_JOB
 from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 from common.broker.lua import run_script
+from common.jobs import scripts as job_scripts
+from common.jobs.scripts import FRAMES_LOST, NOT_A_JOB
 from tests.support.broker.listening import listening
 
 KEYS = Keys("default")
@@ -22,7 +22,7 @@ async def register_job(
     redis: Redis, digest: str = "d", channel: str = "", in_stream: bool = False, tenant: str = ""
 ) -> str:
     call = job_scripts.register_job(
-        KEYS, "a", digest=digest, tenant=tenant, channel=channel, in_stream=in_stream
+        KEYS, "a", digest=digest, tenant=tenant, webhook=b"", channel=channel, in_stream=in_stream
     )
     return await run_script(redis, call)
 
@@ -49,6 +49,8 @@ async def reply(
         request_ids=["a#0"],
         frames=[(lane, index, text.encode()) for lane, index, text in frames],
         num_heard=num_heard,
+        dead_ttl_ms=REQUEST_MS,
+        max_dead=1,
     )
     return await run_script(redis, call)
 

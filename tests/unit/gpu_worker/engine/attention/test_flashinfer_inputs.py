@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gpu_worker.engine.attention.flashinfer_inputs import (
+    OWN_PARTS,
     SPLIT_PARTS,
     scratch_bytes,
     splits_rows,
@@ -19,13 +20,14 @@ H200 = 132
         ([32_000] + [500] * 64, 8, True),
         ([32_000] * 65, 8, False),
         ([500] * 65, 8, False),
-        ([32_000], 8, False),
+        ([32_000], 8, True),
+        ([2_000], 8, False),
         ([32_000] + [500] * 2, 8, True),
         ([8_000] + [500] * 255, 8, False),
         ([32_000] + [500] * 64, 1, True),
         ([1] * 256, 8, False),
     ],
-    ids=["one long", "all long", "all short", "alone", "few", "many", "one K head", "nothing"],
+    ids=["one long", "all long", "all short", "alone", "one short", "few", "many", "one K head", "nothing"],
 )
 def test_rows_are_split_for_the_sake_of_a_long_one(lengths: list[int], kv_heads: int, is_split: bool) -> None:
     assert splits_rows(np.array(lengths, np.int32), kv_heads, H200) == is_split
@@ -33,9 +35,10 @@ def test_rows_are_split_for_the_sake_of_a_long_one(lengths: list[int], kv_heads:
 
 def test_xqa_splits_by_the_processors_that_it_is_told_of() -> None:
     """It gives each row and K head as many programs as there are processors for it."""
-    assert told_processors(65, 8, H200, False) == H200
+    assert told_processors(65, 8, H200, False) // (65 * 8) == 1
     assert told_processors(65, 8, H200, True) // (65 * 8) == SPLIT_PARTS
-    assert told_processors(1, 1, H200, True) == H200, "and never splits less than by itself"
+    assert told_processors(1, 8, H200, False) // 8 == OWN_PARTS, "short rows have no empty parts to merge"
+    assert told_processors(1, 1, H200, True) == H200, "a long one has all processors"
 
 
 def test_scratch_has_room_for_all_parts() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
+from gpu_worker.engine.cuda import graphs as graphs_module
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
@@ -62,8 +63,9 @@ def test_ids_are_those_of_generate(
     check_ids(engine, expected)
 
 
-def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
-    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+def test_steps_of_few_tokens_come_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    """Prompts, too: whole, and in chunks beside rows that decode."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, seen = like_cuda(tmp_path), list[int]()
     assert isinstance(engine.graphs, CudaGraphs)
     graphs = {
@@ -71,8 +73,30 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
         for size, run in engine.graphs.graphs.items()
     }
     engine.graphs.graphs = graphs  # type: ignore[assignment]
-    play(engine, dict(enumerate(prompts()[:2])))
-    assert list(graphs) == [1, 2, 3, 6, 12, 24, 48] and seen == [2] * (NEW_TOKENS - 1)
+    some = dict(enumerate(prompts()[:2]))
+    expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in some.items()}
+    assert play(engine, some) == expected
+    assert list(graphs) == [1, 2, 3, 6, 12, 24, 48, 96, 160, 224, 288, 304]
+    whole = next(size for size in graphs if size >= sum(map(len, some.values())))
+    assert seen == [whole, *[2] * (NEW_TOKENS - 1)]
+    seen.clear()
+    with noted(engine) as (computed, replayed):
+        assert play(engine, some, prefill_tokens=7) == expected
+    assert len(replayed) == len(computed) > sum(computed)
+
+
+def test_long_prompts_do_not_come_from_graphs(
+    tmp_path: Path, like_cuda: Callable[[Path], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of their tokens would read all keys before it."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, some = like_cuda(tmp_path), dict(enumerate(prompts()[:2]))
+    monkeypatch.setattr(graphs_module, "MAX_SEEN_TOKENS", 3)
+    with noted(engine) as (computed, replayed):
+        assert play(engine, some) == {
+            row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in some.items()
+        }
+    assert len(replayed) == sum(computed) < len(computed)
 
 
 def test_logits_that_a_graph_wrote_are_copied_before_the_next_step(
@@ -136,7 +160,8 @@ def test_planned_steps_are_planned_before_they_are_replayed(
     graphs = engine.graphs.graphs
     engine.graphs.graphs = {size: note_replay(size, run) for size, run in graphs.items()}
     play(engine, dict(enumerate(prompts()[:2])))
-    assert seen == [("plan", 2), ("replay", 2)] * (NEW_TOKENS - 1)
+    assert seen[2:] == [("plan", 2), ("replay", 2)] * (NEW_TOKENS - 1)
+    assert [what for what, _ in seen[:2]] == ["plan", "replay"], "both prompts"
 
 
 def test_steps_that_wait_for_the_device_are_not_captured(
@@ -212,12 +237,8 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
     assert seen == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
 
 
-def test_sizes_of_graphs_double_up_to_the_largest() -> None:
+def test_sizes_of_graphs_double_while_they_are_small() -> None:
     assert graph_sizes(1, 1) == [1] and graph_sizes(3, 3) == [1, 2, 3]
-    assert graph_sizes(20, 256) == [1, 2, 4, 8, 16, 20, 40, 80, 160, 256] and graph_sizes(2, 5) == [
-        1,
-        2,
-        4,
-        5,
-    ]
+    assert graph_sizes(20, 256) == [1, 2, 4, 8, 16, 20, 40, 80, 144, 208, 256]
+    assert graph_sizes(2, 5) == [1, 2, 4, 5]
     assert graph_sizes(256, 256)[-3:] == [240, 248, 256] and len(graph_sizes(256, 256)) == 35

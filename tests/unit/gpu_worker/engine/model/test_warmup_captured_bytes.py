@@ -11,7 +11,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.cuda.graphs import graph_sizes
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
-from gpu_worker.engine.model.warmup import max_decoded_tokens
+from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import again
 from tests.support.engine.tiny_models import FAMILIES
@@ -19,7 +19,7 @@ from tests.support.engine.tiny_models import FAMILIES
 AMPERE = 8
 PEAK_BYTES = 12_345
 MAX_ROWS = 3
-SIZES = graph_sizes(MAX_ROWS, max_decoded_tokens(MAX_ROWS))
+SIZES = graph_sizes(MAX_ROWS, max_captured_tokens(MAX_ROWS))
 
 
 def test_plans_and_logits_of_all_sizes_are_made_while_memory_is_measured(

@@ -83,3 +83,41 @@ def runs_of(*receipts: Receipt) -> Iterator[Mapping[str, Any]]:
     for receipt in receipts:
         for choice in receipt["choices"]:
             yield from choice["runs"]
+
+
+# --- by the receipts alone ----------------------------------------------------------------------------------
+
+
+def compare_answers(then: Receipt, now: Receipt) -> dict[str, Any]:
+    """What a replay says of two answers of which only the receipts are known: tokens are compared by their
+    number and hash, so no place is known where they differ.
+    """
+    differences = compare_receipts(then, now)
+    if digests(then["prompts"]) != digests(now["prompts"]):
+        found = ([prompt["sha256"] for prompt in receipt["prompts"]] for receipt in (then, now))
+        differences.insert(0, dict(zip(("field", "then", "now"), ("prompts", *found), strict=True)))
+    reasons = reasons_against(then, now, differences)
+    choices = [
+        {
+            "index": i,
+            "equal": before is not None and after is not None and digests([before]) == digests([after]),
+            "num_tokens": before["num_tokens"] if before else 0,
+            "num_replayed": after["num_tokens"] if after else 0,
+            "first_difference": None,
+        }
+        for i, (before, after) in enumerate(zip_longest(then["choices"], now["choices"]))
+    ]
+    return {
+        "id": then["id"],
+        "equal": all(choice["equal"] for choice in choices),
+        "exact": not reasons,
+        "reasons": reasons,
+        "choices": choices,
+        "differences": differences,
+        "receipt": now,
+    }
+
+
+def digests(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """The length and the hash of each sequence of tokens."""
+    return [(part["num_tokens"], part["sha256"]) for part in parts]

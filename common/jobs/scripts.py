@@ -4,27 +4,32 @@ from collections.abc import Iterable, Sequence
 
 from common.broker.keys import BATCH_TTL_MS, JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
+from common.jobs.record import CANCELLED, DEAD, DONE, FAILED, GOES_ON, MAX_ENDED, JobEnding
 
 NOT_A_JOB = -1
 FRAMES_LOST = -2
 """What `reply` answers when nothing was sent: the job's key has another type, or the broker has lost frames
 before these.
 """
+EVENTS = {DONE: "completed", CANCELLED: "cancelled", FAILED: "failed", DEAD: "failed"}
+"""What the event of a job's webhook says of its end."""
 
 
 def register_job(
-    keys: Keys, job_id: str, *, digest: str, tenant: str, channel: str, in_stream: bool
+    keys: Keys, job_id: str, *, digest: str, tenant: str, webhook: bytes, channel: str, in_stream: bool
 ) -> ScriptCall[str]:
     """Register a job. The reply is `live`, `ended`, `conflict` or `spoiled`.
 
     Args:
         tenant: of its API key, or "".
+        webhook: where the event of its end goes, or b"".
         channel: that gets the frames, or "".
         in_stream: whether the job's stream gets them, too.
     """
     args: Args = {
         "digest": digest,
         "tenant": tenant,
+        "webhook": webhook,
         "ttl_ms": JOB_TTL_MS,
         "channel": channel,
         "in_stream": int(in_stream),
@@ -48,7 +53,8 @@ def cancel_job(keys: Keys, job_id: str, *, tenant: str, mark_ttl_ms: int) -> Scr
         tenant: whose job it must be, or "" for any.
         mark_ttl_ms: how long the cancel of an unknown job is kept.
     """
-    return call_script("cancel_job", int, keys, job_id, args={"tenant": tenant, "mark_ttl_ms": mark_ttl_ms})
+    args: Args = {"tenant": tenant, "mark_ttl_ms": mark_ttl_ms, "job_id": job_id}
+    return call_script("cancel_job", int, keys, job_id, args=args)
 
 
 def reply(
@@ -62,6 +68,9 @@ def reply(
     request_ids: Iterable[str],
     frames: Sequence[tuple[int, int, bytes]],
     num_heard: int,
+    ending: JobEnding = GOES_ON,
+    dead_ttl_ms: int,
+    max_dead: int,
 ) -> ScriptCall[int]:
     """Send the new frames of a job, and store its answer. The reply is how many were new, NOT_A_JOB or
     FRAMES_LOST.
@@ -73,6 +82,8 @@ def reply(
         request_ids: whose keys expire with the answer, after `request_ttl_ms`.
         frames: lane, index in its lane, text of each.
         num_heard: how many of the first frames the channel has heard already.
+        ending: how the job has ended, with the answer.
+        dead_ttl_ms, max_dead: how long, and of how many jobs, the records of dead ones are kept.
     """
     args: Args = {
         "channel": channel,
@@ -82,6 +93,12 @@ def reply(
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
         "num_heard": num_heard,
+        "event": EVENTS.get(ending.state, ""),
+        "job_id": job_id,
+        **ending._asdict(),
+        "dead_ttl_ms": dead_ttl_ms,
+        "max_dead": max_dead,
+        "max_ended": MAX_ENDED,
     }
     return call_script(
         "reply",
@@ -106,8 +123,10 @@ def create_batch(
     made_ms: int,
     deadline_ms: int,
     max_batches: int,
-) -> ScriptCall[bool]:
-    """Keep a new batch. False if there are too many that have not ended."""
+) -> ScriptCall[str]:
+    """Keep a new batch. The reply is `new`, `known` if it is there already, or `full` if too many have not
+    ended.
+    """
     args: Args = {
         "member": member,
         "made_ms": made_ms,
@@ -115,7 +134,7 @@ def create_batch(
         "ttl_ms": BATCH_TTL_MS,
         "max_batches": max_batches,
     }
-    return call_script("create_batch", bool, keys, batch_id, args=args, more_args=in_pairs(fields))
+    return call_script("create_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
 
 
 def claim_batch(keys: Keys, batch_id: str, member: str, *, lease_ms: int) -> ScriptCall[int]:
