@@ -1,9 +1,12 @@
-"""Prefill budget: how many prompt tokens a step of a worker may have. The engine keeps to it; a planner
-foresees it.
+"""Prefill budget: how many prompt tokens a step of a worker may have, and when rows of the class `batch` wait
+for a step. The engine keeps to it; a planner foresees it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from common.messages.request import LEAST_URGENT
 
 BURST_STEPS = 8
 """The prompts that wait beside rows that decode take about this many steps, however long they are."""
@@ -13,6 +16,14 @@ such a pause, so their 99th percentile does not contain it.
 """
 MOST_PAUSES = 16.0
 """Pauses that may be left over from the time before."""
+BULK_SHARE = 3.0
+"""Most tokens of bulk prompts in one step, as a multiple of what they have had in a step of late."""
+BULK_MEMORY = 0.97
+"""What is left of that mean after one step."""
+TOKENS_PER_BULK_ROW = 8
+"""Bulk rows that decode wait for callers' prompts of fewer tokens than this for each such row: only then do
+they make the step much longer.
+"""
 
 
 class PrefillGrant(Protocol):
@@ -27,12 +38,48 @@ class PrefillGrant(Protocol):
     @property
     def may_exceed(self) -> bool: ...
 
+    @property
+    def bulk_tokens(self) -> int: ...
+
 
 def even_part(waiting: int, most: int) -> int:
     """Return the tokens of the next step, at most `most`: `waiting` tokens take as few steps as they can, and
     equal ones, so that the longest of them is as short as it can be.
     """
     return -(-waiting // max(1, -(-waiting // most)))
+
+
+def is_bulk(class_index: int) -> bool:
+    return class_index >= LEAST_URGENT
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What one step may have.
+
+    Attributes:
+        tokens: prompt tokens that are left, those of bulk prompts included.
+        bulk_tokens: tokens of bulk prompts that are left.
+        bulk_decodes: whether bulk rows decode in it.
+    """
+
+    tokens: int
+    bulk_tokens: int
+    bulk_decodes: bool = True
+
+    def decodes(self, class_index: int) -> bool:
+        """Whether rows of a class decode in the step."""
+        return self.bulk_decodes or not is_bulk(class_index)
+
+    def left(self, class_index: int) -> int:
+        """Return how many tokens are left for a prompt of a class."""
+        return min(self.tokens, self.bulk_tokens) if is_bulk(class_index) else self.tokens
+
+    def spend(self, class_index: int, tokens: int) -> None:
+        """Take `tokens` for a prompt of a class."""
+        self.tokens -= tokens
+        if is_bulk(class_index):
+            self.bulk_tokens -= tokens
 
 
 @dataclass(slots=True)
@@ -48,11 +95,53 @@ class PrefillBudget:
 
     Only prompts as urgent as the rows that decode make a step longer.
 
+    Bulk rows, those of the class `batch`, fill what callers' rows leave. A caller waits for the rest of the
+    step that runs when it comes, and then for its own prompt:
+
+    - While callers are about (`bulk_tokens`), bulk prompts are spread over many steps, so that none is long.
+      A step has at most BULK_SHARE times what steps have had of late, so a backlog is worked off.
+    - A step with callers' prompts has no bulk prompts, and no bulk rows decode in it where they would make it
+      much longer. Of two such steps in a row this holds for the first, so bulk rows never stand still; the
+      second has `bulk_tokens` of bulk prompts at most. Pauses of bulk rows are not counted.
+
     Attributes:
         pauses: of one row each, that are left. A whole step may begin while there are any, for all rows.
+        bulk_pace: tokens of bulk prompts that a step has had of late.
+        has_waited: whether bulk rows have waited for the last step.
     """
 
     pauses: float = MOST_PAUSES
+    bulk_pace: float = 0.0
+    has_waited: bool = False
+
+    def plan(
+        self, grant: PrefillGrant, decoding: Sequence[int], prompts: Sequence[tuple[int, int]]
+    ) -> StepBudget:
+        """Return the budget of a step in which rows of the classes `decoding` could decode, and `prompts` be
+        computed, in this order: (class, tokens) of each. If a bulk prompt comes first, it has waited long
+        enough.
+        """
+        most_urgent, num_bulk = min(decoding, default=LEAST_URGENT), sum(map(is_bulk, decoding))
+        callers = sum(tokens for class_index, tokens in prompts if not is_bulk(class_index))
+        urgent = sum(tokens for index, tokens in prompts if index <= most_urgent and not is_bulk(index))
+        bulk = sum(tokens for class_index, tokens in prompts if is_bulk(class_index))
+        num_decoding = len(decoding) - (num_bulk if grant.may_exceed and callers else 0)
+        is_due = bool(callers and (bulk or num_bulk)) and not is_bulk(prompts[0][0])
+        self.has_waited = is_due and not self.has_waited
+        if self.has_waited:
+            self.note_bulk(0)
+            bulk_decodes = num_bulk * TOKENS_PER_BULK_ROW <= callers
+            return StepBudget(self.tokens(grant, num_decoding, callers, urgent), 0, bulk_decodes)
+        if grant.bulk_tokens:
+            pace = 0 if callers else round(BULK_SHARE * self.bulk_pace)
+            bulk = even_part(bulk, max(grant.bulk_tokens, pace))
+        urgent += bulk if is_bulk(most_urgent) else 0
+        most = self.tokens(grant, num_decoding, callers + bulk, urgent)
+        self.note_bulk(min(bulk, most))
+        return StepBudget(most, min(bulk, most) if grant.bulk_tokens else most)
+
+    def note_bulk(self, tokens: int) -> None:
+        self.bulk_pace = BULK_MEMORY * self.bulk_pace + (1 - BULK_MEMORY) * tokens
 
     def tokens(self, grant: PrefillGrant, num_decoding: int, waiting: int, urgent: int) -> int:
         """Return the budget of a step in which `num_decoding` rows decode and `waiting` prompt tokens could

@@ -99,6 +99,8 @@ class Grant:
         prefill_tokens: prompt tokens in one step, over all rows; longer prompts are chunked.
         mixed_prefill_tokens: the same in a step in which rows decode, too (0: as many).
         may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
+        bulk_tokens: tokens of prompts of the class `batch` that a step may have in any case, while more
+            urgent requests come; 0 sets no bound.
         max_rows: places in one step, taken by the first rows that have not ended (0: no bound). A row has
             one place, a beam search one for each beam.
         starts: rows that start; one that has its last token already is reported ended.
@@ -114,6 +116,7 @@ class Grant:
     mixed_prefill_tokens: int = 0
     max_rows: int = 0
     may_exceed: bool = False
+    bulk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

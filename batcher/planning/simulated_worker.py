@@ -6,7 +6,7 @@ from itertools import islice
 from batcher.planning.step_costs import StepCosts
 from common.messages.plan import NewRow, Plan, Report
 from common.messages.request import class_index
-from common.prefill_budget import PrefillBudget
+from common.prefill_budget import PrefillBudget, StepBudget
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,10 @@ class ForecastWorker:
         in_step = list(islice(self.rows.items(), self.plan.max_rows or None))
         decoding = [item for item in in_step if item[1].is_prefilled and self.room(item[1]) > 0]
         prompts = [item for item in in_step if not item[1].is_prefilled and self.room(item[1]) > 0]
-        chunks = self.choose_chunks([row for _, row in decoding], prompts)
+        prompts.sort(key=lambda item: item[1].place_in_line)
+        budget = self.step_budget([row for _, row in decoding], [row for _, row in prompts])
+        decoding = [item for item in decoding if budget.decodes(item[1].urgency)]
+        chunks = self.choose_chunks(budget, prompts)
         if not (decoding or chunks):
             return False
         self.step += 1
@@ -107,20 +110,21 @@ class ForecastWorker:
         self.sample([*decoding, *finished])
         return True
 
+    def step_budget(self, decoding: list[ForecastRow], prompts: list[ForecastRow]) -> StepBudget:
+        """Return what the next step may have."""
+        left = [(row.urgency, min(row.target - row.kv_len, self.room(row))) for row in prompts]
+        return self.budget.plan(self.plan, [row.urgency for row in decoding], left)
+
     def choose_chunks(
-        self, decoding: list[ForecastRow], prompts: list[tuple[int, ForecastRow]]
+        self, budget: StepBudget, prompts: list[tuple[int, ForecastRow]]
     ) -> list[tuple[int, ForecastRow, int]]:
         """Return (number, row, tokens) of the prompts that the step computes."""
-        left = [(row.urgency, min(row.target - row.kv_len, self.room(row))) for _, row in prompts]
-        most_urgent = min((row.urgency for row in decoding), default=0)
-        urgent = sum(tokens for urgency, tokens in left if urgency <= most_urgent)
-        waiting = sum(tokens for _, tokens in left)
-        budget, chunks = self.budget.tokens(self.plan, len(decoding), waiting, urgent), []
-        for number, row in sorted(prompts, key=lambda item: item[1].place_in_line):
-            count = min(row.target - row.kv_len, budget, self.room(row))
+        chunks = []
+        for number, row in prompts:
+            count = min(row.target - row.kv_len, budget.left(row.urgency), self.room(row))
             if count > 0:
                 chunks.append((number, row, count))
-                budget -= count
+                budget.spend(row.urgency, count)
         return chunks
 
     def time_step(self, now_ms: float, num_decoding: int, num_finished: int, num_prompt_tokens: int) -> None:

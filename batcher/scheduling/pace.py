@@ -82,8 +82,16 @@ class StepTimes:
             return most
         if target_ms is None:
             target_ms = max(LEAST_LEARNT_MS, LEARNT_DECODE_STEPS * step_ms)
-        prefill_ms = max(target_ms - step_ms, LEAST_PREFILL_SHARE * step_ms)
-        return min(most, max(LEAST_PREFILL_TOKENS, int(prefill_ms * self.tokens / self.added_ms)))
+        return min(most, max(self.least_tokens, self.tokens_in(target_ms - step_ms)))
+
+    @property
+    def least_tokens(self) -> int:
+        """Least prompt tokens of a step that computes any."""
+        return max(LEAST_PREFILL_TOKENS, self.tokens_in(LEAST_PREFILL_SHARE * self.step_ms))
+
+    def tokens_in(self, ms: float) -> int:
+        """Return how many prompt tokens are computed in `ms`; 0 while it is not known."""
+        return int(ms * self.tokens / self.added_ms) if self.added_ms > 0 else 0
 
 
 def horizon(most: int, trip_steps: int, slots_per_row: int) -> int:

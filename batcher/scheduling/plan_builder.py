@@ -90,7 +90,9 @@ class PendingPlan:
         return withdrawn
 
 
-def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:
+def next_plan(
+    replica: Replica, epoch: int, starting: list[PlacedRow], has_callers: bool = False
+) -> Plan | None:
     """Return a plan with the new rows, stops, blocks and steps; None if there are none."""
     needs_grant = replica.needs_grant
     blocks = grow_rows(replica, starting) if needs_grant else []
@@ -117,6 +119,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         max_rows=replica.limits.max_batch_size,
         report_at=replica.report_at,
         may_exceed=replica.limits.inter_token_target_ms is None,
+        bulk_tokens=replica.pace.times.least_tokens if has_callers else 0,
     )
 
 

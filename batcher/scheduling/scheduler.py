@@ -20,11 +20,14 @@ from batcher.scheduling.takeover import adopt_rows
 from batcher.scheduling.turn import Turn, move_interrupted
 from common.messages.events import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
+from common.messages.request import LEAST_URGENT
 
 MAX_CRASHES = 3
 """A request fails after this many worker deaths in a row without a new committed token; two may be
 coincidence.
 """
+CALLERS_MS = 60_000
+"""Callers are about for so long after the last request that is more urgent than the class `batch`."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class Scheduler:
         replicas: every worker of the pool, by incarnation.
         queue: the requests that wait, in order.
         deadlines: a heap of (deadline in ms, request id).
+        now_ms, called_ms: the pool's clock, as last told, and when the last request was queued that is more
+            urgent than the class `batch`.
     """
 
     def __init__(self, limits: WorkerLimits, epoch: int, weights: Mapping[str, float] | None = None) -> None:
@@ -63,6 +68,8 @@ class Scheduler:
         self.hand_over = HandOver(self.workers)
         self.queue = RequestQueue(weights or {})
         self.deadlines: list[tuple[int, str]] = []
+        self.now_ms = 0
+        self.called_ms = -CALLERS_MS
         self.outcomes = Outcomes()
 
     def register(self, sequence: Sequence) -> None:
@@ -70,6 +77,13 @@ class Scheduler:
         self.sequences[sequence.request_id] = sequence
         self.gateways[sequence.request.gateway] += 1
         heapq.heappush(self.deadlines, (sequence.deadline_ms, sequence.request_id))
+        if sequence.class_index < LEAST_URGENT:
+            self.called_ms = max(self.called_ms, sequence.queued_ms)
+
+    @property
+    def has_callers(self) -> bool:
+        """Whether requests more urgent than the class `batch` have come of late."""
+        return self.now_ms - self.called_ms < CALLERS_MS
 
     def num_live(self) -> int:
         """Return the number of live requests."""
@@ -127,6 +141,7 @@ class Scheduler:
 
     def expire(self, now_ms: int) -> None:
         """End every request whose deadline has passed, with another error if it never started."""
+        self.now_ms = now_ms
         while self.deadlines and self.deadlines[0][0] <= now_ms:
             request_id = heapq.heappop(self.deadlines)[1]
             sequence = self.sequences.get(request_id)
@@ -229,7 +244,7 @@ class Scheduler:
         move_interrupted(self.workers)
         for replica in self.workers.take_changed():
             rows = placed.get(replica, [])
-            if (plan := next_plan(replica, self.epoch, rows)) is not None:
+            if (plan := next_plan(replica, self.epoch, rows, self.has_callers)) is not None:
                 yield PendingPlan(replica, plan, rows, replica.joins)
             if replica.due_stops:  # a row that starts with this plan is stopped by the next
                 self.workers.note_change(replica)

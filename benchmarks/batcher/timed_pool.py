@@ -49,6 +49,7 @@ class Load:
     out_tokens: int = 64
     spread: float = 0.0
     per_s: float = 0.0
+    shares: bool = False
 
 
 @dataclass
@@ -72,12 +73,20 @@ class TimedPool(Pool):
 
     def __post_init__(self) -> None:
         limits = WorkerLimits(max_batch_size=self.load.streams, inter_token_target_ms=self.target_ms)
-        super().__init__(1, 100_000, seed=1, limits=limits, eos_chance=0, shares=False)
+        super().__init__(1, 100_000, seed=1, limits=limits, eos_chance=0, shares=self.load.shares)
         self.worker = self.workers["w0"]
 
     def capacity(self, name: str) -> WorkerCapacity:
         most = self.costs.prefill_tokens
-        return make_capacity(name, self.num_blocks, name=name, max_batch_prefill_tokens=most, context=CONTEXT)
+        return make_capacity(
+            name,
+            self.num_blocks,
+            name=name,
+            max_batch_prefill_tokens=most,
+            context=CONTEXT,
+            prefix_caching=self.shares,
+            standby=True,
+        )
 
     def length(self, mean: int, draw: random.Random) -> int:
         return max(1, round(mean * draw.uniform(1 - self.load.spread, 1 + self.load.spread)))

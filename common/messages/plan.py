@@ -38,6 +38,8 @@ class Plan:
         prefill_tokens: most prompt tokens in one step.
         mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0 is `prefill_tokens`.
         may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
+        bulk_tokens: tokens of prompts of the class `batch` that a step may have in any case, while more
+            urgent requests come; 0 sets no bound.
         starts: rows that start, in order.
         blocks: (row, packed numbers of blocks) that rows get in addition.
         stops: (row, why) of rows that stop.
@@ -62,6 +64,7 @@ class Plan:
     max_rows: int = wire_field("mr", default=0)
     report_at: int = wire_field("ra", default=0)
     may_exceed: bool = wire_field("me", default=False)
+    bulk_tokens: int = wire_field("bt", default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,7 @@ class AgentState:
             mixed_prefill_tokens=self.granted.mixed_prefill_tokens,
             max_rows=self.granted.max_rows,
             may_exceed=self.granted.may_exceed,
+            bulk_tokens=self.granted.bulk_tokens,
         )
 
     def add_time(self, step: StepResult) -> None:

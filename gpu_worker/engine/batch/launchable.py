@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from common.prefill_budget import PrefillBudget
+from common.prefill_budget import PrefillBudget, StepBudget
+from gpu_worker.engine.batch.beam_group import BeamGroup
 from gpu_worker.engine.batch.encoding import encoding_cost
 from gpu_worker.engine.batch.prefill import num_computable
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureState
 from gpu_worker.protocol import Grant
 
@@ -41,19 +42,19 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
     return -(-decoding // num_micro_batches)
 
 
-def prefill_tokens(
-    budget: PrefillBudget,
-    grant: Grant,
-    decoding: Sequence[RowSlice],
-    prompts: Sequence[Row],
-    block_size: int,
-) -> int:
-    """How many tokens of these prompts the step with these slices computes."""
-    most_urgent = min((row_slice.row.class_index for row_slice in decoding), default=sys.maxsize)
-    left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in prompts]
-    urgent = sum(tokens for class_index, tokens in left if class_index <= most_urgent)
-    waiting = sum(tokens for _, tokens in left)
-    return budget.tokens(grant, len(decoding), waiting, urgent)
+def may_join(row: Row, group: BeamGroup | None, step: int) -> bool:
+    """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
+    if group is not None:
+        return (group.rows or [row])[0].launched_step < step
+    return row.launched_step < step and not row.num_unread
+
+
+def step_budget(
+    budget: PrefillBudget, grant: Grant, decoding: Sequence[Row], line: Sequence[Row], block_size: int
+) -> StepBudget:
+    """What a step may have in which these rows could decode, and the prompts in line be computed."""
+    left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in line]
+    return budget.plan(grant, [row.class_index for row in decoding], left)
 
 
 def needed_pictures(rows: Iterable[Row]) -> set[PictureState]:

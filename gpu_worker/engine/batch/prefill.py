@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from common.prefill_budget import StepBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
 
 PATIENCE = 16
@@ -26,11 +27,11 @@ def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
 def chunks(
     line: Sequence[Row],
     block_size: int,
-    tokens_left: int,
+    budget: StepBudget,
     scores_left: int,
     has_snapshots: bool = False,
 ) -> Iterator[RowSlice]:
-    """Yield chunks of at most `tokens_left` tokens together, at most `scores_left` of them scored. With
+    """Yield chunks of as many tokens as the budget has, at most `scores_left` of them scored. With
     `has_snapshots` one ends at the last end of a block in a prompt.
     """
     for row in line:
@@ -38,7 +39,7 @@ def chunks(
         unscored = max(0, row.scored_from - begin)
         prefill = len(row.ids) - begin
         computable = num_computable(row, block_size)
-        count = min(computable, tokens_left, unscored + scores_left)
+        count = min(computable, budget.left(row.class_index), unscored + scores_left)
         if row.pictures and count > 0:
             count = row.pictures.chunk_end(begin, begin + count, begin + computable) - begin
         if has_snapshots and begin < (end := last_block_end(row, block_size)):
@@ -46,7 +47,7 @@ def chunks(
         if count > 0:
             samples = count == prefill and not row.pooling
             yield RowSlice(row, begin, count, samples, num_scored=max(0, count - samples - unscored))
-            tokens_left -= count
+            budget.spend(row.class_index, count)
             scores_left -= max(0, count - unscored)
 
 
@@ -55,14 +56,14 @@ def last_block_end(row: Row, block_size: int) -> int:
     return (len(row.ids) - 1) // block_size * block_size
 
 
-def whole_prompts(line: Sequence[Row], block_size: int, tokens_left: int) -> Iterator[RowSlice]:
-    """Yield whole prompts of at most `tokens_left` tokens together; the first may have more."""
+def whole_prompts(line: Sequence[Row], block_size: int, budget: StepBudget) -> Iterator[RowSlice]:
+    """Yield whole prompts of as many tokens as the budget has; the first may have more."""
     is_first = True
     for row in line:
         count = len(row.ids)
-        if num_computable(row, block_size) == count and (is_first or count <= tokens_left):
+        if num_computable(row, block_size) == count and (is_first or count <= budget.left(row.class_index)):
             yield RowSlice(row, 0, count, samples=False)
-            tokens_left -= count
+            budget.spend(row.class_index, count)
             is_first = False
 
 

@@ -23,7 +23,7 @@ from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
 from gpu_worker.engine.batch.beam_search import Candidate
 from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
 from gpu_worker.engine.batch.encoding import EncodingSchedule
-from gpu_worker.engine.batch.launchable import micro_batch_size, prefill_tokens, room, runnable
+from gpu_worker.engine.batch.launchable import may_join, micro_batch_size, room, runnable, step_budget
 from gpu_worker.engine.batch.prefill import chunks, line_up, whole_prompts
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
@@ -50,7 +50,6 @@ from gpu_worker.engine.batch.step_result import (
 from gpu_worker.protocol import Grant, StartRow
 
 log = logging.getLogger(__name__)
-
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Grant(0, 0)
 MAX_SCORED_TOKENS = 256
@@ -186,36 +185,48 @@ class Rows:
         """Choose what is launched next, as a part of this step: a token of each row that decodes and its
         proposals, then chunks of prompts up to the budgets. Rows after the first `max_rows` stand by.
         """
-        slices, prompts = [], []
+        decoding, prompts = self.split_launchable(step)
+        line = line_up(prompts, step)
+        budget = step_budget(self.prefill_budget, self.grant, decoding, line, self.block_size)
+        slices = self.decode([row for row in decoding if budget.decodes(row.class_index)])
+        line = [row for row in line if budget.left(row.class_index) > 0]
+        if self.computes_whole:
+            return [*whole_prompts(line, self.block_size, budget)]
+        if any(row.pictures for row in line):
+            budget.tokens = self.encoding.schedule(line, self.block_size, budget.tokens, bool(slices))
+        has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots
+        slices += chunks(line, self.block_size, budget, self.max_scored_tokens, has_snapshots)
+        if not slices and self.prefill_budget.has_waited:  # for prompts that wait for their pictures
+            return self.schedule_slices(step)
+        return slices
+
+    def split_launchable(self, step: int) -> tuple[list[Row], list[Row]]:
+        """Return the rows that the next launch may have: those that decode, and those with prompts."""
+        decoding, prompts = [], []
         wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
         adapters = self.turns.choose(wanted)
-        decodes_left = micro_batch_size(self.rows.values(), self.num_micro_batches)
-        spare = self.num_spare
         for row in self.runnable:
-            if not self.may_launch(row, step):
+            if self.num_micro_batches > 1 and not may_join(row, self.groups.get(row.number), step):
                 continue
             if row.adapter and row.adapter not in adapters:
                 continue
             if self.state_slots and not self.state_slots.take(row):
                 continue
-            if row.kv_len < len(row.ids):
-                prompts += [row] if self.check_pictures(row) else []
-            elif row.beams and decodes_left:
-                decodes_left -= 1
+            if row.kv_len >= len(row.ids):
+                decoding.append(row)
+            elif self.check_pictures(row):
+                prompts.append(row)
+        return decoding[: micro_batch_size(self.rows.values(), self.num_micro_batches)], prompts
+
+    def decode(self, rows: Sequence[Row]) -> list[RowSlice]:
+        slices, spare = list[RowSlice](), self.num_spare
+        for row in rows:
+            if row.beams:
                 slices += self.schedule_group(self.groups[row.number])
-            elif decodes_left:
-                decodes_left -= 1
+            else:
                 most = min(room(row, self.block_size), 1 + spare)
                 slices.append(decode_slice(row, most, self.recompute_length))
                 spare -= len(slices[-1].proposed)
-        line = line_up(prompts, step)
-        budget = prefill_tokens(self.prefill_budget, self.grant, slices, prompts, self.block_size)
-        if self.computes_whole:
-            return [*whole_prompts(line, self.block_size, budget)]
-        if any(row.pictures for row in line):
-            budget = self.encoding.schedule(line, self.block_size, budget, is_mixed=bool(slices))
-        has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots
-        slices += chunks(line, self.block_size, budget, self.max_scored_tokens, has_snapshots)
         return slices
 
     def check_pictures(self, row: Row) -> bool:
@@ -256,14 +267,6 @@ class Rows:
         """Return the blocks that must be copied before the step just launched is computed."""
         copies, self.copies = self.copies, []
         return copies
-
-    def may_launch(self, row: Row, step: int) -> bool:
-        """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
-        if self.num_micro_batches == 1:
-            return True
-        if row.beams:
-            return (self.groups[row.number].rows or [row])[0].launched_step < step
-        return row.launched_step < step and not row.num_unread
 
     def collect(
         self,

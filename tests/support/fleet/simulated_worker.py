@@ -13,7 +13,7 @@ from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import class_index
-from common.prefill_budget import PrefillBudget
+from common.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.protocol import Grant
 
@@ -121,6 +121,7 @@ class SimulatedWorker:
             plan.prefill_tokens,
             mixed_prefill_tokens=plan.mixed_prefill_tokens,
             may_exceed=plan.may_exceed,
+            bulk_tokens=plan.bulk_tokens,
         )
         self.max_rows, self.report_at = plan.max_rows, plan.report_at
         for number, why in plan.stops:
@@ -169,18 +170,19 @@ class SimulatedWorker:
         self.most_rows = max(self.most_rows, len(in_step))
         decoding = [item for item in in_step if item[1].is_prefilled]
         prompts = [item for item in in_step if not item[1].is_prefilled]
+        prompts.sort(key=lambda item: item[1].place_in_line)
         took_part = False
         if self.step >= self.until:
             return False
         budget = self.prefill_budget_of([row for _, row in decoding], [row for _, row in prompts])
         for number, row in decoding:
-            if room := self.room(row):
+            if (room := self.room(row)) and budget.decodes(row.urgency):
                 took_part = True
                 self.decode(number, row, min(room, 1 + self.draw.randint(0, self.num_speculated)))
-        for number, row in sorted(prompts, key=lambda item: item[1].place_in_line):
-            chunk = min(row.target - row.kv_len, budget, self.room(row))
+        for number, row in prompts:
+            chunk = min(row.target - row.kv_len, budget.left(row.urgency), self.room(row))
+            budget.spend(row.urgency, chunk)
             row.num_passed += self.room(row) > 0 and not chunk
-            budget -= chunk
             row.kv_len += chunk
             self.num_prefilled += chunk
             self.fill(row, chunk)
@@ -192,14 +194,11 @@ class SimulatedWorker:
         self.step += took_part
         return took_part
 
-    def prefill_budget_of(self, decoding: list[SimulatedRow], prompts: list[SimulatedRow]) -> int:
-        """How many prompt tokens the step has, as the engine's rows have it."""
-        decoding = [row for row in decoding if self.room(row)]
+    def prefill_budget_of(self, decoding: list[SimulatedRow], prompts: list[SimulatedRow]) -> StepBudget:
+        """What the step may have, as the engine's rows have it."""
+        classes = [row.urgency for row in decoding if self.room(row)]
         left = [(row.urgency, min(row.target - row.kv_len, self.room(row))) for row in prompts]
-        most_urgent = min((row.urgency for row in decoding), default=0)
-        urgent = sum(tokens for urgency, tokens in left if urgency <= most_urgent)
-        waiting = sum(tokens for _, tokens in left)
-        return self.prefill_budget.tokens(self.grant, len(decoding), waiting, urgent)
+        return self.prefill_budget.plan(self.grant, classes, left)
 
     def room(self, row: SimulatedRow) -> int:
         """Number of free slots in a row's blocks."""

@@ -1,5 +1,7 @@
 """How many prompt tokens a step may have."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.messages.plan import Plan
@@ -53,3 +55,58 @@ def test_fewer_than_one_gap_in_a_hundred_is_a_pause() -> None:
         budget = PrefillBudget(pauses=0.0)
         paused = [budget.tokens(grant(), num_decoding, 900, 900) == 1000 for _ in range(5000)]
         assert 0 < sum(paused) < len(paused) / 100
+
+
+INTERACTIVE, BATCH = 0, 2
+
+
+def callers_grant(bulk_tokens: int = 50) -> Plan:
+    return replace(grant(), bulk_tokens=bulk_tokens)
+
+
+def test_a_callers_prompt_has_a_step_without_bulk_prompts_and_bulk_rows_that_would_make_it_long() -> None:
+    """Of two such steps in a row the second one has them."""
+    budget, prompts = PrefillBudget(), [(INTERACTIVE, 128), (BATCH, 500)]
+    steps = [budget.plan(callers_grant(), [BATCH] * 32, prompts) for _ in range(4)]
+    assert [(step.left(INTERACTIVE), step.left(BATCH), step.decodes(BATCH)) for step in steps] == [
+        (1000, 0, False),
+        (1000, 50, True),
+    ] * 2
+    assert all(step.decodes(INTERACTIVE) for step in steps)
+
+
+def test_a_few_bulk_rows_decode_beside_a_callers_prompt() -> None:
+    assert PrefillBudget().plan(callers_grant(), [BATCH] * 16, [(INTERACTIVE, 128)]).decodes(BATCH)
+    assert not PrefillBudget().plan(callers_grant(), [BATCH] * 17, [(INTERACTIVE, 128)]).decodes(BATCH)
+
+
+def test_a_bulk_prompt_that_has_waited_long_enough_is_not_left_out() -> None:
+    step = PrefillBudget().plan(callers_grant(), [BATCH] * 32, [(BATCH, 500), (INTERACTIVE, 128)])
+    assert (step.left(BATCH), step.decodes(BATCH)) == (50, True)
+
+
+def test_bulk_prompts_are_spread_while_callers_are_about_and_a_backlog_is_worked_off() -> None:
+    budget, left, steps = PrefillBudget(), 4000, []
+    while left:
+        step = budget.plan(callers_grant(), [BATCH] * 8, [(BATCH, left)])
+        steps.append(step.left(BATCH))
+        left -= steps[-1]
+    assert steps[0] == 50 and max(steps) <= 2 * 50 + 50
+    assert len(steps) < 4000 / 50, "the more of them wait, the more a step has"
+
+
+def test_bulk_prompts_have_whole_steps_while_nobody_calls() -> None:
+    step = PrefillBudget(pauses=1.0).plan(grant(), [BATCH] * 8, [(BATCH, 900)])
+    assert (step.left(BATCH), step.decodes(BATCH)) == (1000, True)
+
+
+def test_prompts_of_callers_pay_for_pauses_of_callers_only() -> None:
+    budget = PrefillBudget(pauses=0.0)
+    assert budget.plan(callers_grant(), [BATCH] * 8, [(INTERACTIVE, 900)]).left(INTERACTIVE) == 1000
+    budget = PrefillBudget(pauses=0.0)
+    assert budget.plan(callers_grant(), [INTERACTIVE], [(INTERACTIVE, 900)]).left(INTERACTIVE) == 113
+
+
+def test_a_step_with_bulk_rows_keeps_within_a_bound_that_a_user_set() -> None:
+    step = PrefillBudget().plan(replace(callers_grant(), may_exceed=False), [BATCH] * 8, [(INTERACTIVE, 900)])
+    assert step.left(INTERACTIVE) == 100

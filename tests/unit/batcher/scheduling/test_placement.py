@@ -111,9 +111,11 @@ class Calls:
         self.plans = self.starts = 0
         can_start = Replica.can_start
 
-        def count_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:
+        def count_plan(
+            replica: Replica, epoch: int, starting: list[PlacedRow], has_callers: bool
+        ) -> Plan | None:
             self.plans += 1
-            return next_plan(replica, epoch, starting)
+            return next_plan(replica, epoch, starting, has_callers)
 
         def count_start(replica: Replica, sequence: Sequence) -> bool:
             self.starts += 1

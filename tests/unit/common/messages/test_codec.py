@@ -189,7 +189,7 @@ EXAMPLES = [
             24,
             True,
         ),
-        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64, "mp": 16, "mr": 8, "ra": 24, "me": True}
+        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64, "mp": 16, "mr": 8, "ra": 24, "me": True, "bt": 0}
         | {
             "s": [
                 {"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}

@@ -9,7 +9,8 @@ from gpu_worker.engine.batch.encoding import EncodingSchedule
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.protocol import Grant
+from gpu_worker.protocol import Grant, StartRow
+from tests.support.engine.row_steps import run_step
 from tests.support.engine.start_rows import start_row
 
 BLOCK = 16
@@ -83,3 +84,19 @@ def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> 
         rows.collect(slices, [0] * sum(one.num_samples for one in slices), [0.0] * len(slices))
     # 14 tokens a step: a tile costs 8 of them
     assert chunks == [(0, 6, [0]), (6, 12, [1]), (12, 18, [2]), (18, 32, [])]
+
+
+def test_rows_of_batches_decode_while_a_callers_picture_takes_the_whole_step() -> None:
+    """A step without any row would be taken for the end of all work."""
+    picture = row_of(num_tiles=1, before=0, cost=5.0)
+
+    def pictures_of(start: StartRow) -> RowPictures | None:
+        return picture.pictures if start.class_index == 0 else None
+
+    rows = Rows(block_size=BLOCK, eos_ids=[], make_pictures=pictures_of)
+    bulk = [start_row(number, range(3), 9, blocks=[number + 1], class_index=2) for number in range(8)]
+    rows.apply(Grant(100, 24, bulk))
+    run_step(rows)
+    rows.apply(Grant(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
+    assert [one[0] for one in run_step(rows)[0]] == [*range(9)]
+    assert [one[0] for one in run_step(rows)[0]] == [8]

@@ -141,3 +141,12 @@ def test_prompts_that_are_less_urgent_make_no_step_longer() -> None:
     assert run_step(rows)[0][-1] == (1, 0, 8, False)
     rows.apply(Grant(1000, 100, [start(2, 40)], mixed_prefill_tokens=8, may_exceed=True))
     assert run_step(rows)[0][1:] == [(2, 0, 40, True), (1, 8, 52, True)], "those that are make it whole"
+
+
+def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> None:
+    bulk = [start(number, 3, class_index=2) for number in range(4)]
+    rows = rows_with(*bulk, prefill_tokens=64)
+    run_step(rows)
+    rows.apply(Grant(1000, 64, [start(4, 20, class_index=0), start(5, 30, class_index=2)], may_exceed=True))
+    steps = [[one[:3] for one in run_step(rows)[0]] for _ in range(2)]
+    assert steps == [[(4, 0, 20)], [(4, 20, 1), (0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 1), (5, 0, 30)]]
