@@ -133,9 +133,7 @@ class Engine:
             self.rows.make_pictures = self.pictures.start
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
-        """Compile layers, and capture steps in which all rows decode, where attention allows it; do nothing
-        with ENFORCE_EAGER.
-        """
+        """Compile layers, and capture steps where attention allows it; do nothing with ENFORCE_EAGER."""
         if settings.enforce_eager:
             return
         compile_model(self.loaded, self.forward, progress)

@@ -88,7 +88,9 @@ class RowStates:
 
 
 class StateLayers:
-    """The states of a call by layer, as transformers' `Cache.layers`: all numbers name the mixer's own."""
+    """The states of a call, [rows, ...] of the dtypes that the mixer keeps, by layer as in transformers'
+    `Cache.layers`: all numbers name the mixer's own.
+    """
 
     record_past = False
 
@@ -100,16 +102,16 @@ class StateLayers:
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        """By their numbers, as of `get_conv_state`."""
+        """→ [rows, channels, width] of the model's dtype, by their numbers"""
         return self.of_kind(CONV)
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """By their numbers, as of `get_recurrent_state`."""
+        """→ [rows, ...] of the dtype that the mixer keeps, by their numbers"""
         return self.of_kind(RECURRENT)
 
     def of_kind(self, kind: str) -> dict[int, torch.Tensor]:
-        """→ [rows, ...] of the dtypes that the mixer keeps, by their numbers"""
+        """→ [rows, ...] of any dtype, by their numbers"""
         return {name.number: state for name, state in self.states.states.items() if name.kind == kind}
 
 
