@@ -10,8 +10,10 @@ MAX_SENDING = 32
 """Events that one gateway sends at once."""
 MAX_PER_RECEIVER = 4
 """Of these, to one host and port."""
-BUSY_WAIT_MS = 5_000
-"""Until an event is looked at again whose receiver had no place left."""
+BUSY_WAIT_MS = 200
+"""Until an event is looked at again whose receiver had no place left. A receiver that answers at once gets
+MAX_PER_RECEIVER events in that time, from each gateway.
+"""
 
 
 class Chosen(NamedTuple):

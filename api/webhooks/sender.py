@@ -17,7 +17,7 @@ from api.errors import ApiError
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.outbound.addresses import UrlError, read_url
 from api.webhooks.events import payload_of, signed_headers, type_of
-from api.webhooks.places import MAX_SENDING, choose
+from api.webhooks.places import BUSY_WAIT_MS, MAX_SENDING, choose
 from api.webhooks.post import Attempt, post
 from api.webhooks.schedule import next_wait_s
 from common.broker.pool_client import PoolClient
@@ -97,7 +97,7 @@ class WebhookSender:
         if len(self.sending) >= MAX_SENDING:
             await asyncio.wait(self.sending, return_when=asyncio.FIRST_COMPLETED)
         elif len(claimed) < MAX_CLAIMED:
-            await asyncio.sleep(until_beat(POLL_S))
+            await asyncio.sleep(until_beat(BUSY_WAIT_MS / 1000 if self.sending else POLL_S))
 
     async def claim(self) -> list[StoredEvent]:
         call = claim_webhooks(self.client.keys, max_events=MAX_CLAIMED, lease_ms=LEASE_MS)
