@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 ITEMS_AT_ONCE = 1024
 
@@ -20,6 +21,11 @@ def to_json(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError:
         return orjson.dumps(orjson.loads(json.dumps(value)))
+
+
+def fresh_json(content: Any) -> Response:
+    """A response that is never cached."""
+    return Response(to_json(content), 200, {"cache-control": "no-store"}, "application/json")
 
 
 def list_to_json(items: Iterable[Any]) -> bytes:

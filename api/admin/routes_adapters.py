@@ -12,7 +12,7 @@ from api.admin.adapter_changes import AdapterInfo, describe_adapter, load_adapte
 from api.errors import ApiError
 from api.http import body
 from api.http.openapi import FLEET, json_body, only
-from api.json import to_json
+from api.json import fresh_json
 from api.openai.response_schemas import ERROR_RESPONSES
 from api.requests.fields import Strict
 from api.requests.on_pool import own_pool, pools_of
@@ -62,7 +62,7 @@ async def list_adapters(request: Request) -> Response:
         num_workers=len(pool.workers.holders),
         may_change=why_not_changed(pool) == "",
     )
-    return Response(to_json(content.model_dump()), 200, {"cache-control": "no-store"}, "application/json")
+    return fresh_json(content.model_dump())
 
 
 @router.post(

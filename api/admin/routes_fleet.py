@@ -25,7 +25,7 @@ from api.admin.processes import ProcessList, describe_health, list_models, list_
 from api.errors import ApiError, asking_broker, cut, quoted
 from api.http.auth import is_loopback
 from api.http.openapi import FLEET, error_responses, only
-from api.json import to_json
+from api.json import fresh_json, to_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -83,10 +83,6 @@ async def fleet_history(request: Request) -> Response:
     history: FleetHistory = request.app.state.history
     samples = [dataclasses.asdict(sample) for sample in history.samples]
     return fresh_json({"every_s": SAMPLE_S, "samples": samples})
-
-
-def fresh_json(content: dict[str, Any]) -> Response:
-    return Response(to_json(content), 200, {"cache-control": "no-store"}, "application/json")
 
 
 @router.post(

@@ -12,7 +12,7 @@ from api.errors import ApiError, asking_broker
 from api.http.openapi import FLEET, ErrorResponses, error_responses, only
 from api.jobs import changes
 from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
-from api.json import to_json
+from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.jobs.record import JobRecord
@@ -21,7 +21,6 @@ ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
 NO_JOB = "There is no such job"
 router = APIRouter(responses=ERRORS, tags=[FLEET])
 MAX_LISTED = 200
-NO_STORE = {"cache-control": "no-store"}
 State = Literal["queued", "running", "scheduled", "done", "failed", "cancelled", "dead"]
 JobId = Annotated[str, Path(description="Its `id`.", min_length=1, max_length=128)]
 
@@ -86,7 +85,7 @@ async def list_jobs(
     async with asking_broker():
         page = await read_page(client, JobQuery(status or "", tenant, search), cursor, limit)
         counts = await count_jobs(client)
-    return respond({"jobs": [*map(describe, page.records)], "cursor": page.cursor, "counts": counts})
+    return fresh_json({"jobs": [*map(describe, page.records)], "cursor": page.cursor, "counts": counts})
 
 
 @router.get(
@@ -101,7 +100,7 @@ async def show_job(request: Request, job_id: JobId) -> Response:
     async with asking_broker():
         record = await read_record(client, job_id)
         content = await read_content(client, record)
-    return respond(describe(record) | {"job": content})
+    return fresh_json(describe(record) | {"job": content})
 
 
 @router.post(
@@ -116,7 +115,7 @@ async def cancel_job(request: Request, job_id: JobId) -> Response:
         await read_record(pool.client, job_id)
         if not await changes.cancel_job(pool, job_id):
             raise ApiError(409, "conflict", "The job has ended")
-    return respond({"id": job_id})
+    return fresh_json({"id": job_id})
 
 
 @router.post(
@@ -131,7 +130,7 @@ async def retry_job(request: Request, job_id: JobId) -> Response:
         await read_record(pool.client, job_id)
         if not await changes.retry_dead(pool, job_id):
             raise ApiError(409, "conflict", "Only a dead job can be tried again, and this one is not dead")
-    return respond({"id": job_id})
+    return fresh_json({"id": job_id})
 
 
 def describe(record: JobRecord) -> dict[str, Any]:
@@ -151,7 +150,3 @@ def describe(record: JobRecord) -> dict[str, Any]:
         error=record.text("error"),
         retries=record.number("retries"),
     ).model_dump()
-
-
-def respond(content: dict[str, Any]) -> Response:
-    return Response(to_json(content), 200, NO_STORE, "application/json")

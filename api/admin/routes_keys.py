@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.errors import ApiError, asking_broker
 from api.http import body
 from api.http.openapi import FLEET, ErrorResponses, error_responses, json_body, only
-from api.json import to_json
+from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -31,7 +31,6 @@ ERRORS |= error_responses(
 router = APIRouter(responses=ERRORS, tags=[FLEET])
 EXAMPLE = {"name": "reports", "tenant": "acme", "requests_per_minute": 60}
 KeyId = Annotated[str, Path(description="Its `key_id`.")]
-NO_STORE = {"cache-control": "no-store"}
 
 
 class KeyInfo(BaseModel):
@@ -78,7 +77,7 @@ async def list_keys(request: Request) -> Response:
     else:
         async with asking_broker():
             known = await key_records.read_keys(pool.client)
-    return respond({"keys": [describe(key) for key in known.values()]})
+    return fresh_json({"keys": [describe(key) for key in known.values()]})
 
 
 @router.post(
@@ -102,7 +101,7 @@ async def revoke(request: Request, key_id: KeyId) -> Response:
     pool = changeable(request)
     with change_errors():
         async with asking_broker():
-            return respond(describe(await key_records.revoke_key(pool.client, key_id)))
+            return fresh_json(describe(await key_records.revoke_key(pool.client, key_id)))
 
 
 @router.post("/admin/keys/{key_id}/rotate", summary="Give an API key another text", response_model=NewKey)
@@ -149,8 +148,4 @@ def describe(key: ApiKey) -> dict[str, Any]:
 
 
 def respond_issued(issued: IssuedKey) -> Response:
-    return respond(describe(issued.record) | {"key": issued.text})
-
-
-def respond(content: dict[str, Any]) -> Response:
-    return Response(to_json(content), 200, NO_STORE, "application/json")
+    return fresh_json(describe(issued.record) | {"key": issued.text})

@@ -14,7 +14,7 @@ from api.admin.usage_report import GROUPS, UsageFilter, group, iso, to_csv, tota
 from api.errors import asking_broker, invalid, quoted
 from api.http.auth import key_of
 from api.http.openapi import FLEET, only
-from api.json import to_json
+from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES
 from common.broker.usage import HOURS_KEPT, UsageRow, read_hours, read_months
@@ -22,7 +22,6 @@ from common.months import month_begin
 
 BY_DEFAULT = "key,tenant,model"
 CSV, JSON = "csv", "json"
-NO_STORE = {"cache-control": "no-store"}
 NAME = f"({'|'.join(GROUPS)})"
 TIME: dict[str, Any] = {
     "json_schema_extra": {"pattern": r"^(20[0-9]{2}-(0[1-9]|1[0-2])-[0-2][1-8]|[0-9]{10})$"}
@@ -70,7 +69,7 @@ async def usage(
         rows = await read_rows(own_pool(request).client.redis, first, last, now, by)
     groups = group(rows, wanted, by)
     if read_format(format, request.headers.get("accept", "")) == CSV:
-        return Response(to_csv(groups, by), 200, NO_STORE, "text/csv")
+        return Response(to_csv(groups, by), 200, {"cache-control": "no-store"}, "text/csv")
     content = {
         "object": "usage",
         "from": iso(first),
@@ -79,7 +78,7 @@ async def usage(
         "data": groups,
         "total": total(rows, wanted),
     }
-    return Response(to_json(content), 200, NO_STORE, "application/json")
+    return fresh_json(content)
 
 
 async def read_rows(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker
 from api.http.openapi import FLEET, ErrorResponses, error_responses, only
-from api.json import to_json
+from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from api.webhooks.events import type_of
@@ -24,7 +24,6 @@ ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "No such event waits or was given up"})
 router = APIRouter(responses=ERRORS, tags=[FLEET])
 MAX_LISTED = 1000
-NO_STORE = {"cache-control": "no-store"}
 
 
 class EventInfo(BaseModel):
@@ -67,7 +66,7 @@ async def list_events(
     client = own_pool(request).client
     async with asking_broker():
         content = await read_events(client, state, limit)
-    return Response(to_json(content.model_dump()), 200, NO_STORE, "application/json")
+    return fresh_json(content.model_dump())
 
 
 @router.post("/admin/webhooks/{event_id}/retry", summary="Send an event again")
@@ -79,7 +78,7 @@ async def retry(request: Request, event_id: Annotated[str, Path(description="Its
         is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id, ttl_ms=ttl_ms))
     if not is_there:
         raise ApiError(404, "not_found", "No event with this id waits or was given up")
-    return Response(to_json({"id": event_id, "state": "waiting"}), 200, NO_STORE, "application/json")
+    return fresh_json({"id": event_id, "state": "waiting"})
 
 
 async def read_events(client: PoolClient, state: Literal["waiting", "dead"], limit: int) -> EventList:

@@ -200,9 +200,11 @@ def id_by_key(request: Request, owner: str) -> str:
 
 
 async def read_earlier(request: Request, batch_id: str) -> Batch | None:
-    """The batch of an earlier request with this `Idempotency-Key`. Raises ApiError: 409 if that request had
-    another body, 503.
+    """The batch of an earlier request with this `Idempotency-Key`; None without a key. Raises ApiError: 409
+    if that request had another body, 503.
     """
+    if not idempotency_key(request):
+        return None
     async with asking_broker():
         batch = await read_batch(own_pool(request).client, batch_id)
     if batch is not None:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from batcher.scheduling.sequence import Sequence
-from benchmarks.batcher.timed_pool import REPORT_MS, Load, StepCosts, TimedPool
+from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
 from benchmarks.serve import percentile
 from tests.support.fleet.simulated_pool import sharing_request
 
@@ -84,14 +84,7 @@ class GapsPool(TimedPool):
     def run_until(self, end_ms: float) -> None:
         while self.clock_ms < end_ms and (self.with_bulk or self.arrivals or self.worker.rows):
             self.arrive()
-            report_ms = self.clock_ms + REPORT_MS
-            while self.clock_ms < report_ms and self.worker.rows:
-                self.run_step()
-                if self.is_report_due() or (self.arrivals and self.arrivals[0][0] <= self.clock_ms):
-                    break
-            self.worker.release()
-            self.scheduler.apply_report("w0", self.worker.take_report())
-            self.decide()
+            self.run_to_report()
 
     def measure(self) -> tuple[list[float], float]:
         """Runs → the times to first token of callers in ms, and tokens/s."""

@@ -127,18 +127,22 @@ class TimedPool(Pool):
         self.arrivals = [(sum(gaps_ms[: i + 1]), i) for i in range(num_sent)]
         while len(self.finished) < load.requests:
             self.arrive()
-            report_ms = self.clock_ms + REPORT_MS
-            while self.clock_ms < report_ms and self.worker.rows:
-                self.run_step()
-                if self.is_report_due() or (self.arrivals and self.arrivals[0][0] <= self.clock_ms):
-                    break
-            self.worker.release()
-            self.scheduler.apply_report("w0", self.worker.take_report())
-            self.decide()
+            self.run_to_report()
             while num_sent < min(load.requests, len(self.finished) + load.streams):
                 self.arrivals.append((self.clock_ms + TRIP_MS, num_sent))
                 num_sent += 1
         return self.figures()
+
+    def run_to_report(self) -> None:
+        """Run steps until the worker reports."""
+        report_ms = self.clock_ms + REPORT_MS
+        while self.clock_ms < report_ms and self.worker.rows:
+            self.run_step()
+            if self.is_report_due() or (self.arrivals and self.arrivals[0][0] <= self.clock_ms):
+                break
+        self.worker.release()
+        self.scheduler.apply_report("w0", self.worker.take_report())
+        self.decide()
 
     def is_report_due(self) -> bool:
         report = self.worker.report

@@ -107,6 +107,16 @@ def connection_errors(url: str) -> Iterator[None]:
         raise ServerError(f"the connection to {url} broke off: {error or type(error).__name__}") from error
 
 
+def run_for(flags: argparse.Namespace, read_s: float) -> int:
+    """Run the command that was chosen, `flags.run`, at the server of `flags.url`. Returns the exit code."""
+    try:
+        with new_client(httpx.Client, flags.url, read_s, api_key()) as client:
+            flags.run(client, flags)
+    except ServerError as error:
+        return print_error(error)
+    return 0
+
+
 def fetch_json(client: httpx.Client, path: str) -> Any:
     """GET a path, and return its JSON. Raises ServerError."""
     with connection_errors(str(client.base_url)):

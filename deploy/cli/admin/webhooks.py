@@ -11,17 +11,14 @@ from rich.table import Table
 
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
-    ServerError,
     add_url,
-    api_key,
     fetch_json,
     frame_errors,
-    new_client,
     new_table,
     post,
-    print_error,
     print_lines,
     printable,
+    run_for,
 )
 
 DESCRIPTION = """
@@ -33,13 +30,7 @@ READ_TIMEOUT_S = 30.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 1 on an error. Raises SettingError for an unknown flag."""
-    flags = new_parser().parse_args(list(argv))
-    try:
-        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
-            flags.run(client, flags)
-    except ServerError as error:
-        return print_error(error)
-    return 0
+    return run_for(new_parser().parse_args(list(argv)), READ_TIMEOUT_S)
 
 
 def show(client: httpx.Client, flags: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ would take it about a millisecond a layer. A token of a prompt is computed there
 With DETERMINISTIC one graph of a fixed shape computes all steps (FixedShapeGraph).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -232,7 +232,7 @@ def skewed_lengths(rows: int, longest: int) -> Int32:
 
 
 def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:
-    """positions int32 [rows] → int32 [4 + blocks, size]: ids, positions, those that turn queries and keys,
+    """positions int32 [tokens] → int32 [4 + blocks, size]: ids, positions, those that turn queries and keys,
     slots of states, and the rows' blocks, a column for each token.
     """
     inputs = np.zeros((4 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
@@ -308,28 +308,13 @@ class FixedShapeGraph:
         are written before attention reads them: a token sees those before it in its own chunk, too.
         """
         graphs, places, logits = self.graphs, logit_positions(slices), [self.graphs.logits[:0]]
-        for begin, inputs in chunks_of(slices, self.size):
-            graphs.copy_inputs(inputs, self.size)
+        positions = positions_of(slices).astype(np.int32)
+        chunks = range(0, len(positions), self.size)
+        inputs = inputs_of(slices, positions, len(chunks) * self.size)
+        for begin in chunks:
+            graphs.copy_inputs(inputs[:, begin : begin + self.size], self.size)
             graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
             graphs.graphs[self.size]()
             inside = places[(places >= begin) & (places < begin + self.size)] - begin
             logits.append(graphs.logits.index_select(0, to_device(inside, graphs.device)))
         return torch.cat(logits)
-
-
-def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
-    """Yield the tokens of a step, `size` at a time: the place of the first one in the step, and the inputs
-    for `CudaGraphs.copy_inputs`, int32 [4 + blocks, size]. No model with states has a graph of a fixed shape.
-    """
-    ids, positions = token_ids(slices), positions_of(slices)
-    rows = np.repeat(np.arange(len(slices)), [row_slice.count for row_slice in slices])
-    tables = np.zeros((len(slices), max(len(row_slice.row.blocks) for row_slice in slices)), np.int32)
-    for line, row_slice in zip(tables, slices, strict=True):
-        line[: len(row_slice.row.blocks)] = row_slice.row.blocks
-    for begin in range(0, len(ids), size):
-        chunk = slice(begin, begin + size)
-        inputs = np.zeros((4 + tables.shape[1], size), np.int32)
-        own = positions[chunk]  # rows of such engines have no pictures
-        inputs[:3, : len(own)] = ids[chunk], own, own
-        inputs[4:, : len(own)] = tables[rows[chunk]].T
-        yield begin, inputs

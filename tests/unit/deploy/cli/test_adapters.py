@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli import adapters
+from deploy.cli import adapters, client
 
 Ask = Callable[..., tuple[int, list[tuple[str, Any]]]]
 LISTED = {
@@ -40,7 +40,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 
         transport = httpx.MockTransport(answer)
         monkeypatch.setattr(
-            adapters, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
+            client, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
         )
         return adapters.main(words), asked
 
