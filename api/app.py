@@ -51,7 +51,6 @@ from api.openai.routes import router as openai
 from api.openai.routes_vllm import router as detokenize
 from api.openai.routes_vllm import version_router as vllm_version
 from api.pooling.routes_openai import router as pooling
-from api.pooling.routes_tei import router as tei
 from api.requests.metrics import count_arrival, count_error
 from api.responses.routes import router as responses
 from api.responses.routes import stored_router as stored_responses
@@ -92,7 +91,6 @@ ROUTERS = (
     models,
     detokenize,
     pooling,
-    tei,
     batches,
     fleet,
     page,
@@ -106,7 +104,7 @@ ROUTERS = (
 )
 REFUSED_WHILE_DRAINING = (
     *(generate, platforms, kserve, openai, responses, stored_responses, resume, streams),
-    *(anthropic, pooling, tei, batches, replays),
+    *(anthropic, pooling, batches, replays),
     *(health, kserve_ready),
 )
 PATHS = {
@@ -117,7 +115,7 @@ PATHS = {
 }
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
-MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling, tei)
+MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling)
 FOR_ADMINS = (fleet, timeline, keys, jobs, webhooks, adapters)
 
 

@@ -19,18 +19,7 @@ PREFIXES = {
     "tool_error": "Tool error: ",
 }
 """TGI's prefixes of an error's text, by its type."""
-TEI_TYPES = {
-    "validation": "Validation",
-    "invalid_json": "Validation",
-    "payload_too_large": "Validation",
-    "unsupported_media_type": "Validation",
-    "empty": "Empty",
-    "overloaded": "Overloaded",
-    "unavailable": "Unhealthy",
-}
-"""Types of errors → those of text-embeddings-inference; `Backend` for all others."""
-TEI_PATHS = ("/embed", "/embed_all", "/rerank", "/predict", "/similarity")
-VLLM_PATHS = ("/detokenize", "/score", "/classify", "/pooling")
+VLLM_PATHS = ("/detokenize", "/score", "/rerank", "/v2/rerank")
 OPENAI_STATUS = {422: 400, 424: 500}
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -110,10 +99,6 @@ def tgi(error: ApiError) -> tuple[int, dict[str, Any]]:
     return error.status, {"error": text, "error_type": error.error_type}
 
 
-def tei(error: ApiError) -> tuple[int, dict[str, Any]]:
-    return error.status, {"error": error.text, "error_type": TEI_TYPES.get(error.error_type, "Backend")}
-
-
 def kserve(error: ApiError) -> tuple[int, dict[str, Any]]:
     status, body = tgi(error)
     return status, {"error": body["error"]}
@@ -143,8 +128,6 @@ def family_of(path: str) -> Family:
         return anthropic
     if path in ("/v1", *VLLM_PATHS) or path.startswith("/v1/"):
         return openai
-    if path in TEI_PATHS:
-        return tei
     return kserve if path == "/v2" or path.startswith("/v2/") else tgi
 
 

@@ -1,4 +1,4 @@
-"""Pooling: what a model's files say of a model that makes a vector or scores of a text. No torch.
+"""Pooling: what a model's files say of a model that makes a vector or a score of a text. No torch.
 
 Files are those of sentence-transformers (modules.json and the folders that it names,
 sentence_bert_config.json, config_sentence_transformers.json) beside transformers' config.json.
@@ -43,12 +43,11 @@ class PoolingConfig:
         kind: EMBED or CLASSIFY.
         is_encoder: its tokens see each other in both directions, so a prompt is computed as a whole.
         method: how the vectors of a prompt's tokens become one.
-        size: values of a vector, or the number of scores.
+        size: values of a vector; 1 for a score.
         dense: folders of linear layers that the pooled vector goes through.
         max_tokens: of an input; longer ones are refused or truncated.
         lowers: texts are put into small letters first.
         prompts: what is put before a text, by name; `default_prompt` is put before one that names none.
-        labels: names of the scores.
         is_raw: scores are shown as the model computes them, by its own config.
     """
 
@@ -61,13 +60,12 @@ class PoolingConfig:
     lowers: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
-    labels: tuple[str, ...] = ()
     is_raw: bool = False
 
     @property
     def label(self) -> str:
         """What people call such a model."""
-        return "an embedding model" if self.kind == EMBED else "a classifier or reranker"
+        return "an embedding model" if self.kind == EMBED else "a reranker"
 
 
 def read_pooling(path: Path, settings: Settings) -> PoolingConfig | None:
@@ -89,12 +87,15 @@ def read_pooling(path: Path, settings: Settings) -> PoolingConfig | None:
     common: dict[str, Any] = {"is_encoder": is_encoder, "max_tokens": max_tokens(path, config)}
     if is_classifier:
         own = config.get("sentence_transformers") or {}
+        count = int(config.get("num_labels") or len(config.get("id2label") or ()) or 2)
+        if count != 1:
+            cause = f"has {count} labels: only models with one score (rerankers) are served"
+            raise SettingError("model_id", f"{settings.model_id} {cause}")
         return PoolingConfig(
             CLASSIFY,
             **common,
             method=str(config.get("classifier_pooling") or CLS) if is_encoder else LAST,
-            size=len(label_names(config)),
-            labels=label_names(config),
+            size=1,
             is_raw=str(own.get("activation_fn", "")).endswith("Identity"),
         )
     return read_embedding(path, settings, modules, common)
@@ -191,10 +192,3 @@ def max_tokens(path: Path, config: Mapping[str, Any]) -> int:
     )
     own = next((value for value in given if isinstance(value, int) and 0 < value < NO_LENGTH), positions)
     return min(own, positions)
-
-
-def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of a classifier's scores, in order; transformers has two labels by default."""
-    labels = config.get("id2label") or {}
-    count = config.get("num_labels") or len(labels) or 2
-    return tuple(str(labels.get(str(i), f"LABEL_{i}")) for i in range(int(count)))

@@ -17,6 +17,8 @@ from api.json import to_json
 CLIENT_CLOSED_REQUEST = 499
 CountError = Callable[[int, str], None]
 """Counts an error response by its status and type."""
+NOT_SERVED = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/pooling", "/classify")
+"""Routes of text-embeddings-inference and vLLM that make vectors and scores, and are not served."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
@@ -74,6 +76,8 @@ def path_hint(request: Request) -> str:
     after `/v1`.
     """
     path = request.url.path
+    if path in NOT_SERVED:
+        return ". Vectors are made by /v1/embeddings, scores by /v1/rerank and /v1/score"
     own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
     if path.startswith("/v1/"):
         return f". Of OpenAI's API this server has {', '.join(own)}"

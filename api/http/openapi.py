@@ -29,7 +29,7 @@ TAGS = [
     {"name": TGI, "description": "The API of text-generation-inference."},
     {
         "name": POOLING,
-        "description": "Vectors and scores of texts, as OpenAI, text-embeddings-inference, Cohere and vLLM "
+        "description": "Vectors and scores of texts, as OpenAI, Cohere and vLLM "
         "have them, for models that make them.",
     },
     {

@@ -20,7 +20,7 @@ from api.openai.render import ChatCompletionRenderer, ChoicesRenderer, Completio
 from api.openai.request_schemas import ChatRequest, CompletionRequest
 from api.openai.respond import ChunkFeed
 from api.pooling.readers import Asked, read_embedding, read_rerank
-from api.pooling.render import EMBEDDINGS, RENDERER
+from api.pooling.render import RENDERER
 from api.pooling.request_schemas import EmbeddingRequest, RerankFields
 from api.receipts.terms import receipt_terms
 from api.requests.logits import FIELDS
@@ -218,7 +218,7 @@ async def read_vector_job(pool: Pool, body: JobBody) -> tuple[Asked, str]:
         content = to_json(parameters | {"input": body.input})
         embedding = await offload(len(content), lambda: parse_body(EmbeddingRequest, content))
         embedding.check()
-        return await read_embedding(pool, embedding, "/v1/embeddings", EMBEDDINGS), "/v1/embeddings"
+        return await read_embedding(pool, embedding, "/v1/embeddings"), "/v1/embeddings"
     content = to_json(parameters | {"query": body.query, "documents": body.documents})
     rerank = await offload(len(content), lambda: parse_body(RerankFields, content))
     rerank.check()

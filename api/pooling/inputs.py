@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from tokenizers import Encoding, Tokenizer
 
-from api.errors import ApiError, invalid, quoted, too_long, unavailable
+from api.errors import invalid, quoted, too_long, unavailable
 from api.event_loop import Pace
 from api.prompts.control_texts import Rendered
 from api.requests.params import Limits
 from api.requests.pool import Pool
-from common.messages.pooling import CLASSIFY, EMBED, PoolingParams
+from common.messages.pooling import EMBED, PoolingParams
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.pooling import PoolingConfig
@@ -46,7 +46,6 @@ class InputOptions:
         side: from which tokens are cut.
         prompt: what is put before each text.
         adds_special: whether special tokens are put around a text.
-        each_token: whether each token has its vector.
         cache_salt: only requests with the same salt share KV blocks.
     """
 
@@ -54,7 +53,6 @@ class InputOptions:
     side: str = RIGHT
     prompt: str = ""
     adds_special: bool = True
-    each_token: bool = False
     cache_salt: str = ""
 
 
@@ -72,19 +70,9 @@ class PooledInputs:
 
 def embedding_of(pool: Pool, route: str) -> PoolingConfig:
     """How an embedding model pools. Raises ApiError if the pool's model is none."""
-    return pooling_of_kind(pool, EMBED, route)
-
-
-def classifier_of(pool: Pool, route: str) -> PoolingConfig:
-    """How a classifier pools. Raises ApiError if the pool's model is none."""
-    return pooling_of_kind(pool, CLASSIFY, route)
-
-
-def pooling_of_kind(pool: Pool, kind: str, route: str) -> PoolingConfig:
-    wanted = "an embedding model" if kind == EMBED else "a classifier or reranker"
     pooling, name = any_pooling(pool, route), pool.settings.model_name
-    if pooling.kind != kind:
-        raise invalid(f"`{name}` is {pooling.label}, and {route} needs {wanted}", "model")
+    if pooling.kind != EMBED:
+        raise invalid(f"`{name}` is {pooling.label}, and {route} needs an embedding model", "model")
     return pooling
 
 
@@ -131,7 +119,7 @@ def check_workers(pool: Pool) -> None:
 def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
     most = limits.max_client_batch_size
     if not inputs:
-        raise ApiError(400, "empty", f"`{name}` cannot be empty", name)
+        raise invalid(f"`{name}` cannot be empty", name)
     if len(inputs) > most:
         raise invalid(f"`{name}` supports up to {most} inputs. Given: {len(inputs)}", name)
 
@@ -153,7 +141,7 @@ async def make_request(pool: Pool, one: PoolingInput, options: InputOptions) -> 
     if len(ids) > most:
         words = f"`{one.where}` must have at most {most} tokens. Given: {len(ids)}"
         raise too_long(words, one.where, most)
-    params = PoolingParams(pair_start, options.each_token)
+    params = PoolingParams(pair_start)
     return Generate(
         request_id="",
         digest="",

@@ -4,19 +4,16 @@ are cosines; a reranker computes each pair.
 
 from collections.abc import Sequence
 
-from api.errors import invalid
 from api.pooling.inputs import (
     InputOptions,
     PooledInputs,
     PoolingInput,
     any_pooling,
     check_number,
-    classifier_of,
     read_inputs,
 )
 from api.requests.pool import Pool
 from common.messages.pooling import EMBED
-from common.pooling import PoolingConfig
 
 
 async def read_pairs(
@@ -39,23 +36,12 @@ async def read_pairs(
     if pooling.kind == EMBED:
         sides = [*inputs_of(queries, names[0]), *inputs_of(others, names[1])]
         return await read_inputs(pool, sides, options, names[1]), len(queries)
-    check_reranks(pool, pooling, route)
     firsts = [*queries] * len(others) if len(queries) == 1 else queries
     pairs = [
         PoolingInput(f"{names[1]}[{i}]", text=first, pair=second)
         for i, (first, second) in enumerate(zip(firsts, others, strict=True))
     ]
     return await read_inputs(pool, pairs, options, names[1]), 0
-
-
-def check_reranks(pool: Pool, pooling: PoolingConfig, route: str) -> None:
-    """Raises ApiError unless the model gives a pair one score."""
-    classifier_of(pool, route)
-    if pooling.size != 1:
-        name = pool.settings.model_name
-        raise invalid(
-            f"`{name}` has {pooling.size} labels, and {route} needs a model with one score", "model"
-        )
 
 
 def inputs_of(texts: Sequence[str], name: str) -> list[PoolingInput]:

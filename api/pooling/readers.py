@@ -8,12 +8,10 @@ from api.errors import invalid, quoted
 from api.openai.params import read_prompts
 from api.openai.request_schemas import Prompt
 from api.pooling import render
-from api.pooling.inputs import PooledInputs, PoolingInput, classifier_of, embedding_of, read_inputs
-from api.pooling.pairs import inputs_of, read_pairs
+from api.pooling.inputs import PooledInputs, PoolingInput, embedding_of, read_inputs
+from api.pooling.pairs import read_pairs
 from api.pooling.request_schemas import (
-    ClassifyRequest,
     EmbeddingRequest,
-    PoolingRequest,
     RerankFields,
     ScoreRequest,
 )
@@ -29,17 +27,13 @@ class Asked(NamedTuple):
     shown: VectorAnswer
 
 
-async def read_embedding(pool: Pool, parsed: EmbeddingRequest, route: str, form: str) -> Asked:
+async def read_embedding(pool: Pool, parsed: EmbeddingRequest, route: str) -> Asked:
     """Raises ApiError."""
     own = embedding_of(pool, route)
-    each_token = isinstance(parsed, PoolingRequest) and parsed.task == "token_embed"
-    if each_token and own.dense:
-        name = pool.settings.model_name
-        raise invalid(f"`task` token_embed is not served for `{name}`, which has linear layers", "task")
-    options = parsed.options(prompt_of(own, parsed.prompt_name), each_token)
+    options = parsed.options(prompt_of(own, parsed.prompt_name))
     inputs = await read_inputs(pool, listed_inputs(parsed.input, "input"), options, "input")
     shown = VectorAnswer(
-        form,
+        render.EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
         dimensions=checked_dimensions(own, parsed.dimensions),
         normalized=parsed.normalize is not False,
@@ -74,14 +68,6 @@ async def read_score(pool: Pool, parsed: ScoreRequest, route: str) -> Asked:
     names = ("text_1", "text_2")
     inputs, num_queries = await read_pairs(pool, route, first, second, names, parsed.options())
     return Asked(inputs, VectorAnswer(render.SCORE, num_queries=num_queries, raw=is_raw(pool)))
-
-
-async def read_classify(pool: Pool, parsed: ClassifyRequest, route: str) -> Asked:
-    """Raises ApiError."""
-    own = classifier_of(pool, route)
-    texts = [parsed.input] if isinstance(parsed.input, str) else parsed.input
-    inputs = await read_inputs(pool, inputs_of(texts, "input"), parsed.options(), "input")
-    return Asked(inputs, VectorAnswer(render.CLASSIFY, raw=own.is_raw, labels=list(own.labels)))
 
 
 def is_raw(pool: Pool) -> bool:

@@ -1,4 +1,4 @@
-"""Render: vectors and scores in the shapes of OpenAI, of text-embeddings-inference (TEI), of Cohere and vLLM.
+"""Render: vectors and scores in the shapes of OpenAI, Cohere and vLLM.
 
 An answer is whole: it has no frames. Its bytes are a function of its `VectorAnswer` and of its vectors.
 """
@@ -13,20 +13,17 @@ from api.json import to_json
 from api.pooling.vectors import (
     Vector,
     cosine,
-    probabilities,
     shaped,
+    sigmoid,
     to_base64,
     values_of,
-    vectors_of,
 )
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer, VectorAnswer
 
-EMBEDDINGS, POOLING, SCORE, RERANK, CLASSIFY = "embeddings", "pooling", "score", "rerank", "classify"
-TEI_EMBED, TEI_EMBED_ALL, TEI_RERANK = "tei embed", "tei embed_all", "tei rerank"
-TEI_PREDICT, TEI_SIMILARITY = "tei predict", "tei similarity"
+EMBEDDINGS, SCORE, RERANK = "embeddings", "score", "rerank"
 RenderForm = Callable[[HttpAnswer, VectorAnswer, Sequence[Stream]], Any]
 
 
@@ -63,24 +60,6 @@ def render_embeddings(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence
     return {"object": "list", "data": data, "model": answer.model, "usage": render_usage(answer)}
 
 
-def render_pooling(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
-    def data_of(stream: Stream) -> Any:
-        if stream.request.logits and stream.request.logits.context:
-            return [render_vector(shown, vector) for vector in vectors_of(stream)]
-        return render_vector(shown, values_of(stream))
-
-    data = [{"index": i, "object": "pooling", "data": data_of(stream)} for i, stream in enumerate(streams)]
-    return vllm_head(answer, "pool") | {"data": data, "usage": render_usage(answer)}
-
-
-def render_embed(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> list[Any]:
-    return [render_vector(shown, values_of(stream)) for stream in streams]
-
-
-def render_embed_all(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> list[Any]:
-    return [[render_vector(shown, vector) for vector in vectors_of(stream)] for stream in streams]
-
-
 # --- scores -------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +67,7 @@ def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
     """A score for each pair: the model's own, or the cosine of the two vectors."""
     values = [values_of(stream) for stream in streams]
     if not shown.num_queries:
-        return [one[0] if shown.raw else probabilities(one)[0] for one in values]
+        return [one[0] if shown.raw else sigmoid(one[0]) for one in values]
     queries, others = values[: shown.num_queries], values[shown.num_queries :]
     queries = queries * len(others) if len(queries) == 1 else queries
     return [cosine(*pair) for pair in zip(queries, others, strict=True)]
@@ -103,7 +82,8 @@ def ranked(scores: Sequence[float], top_n: int) -> list[tuple[int, float]]:
 def render_score(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
     scores = scores_of(shown, streams)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-    return vllm_head(answer, "score") | {"data": data, "usage": render_usage(answer)}
+    head = {"id": f"score-{answer.request_id}", "object": "list", "created": answer.created_s}
+    return head | {"model": answer.model, "data": data, "usage": render_usage(answer)}
 
 
 def render_rerank(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
@@ -112,41 +92,8 @@ def render_rerank(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Str
         | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
         for i, score in ranked(scores_of(shown, streams), shown.top_n)
     ]
-    usage = {"prompt_tokens": answer.num_prompt_tokens, "total_tokens": answer.num_prompt_tokens}
-    return {"id": f"rerank-{answer.request_id}", "model": answer.model, "usage": usage, "results": results}
-
-
-def render_ranks(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> list[Any]:
-    return [
-        {"index": i, "score": score} | ({"text": shown.texts[i]} if shown.texts else {})
-        for i, score in ranked(scores_of(shown, streams), shown.top_n)
-    ]
-
-
-def render_similarity(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
-    return scores_of(shown, streams)
-
-
-def render_predictions(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> list[Any]:
-    found = []
-    for stream in streams:
-        scores = values_of(stream).tolist() if shown.raw else probabilities(values_of(stream))
-        found.append([{"score": score, "label": shown.labels[i]} for i, score in ranked(scores, 0)])
-    return found[0] if shown.is_single else found
-
-
-def render_classes(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
-    data = []
-    for i, stream in enumerate(streams):
-        probs = values_of(stream).tolist() if shown.raw else probabilities(values_of(stream))
-        best = ranked(probs, 1)[0][0]
-        data.append({"index": i, "label": shown.labels[best], "probs": probs, "num_classes": len(probs)})
-    return vllm_head(answer, "classify") | {"data": data, "usage": render_usage(answer)}
-
-
-def vllm_head(answer: HttpAnswer, kind: str) -> dict[str, Any]:
-    name = f"{kind}-{answer.request_id}"
-    return {"id": name, "object": "list", "created": answer.created_s, "model": answer.model}
+    head = {"id": f"rerank-{answer.request_id}", "model": answer.model}
+    return head | {"usage": render_usage(answer), "results": results}
 
 
 def render_usage(answer: HttpAnswer) -> dict[str, int]:
@@ -155,14 +102,7 @@ def render_usage(answer: HttpAnswer) -> dict[str, int]:
 
 FORMS: dict[str, RenderForm] = {
     EMBEDDINGS: render_embeddings,
-    POOLING: render_pooling,
     SCORE: render_score,
     RERANK: render_rerank,
-    CLASSIFY: render_classes,
-    TEI_EMBED: render_embed,
-    TEI_EMBED_ALL: render_embed_all,
-    TEI_RERANK: render_ranks,
-    TEI_PREDICT: render_predictions,
-    TEI_SIMILARITY: render_similarity,
 }
 RENDERER = AnswerRenderer(render_frames, render_whole)

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 from api.errors import invalid
 from api.http.body import reject_unsupported
 from api.openai.request_schemas import Prompt
-from api.pooling.inputs import LEFT, RIGHT, InputOptions
+from api.pooling.inputs import RIGHT, InputOptions
 from api.requests.fields import Listed, Strict, Whole, least, with_one_error
 from common.messages.request import SERVICE_CLASSES
 
@@ -23,6 +23,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "embedding_types": (["float"],),
     "images": ([],),
     "inputs": (),
+    "task": ("embed",),
 }
 """Fields of vLLM and Cohere that are not served → values that are accepted."""
 
@@ -42,7 +43,6 @@ DOCUMENTS_SCHEMA: dict[str, Any] = {
     "minItems": 1,
     "items": {"anyOf": [{"type": "string", "minLength": 1}, DOCUMENT_SCHEMA]},
 }
-LISTED_TEXTS: dict[str, Any] = {"minItems": 1, "items": {"type": "string", "minLength": 1}}
 
 
 class PoolingFields(Strict):
@@ -89,7 +89,7 @@ class PoolingFields(Strict):
         if given is not None and (given < -1 or given == 0):
             raise invalid(f"`{name}` must be -1 or at least 1. Given: {given}", name)
 
-    def options(self, prompt: str = "", each_token: bool = False) -> InputOptions:
+    def options(self, prompt: str = "") -> InputOptions:
         """How inputs become token ids."""
         cut_to = self.truncate_prompt_tokens
         return InputOptions(
@@ -97,7 +97,6 @@ class PoolingFields(Strict):
             side=self.truncation_side or RIGHT,
             prompt=prompt,
             adds_special=self.add_special_tokens is not False,
-            each_token=each_token,
             cache_salt=self.cache_salt or "",
         )
 
@@ -128,14 +127,6 @@ class EmbeddingRequest(PoolingFields):
     user: str | None = Field(default=None, description="Accepted, without effect.")
 
 
-class PoolingRequest(EmbeddingRequest):
-    """The body of vLLM's /pooling."""
-
-    task: Literal["embed", "token_embed"] | None = Field(
-        default=None, description="`token_embed`: a vector for each token. Default: embed."
-    )
-
-
 class ScoreRequest(PoolingFields):
     """The body of vLLM's /v1/score."""
 
@@ -145,12 +136,6 @@ class ScoreRequest(PoolingFields):
     text_2: OneOrMore = Field(description="The texts that are scored.", json_schema_extra=ONE_OR_MORE_SCHEMA)
 
 
-class ClassifyRequest(PoolingFields):
-    """The body of vLLM's /classify."""
-
-    input: OneOrMore = Field(description="A text or several.", json_schema_extra=ONE_OR_MORE_SCHEMA)
-
-
 class Document(Strict):
     """A document of Cohere's older form."""
 
@@ -158,7 +143,7 @@ class Document(Strict):
 
 
 class RerankFields(PoolingFields):
-    """The body of /v1/rerank (Cohere, Jina, vLLM)."""
+    """The body of /rerank (Cohere, Jina, vLLM)."""
 
     query: str = Field(description="What documents are compared with.", json_schema_extra={"minLength": 1})
     documents: Listed[str | Document] = Field(
@@ -172,86 +157,3 @@ class RerankFields(PoolingFields):
     @property
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
-
-
-class TeiFields(Strict):
-    """Fields of TEI's routes."""
-
-    truncate: bool | None = Field(
-        default=None,
-        description="Cut inputs that are longer than the model takes. Default: they are refused.",
-    )
-    truncation_direction: Literal["Left", "Right", "left", "right"] | None = Field(
-        default=None, description="From which side tokens are cut. Default: Right."
-    )
-
-    def options(self, prompt: str = "", each_token: bool = False) -> InputOptions:
-        """How inputs become token ids."""
-        side = LEFT if (self.truncation_direction or "").lower() == LEFT else RIGHT
-        return InputOptions(
-            truncate=0 if self.truncate else None, side=side, prompt=prompt, each_token=each_token
-        )
-
-
-class EmbedAllRequest(TeiFields):
-    """The body of TEI's /embed_all."""
-
-    inputs: Prompt = Field(
-        description="A text, a list of texts, a list of token ids, or a list of such lists.",
-        json_schema_extra=TEXTS_SCHEMA,
-    )
-    prompt_name: str | None = Field(
-        default=None, description="Which of the model's prompts is put before each text."
-    )
-
-
-class EmbedRequest(EmbedAllRequest):
-    """The body of TEI's /embed."""
-
-    normalize: bool | None = Field(default=None, description="Give vectors the length 1. Default: true.")
-    dimensions: Whole | None = least(1, "Keep only the first values of each vector.")
-
-
-class TeiRerankRequest(TeiFields):
-    """The body of TEI's /rerank."""
-
-    query: str = Field(description="What texts are compared with.", json_schema_extra={"minLength": 1})
-    texts: Listed[str] = Field(description="What is ranked.", json_schema_extra=LISTED_TEXTS)
-    raw_scores: bool | None = Field(
-        default=None, description="Return scores as the model computes them. Default: between 0 and 1."
-    )
-    return_text: bool | None = Field(default=None, description="Return the texts, too. Default: false.")
-
-
-PredictInputs = Annotated[
-    str | Listed[str | Listed[str]],
-    with_one_error("Input should be a text, a pair of texts, or a list of lists of one or two texts"),
-]
-
-
-class PredictRequest(TeiFields):
-    """The body of TEI's /predict."""
-
-    inputs: PredictInputs = Field(
-        description="A text, a pair of texts, or a list: of lists of one or two texts.",
-        json_schema_extra={"minLength": 1, "minItems": 1, "items": {"minLength": 1, "minItems": 1}},
-    )
-    raw_scores: bool | None = Field(
-        default=None, description="Return scores as the model computes them. Default: between 0 and 1."
-    )
-
-
-class Similar(Strict):
-    source_sentence: str = Field(json_schema_extra={"minLength": 1})
-    sentences: Listed[str] = Field(json_schema_extra=LISTED_TEXTS)
-
-
-class SimilarityParameters(TeiFields):
-    prompt_name: str | None = None
-
-
-class SimilarityRequest(Strict):
-    """The body of TEI's /similarity."""
-
-    inputs: Similar = Field(description="A sentence, and those that it is compared with.")
-    parameters: SimilarityParameters | None = None

@@ -6,7 +6,6 @@ from typing import Literal
 
 from api.http.openapi import Absent, ApiObject, ErrorResponses, only
 from api.openai.response_schemas import ERROR_RESPONSES as OPENAI_ERRORS
-from api.tgi.response_schemas import ERROR_RESPONSES as TEI_ERRORS
 
 Vector = list[float] | str
 """Numbers, or with `encoding_format` base64 the base64 of their float32 values."""
@@ -33,47 +32,19 @@ class EmbeddingList(ApiObject):
     usage: PoolingUsage
 
 
-class VllmList(ApiObject):
-    id: str
-    object: Literal["list"]
-    created: int
-    """Unix time of the request, in seconds."""
-    model: str
-
-
-class PoolingData(ApiObject):
-    index: int
-    object: Literal["pooling"]
-    data: Vector | list[Vector]
-    """A vector, or one for each token."""
-
-
-class PoolingResponse(VllmList):
-    data: list[PoolingData]
-    usage: PoolingUsage
-
-
 class Score(ApiObject):
     index: int
     object: Literal["score"]
     score: float
 
 
-class ScoreResponse(VllmList):
+class ScoreResponse(ApiObject):
+    id: str
+    object: Literal["list"]
+    created: int
+    """Unix time of the request, in seconds."""
+    model: str
     data: list[Score]
-    usage: PoolingUsage
-
-
-class Classified(ApiObject):
-    index: int
-    label: str
-    """The likeliest one."""
-    probs: list[float]
-    num_classes: int
-
-
-class ClassifyResponse(VllmList):
-    data: list[Classified]
     usage: PoolingUsage
 
 
@@ -97,18 +68,4 @@ class RerankResponse(ApiObject):
     results: list[RankedResult]
 
 
-class Rank(ApiObject):
-    index: int
-    """Place among the texts."""
-    score: float
-    text: str = Absent
-    """With `return_text`."""
-
-
-class Prediction(ApiObject):
-    score: float
-    label: str
-
-
 VLLM_ERRORS: ErrorResponses = only(OPENAI_ERRORS, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
-TEI_ROUTE_ERRORS: ErrorResponses = only(TEI_ERRORS, 400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)

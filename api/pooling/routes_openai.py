@@ -1,5 +1,5 @@
-"""Routes of vectors and scores in the shapes of OpenAI, Cohere and vLLM: POST /v1/embeddings, /v1/rerank,
-/v1/score, /classify and /pooling.
+"""Routes of vectors and scores in the shapes of OpenAI, Cohere and vLLM: POST /v1/embeddings, /v1/rerank and
+/v1/score.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,22 +11,17 @@ from starlette.responses import Response
 
 from api.http import body
 from api.http.openapi import POOLING
-from api.pooling import render
-from api.pooling.readers import Asked, read_classify, read_embedding, read_rerank, read_score
+from api.pooling.readers import Asked, read_embedding, read_rerank, read_score
 from api.pooling.request_schemas import (
-    ClassifyRequest,
     EmbeddingRequest,
     PoolingFields,
-    PoolingRequest,
     RerankFields,
     ScoreRequest,
 )
 from api.pooling.respond import respond
 from api.pooling.response_schemas import (
     VLLM_ERRORS,
-    ClassifyResponse,
     EmbeddingList,
-    PoolingResponse,
     RerankResponse,
     ScoreResponse,
 )
@@ -41,7 +36,6 @@ RERANK_EXAMPLE = {
     "documents": ["Paris is the capital of France.", "Bread is made of flour."],
 }
 SCORE_EXAMPLE = {"text_1": "What is the capital of France?", "text_2": RERANK_EXAMPLE["documents"]}
-CLASSIFY_EXAMPLE = {"input": "I like it."}
 Shape = TypeVar("Shape", bound=PoolingFields)
 Reader = Callable[[Pool, Shape, str], Awaitable[Asked]]
 """(pool, validated body, path of the route) → what the body asks for. Raises ApiError."""
@@ -69,20 +63,11 @@ async def serve_on(request: Request, parsed: Shape, reader: Reader[Shape], pool:
 )
 async def embeddings(request: Request) -> Response:
     """Returns a vector for each input, in their order."""
-    return await serve(request, EmbeddingRequest, partial(read_embedding, form=render.EMBEDDINGS))
+    return await serve(request, EmbeddingRequest, read_embedding)
 
 
-@router.post(
-    "/pooling",
-    summary="Create vectors of texts, or of their tokens",
-    openapi_extra=generation_body(PoolingRequest, EMBEDDING_EXAMPLE),
-    responses={200: {"model": PoolingResponse}},
-)
-async def pooling(request: Request) -> Response:
-    """Returns a vector for each input, or with `task` token_embed one for each of its tokens (vLLM)."""
-    return await serve(request, PoolingRequest, partial(read_embedding, form=render.POOLING))
-
-
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
 @router.post(
     "/v1/rerank",
     summary="Rank documents by a query",
@@ -106,14 +91,3 @@ async def rerank(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """Returns a score for each pair (vLLM): of `text_1` with each of `text_2`, or of two lists' pairs."""
     return await serve(request, ScoreRequest, read_score)
-
-
-@router.post(
-    "/classify",
-    summary="Classify texts",
-    openapi_extra=generation_body(ClassifyRequest, CLASSIFY_EXAMPLE),
-    responses={200: {"model": ClassifyResponse}},
-)
-async def classify(request: Request) -> Response:
-    """Returns the likeliest label of each text, and the probabilities of all labels (vLLM)."""
-    return await serve(request, ClassifyRequest, read_classify)

@@ -17,13 +17,6 @@ def values_of(stream: Stream) -> "array[float]":
     return values
 
 
-def vectors_of(stream: Stream) -> list[Vector]:
-    """A stream's vectors: one, or one for each token."""
-    assert stream.request.logits is not None
-    values, size = values_of(stream), stream.request.logits.vocab_size
-    return [values[begin : begin + size] for begin in range(0, len(values), size)]
-
-
 def shaped(vector: Vector, dimensions: int, normalized: bool) -> "array[float]":
     """The first `dimensions` values of a vector, 0 for all, and of length 1 if it is to be `normalized`."""
     kept = vector[:dimensions] if dimensions else vector
@@ -46,14 +39,3 @@ def to_base64(vector: "array[float]") -> str:
 
 def sigmoid(score: float) -> float:
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
-
-
-def softmax(scores: Sequence[float]) -> list[float]:
-    highest = max(scores)
-    weights = [math.exp(score - highest) for score in scores]
-    return [weight / sum(weights) for weight in weights]
-
-
-def probabilities(scores: Sequence[float]) -> list[float]:
-    """Scores of a classifier between 0 and 1: of one label by itself, of several together."""
-    return [sigmoid(scores[0])] if len(scores) == 1 else softmax(scores)

@@ -1,6 +1,6 @@
 """Response bodies of TGI's routes, described for /docs. `api/tgi/render.py` makes them."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from api.answers.logits import Logits
 from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses, only
@@ -146,15 +146,6 @@ class Info(ApiObject):
     docker_label: str | None
     adapters: list[str]
     """Names of the LoRA adapters that a request may use, as `adapter_id` or as `model`."""
-    model_dtype: str = Absent
-    """This and what follows: of a model that makes vectors or scores, as in text-embeddings-inference."""
-    model_type: dict[str, dict[str, Any]] = Absent
-    """`embedding` with its pooling; `classifier` or `reranker` with its labels."""
-    served_model_name: str = Absent
-    max_input_length: int = Absent
-    max_batch_tokens: int = Absent
-    auto_truncate: bool = Absent
-    tokenization_workers: int = Absent
 
 
 class ServerLoad(ApiObject):

@@ -25,7 +25,6 @@ from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, G
 from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
 from common.messages.answer import Rendering
 from common.messages.pooling import EMBED
-from common.pooling import PoolingConfig
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 info_router = APIRouter(
@@ -145,8 +144,7 @@ async def info(request: Request) -> Response:
         adapters=[one.name for one in pool.adapters.registry.ready],
         docker_label=os.environ.get("DOCKER_LABEL"),
     )
-    own = known.model_dump(exclude_unset=True) | (tei_fields(pool, pool.pooling) if pool.pooling else {})
-    return Response(to_json(own), media_type="application/json")
+    return Response(to_json(known.model_dump(exclude_unset=True)), media_type="application/json")
 
 
 def pipeline_tag(pool: Pool) -> str:
@@ -154,23 +152,4 @@ def pipeline_tag(pool: Pool) -> str:
     pooling = pool.pooling
     if pooling is None:
         return "image-text-to-text" if pool.shows_pictures else "text-generation"
-    if pooling.kind == EMBED:
-        return "feature-extraction"
-    return "text-ranking" if pooling.size == 1 else "text-classification"
-
-
-def tei_fields(pool: Pool, pooling: PoolingConfig) -> dict[str, Any]:
-    """What TEI says of a model that makes vectors or scores."""
-    workers, limits = pool.workers, pool.workers.limits
-    labels = {str(i): label for i, label in enumerate(pooling.labels)}
-    classes = {"id2label": labels, "label2id": {label: i for i, label in enumerate(pooling.labels)}}
-    kind = {"embedding": {"pooling": pooling.method}} if pooling.kind == EMBED else {}
-    return {
-        "model_dtype": limits.dtype,
-        "model_type": kind or {"reranker" if pooling.size == 1 else "classifier": classes},
-        "served_model_name": pool.settings.model_name,
-        "max_input_length": limits.max_input_tokens,
-        "max_batch_tokens": workers.smallest.max_batch_prefill_tokens if workers.smallest else 0,
-        "auto_truncate": False,
-        "tokenization_workers": pool.tokenizer.budget.num_threads,
-    }
+    return "feature-extraction" if pooling.kind == EMBED else "text-ranking"

@@ -165,8 +165,6 @@ class VectorAnswer:
         raw: scores are as the model computes them.
         top_n: the best that are shown; 0 shows all.
         texts: what is shown beside the scores.
-        labels: names of the scores.
-        is_single: the request had one input, and no list of them.
     """
 
     form: str = wire_field("f")
@@ -177,8 +175,6 @@ class VectorAnswer:
     raw: bool = wire_field("r", default=False)
     top_n: int = wire_field("t", default=0)
     texts: list[str] = wire_field("x", default_factory=list)
-    labels: list[str] = wire_field("l", default_factory=list)
-    is_single: bool = wire_field("s", default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from common.messages.codec import wire_field
 from common.messages.logits import LogitsParams
 
 EMBED, CLASSIFY = "embed", "classify"
-"""What a model makes of a text: a vector that stands for it, or a score for each of its labels."""
+"""What a model makes of a text: a vector that stands for it, or a score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,10 @@ class PoolingParams:
 
     Attributes:
         pair_start: of a pair of texts the position at which the second begins; 0 is a single text.
-        each_token: the answer has a vector for each token of the prompt, before they are pooled.
     """
 
     pair_start: int = wire_field("ps", default=0)
-    each_token: bool = wire_field("et", default=False)
 
     def logits(self, size: int) -> LogitsParams:
-        """How the values of its answer travel; `size` is their number, of one token or of the whole."""
-        return LogitsParams(self.each_token, not self.each_token, "float32", size)
+        """How the values of its answer travel; `size` is their number."""
+        return LogitsParams(False, True, "float32", size)

@@ -73,7 +73,7 @@ class EncoderEngine:
 
     def try_out(self, slices: Sequence[RowSlice]) -> torch.Tensor:
         """Compute prompts that belong to no row → their vectors, float32 [sequences, size]."""
-        return self.vectors(slices)[1]
+        return self.vectors(slices)
 
     # --- what the loop calls --------------------------------------------------------------------------------
 
@@ -147,30 +147,26 @@ class EncoderEngine:
             return []
 
     def values(self, slices: Sequence[RowSlice]) -> Computed:
-        """What each row returns: its vector at the last position, or those of all its tokens."""
+        """What each row returns: its vector, at the last position."""
         in_order = sorted(
             slices, key=lambda row_slice: row_slice.count
         )  # neighbours of one length are one call
-        states, vectors = self.vectors(in_order)
-        vectors, found, end = vectors.cpu(), [], 0
-        for place, row_slice in enumerate(in_order):
-            row, begin, end = row_slice.row, end, end + row_slice.count
-            each_token = row.pooling is not None and row.pooling.each_token
-            own = states[begin:end].float().cpu() if each_token else vectors[place : place + 1]
-            first = 0 if each_token else row_slice.count - 1
-            found.append((row_slice, CopiedLogits(row.number, first, own.contiguous())))
-        return found
+        vectors = self.vectors(in_order).cpu()
+        return [
+            (row_slice, CopiedLogits(row_slice.row.number, row_slice.count - 1, vectors[place : place + 1]))
+            for place, row_slice in enumerate(in_order)
+        ]
 
     @torch.inference_mode()
-    def vectors(self, slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last hidden states [tokens, hidden] of the model's dtype, and vectors float32 [sequences, size]."""
+    def vectors(self, slices: Sequence[RowSlice]) -> torch.Tensor:
+        """Vectors float32 [sequences, size]."""
         lengths, device = [row_slice.count for row_slice in slices], self.loaded.device
         ids = np.concatenate([row_slice.row.ids for row_slice in slices]).astype(np.int64)
         types = np.concatenate([token_types(row_slice) for row_slice in slices])
         states = self.loaded.states(
             torch.from_numpy(ids).to(device), lengths, torch.from_numpy(types).to(device)
         )
-        return states, self.loaded.pool(states, lengths)
+        return self.loaded.pool(states, lengths)
 
 
 def token_types(row_slice: RowSlice) -> np.typing.NDArray[np.int64]:

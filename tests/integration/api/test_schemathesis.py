@@ -35,9 +35,8 @@ def answer(request: Generate) -> Answer:
     return Answer([5, 6] * (request.stopping.max_new_tokens if request.stopping.ignore_eos else 1))
 
 
-CLASSIFY_PATHS = ("/predict", "/classify")
-EMBED_PATHS = ("/v1/embeddings", "/pooling", "/embed", "/embed_all", "/similarity")
-SCORE_PATHS = ("/rerank", "/v1/rerank", "/v1/score")
+EMBED_PATHS = ("/v1/embeddings",)
+SCORE_PATHS = ("/v1/rerank", "/v1/score")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def base_urls(
             pooling_gateway(url, scores, classifier, "classify", pool="scores") as (_, _, scorer),
         ):
             urls.update(dict.fromkeys(EMBED_PATHS, str(embedder.base_url)))
-            urls.update(dict.fromkeys((*CLASSIFY_PATHS, *SCORE_PATHS), str(scorer.base_url)))
+            urls.update(dict.fromkeys(SCORE_PATHS, str(scorer.base_url)))
             urls[""] = str(client.base_url)
             stops.append(lambda: loop.call_soon_threadsafe(stopped.set))
             started.set()

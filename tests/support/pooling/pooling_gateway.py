@@ -38,7 +38,7 @@ class VectorRow(Live):
 
 @torch.inference_mode()
 def pooled(model: Any, request: Generate) -> torch.Tensor:
-    """Scores of a classifier, else the mean of the hidden states, or all of these: float32 [..., size]"""
+    """The score of a reranker, else the mean of the hidden states: float32 [size]"""
     ids, pooling = unpack_ids(request.prompt_ids), request.pooling
     assert pooling is not None
     start = pooling.pair_start or len(ids)
@@ -46,8 +46,7 @@ def pooled(model: Any, request: Generate) -> torch.Tensor:
     output = model(input_ids=torch.tensor([ids]), token_type_ids=types)
     if "logits" in output:
         return output.logits[0]  # type: ignore[no-any-return]
-    states: torch.Tensor = output.last_hidden_state[0]
-    return states if pooling.each_token else states.mean(0)
+    return output.last_hidden_state[0].mean(0)  # type: ignore[no-any-return]
 
 
 class VectorWorker(FakeWorker):

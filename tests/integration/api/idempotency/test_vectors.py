@@ -13,9 +13,8 @@ from tests.support.pooling.tiny_encoders import save_encoder
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": ["hi", "The sky"], "dimensions": 4}),
     ("/v1/embeddings", {"input": "hi", "encoding_format": "base64"}),
-    ("/embed", {"inputs": ["hi", "The sky"]}),
     ("/v1/rerank", {"query": "sky", "documents": ["hi", "The sky"]}),
-    ("/similarity", {"inputs": {"source_sentence": "sky", "sentences": ["hi", "The sky"]}}),
+    ("/v1/score", {"text_1": "sky", "text_2": ["hi", "The sky"]}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Vectors over HTTP: OpenAI's /v1/embeddings, TEI's /embed, /embed_all and /similarity, vLLM's /pooling."""
+"""Vectors over HTTP: OpenAI's /v1/embeddings, and scores of an embedding model."""
 
 import base64
 import struct
@@ -78,26 +78,11 @@ async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
     check(several[2]["embedding"], expected(worker, TEXTS[2]))
 
 
-async def test_tei_embeds_normalised_or_not_and_with_a_prompt(served: Any) -> None:
+async def test_a_vector_is_not_normalised_and_a_prompt_is_put_before_where_asked(served: Any) -> None:
     worker, client = served
-    body = {"inputs": TEXTS[0], "normalize": False, "prompt_name": "query"}
-    [found] = (await client.post("/embed", json=body)).json()
-    check(found, expected(worker, "search for: " + TEXTS[0], normalized=False))
-    [each] = (await client.post("/embed_all", json={"inputs": TEXTS[1]})).json()
-    check(torch.tensor(each).mean(0).tolist(), expected(worker, TEXTS[1], normalized=False))
-    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
-    found = (await client.post("/similarity", json={"inputs": inputs})).json()
-    source = expected(worker, TEXTS[0])
-    check(found, torch.stack([expected(worker, text) @ source for text in TEXTS[1:]]))
-
-
-async def test_vllm_gets_vectors_of_tokens(served: Any) -> None:
-    worker, client = served
-    body = {"input": TEXTS, "task": "token_embed", "normalize": False}
-    answer = (await client.post("/pooling", json=body)).json()
-    found = [torch.tensor(item["data"]) for item in answer["data"]]
-    for text, each in zip(TEXTS, found, strict=True):
-        check(each.mean(0).tolist(), expected(worker, text, normalized=False))
+    body = {"input": TEXTS[0], "normalize": False, "prompt_name": "query"}
+    [item] = (await client.post("/v1/embeddings", json=body)).json()["data"]
+    check(item["embedding"], expected(worker, "search for: " + TEXTS[0], normalized=False))
 
 
 async def test_scores_of_an_embedding_model_are_cosines(served: Any) -> None:
@@ -124,18 +109,15 @@ async def test_models_and_info_say_what_it_makes(served: Any) -> None:
     assert (await client.get("/v1/models/tiny")).json()["task"] == "embed"
     info = (await client.get("/info")).json()
     assert (info["model_pipeline_tag"], info["max_input_tokens"]) == ("feature-extraction", MAX_TOKENS)
-    assert (info["model_type"], info["max_input_length"]) == ({"embedding": {"pooling": "mean"}}, MAX_TOKENS)
 
 
 async def test_long_inputs_are_cut_where_the_client_says_so(served: Any) -> None:
     worker, client = served
     text = "word " * 100
-    refused = await client.post("/embed", json={"inputs": ["hi", text]})
-    assert refused.status_code == 422
-    assert refused.json()["error_type"] == "Validation"
-    assert f"`inputs[1]` must have at most {MAX_TOKENS} tokens" in refused.json()["error"]
+    refused = await client.post("/v1/embeddings", json={"input": ["hi", text]})
+    assert refused.status_code == 400
+    assert f"`input[1]` must have at most {MAX_TOKENS} tokens" in refused.json()["error"]["message"]
     for path, body in (
-        ("/embed", {"inputs": text, "truncate": True}),
         ("/v1/embeddings", {"input": text, "truncate_prompt_tokens": -1}),
         ("/v1/embeddings", {"input": text, "truncate_prompt_tokens": 9}),
         (
@@ -146,9 +128,9 @@ async def test_long_inputs_are_cut_where_the_client_says_so(served: Any) -> None
         assert (await client.post(path, json=body)).status_code == 200
     [first, second] = worker.tokenizer.encode("", add_special_tokens=True).ids
     prompts = [torch.frombuffer(bytearray(one.prompt_ids), dtype=torch.int32).tolist() for one in worker.seen]
-    assert [len(ids) for ids in prompts] == [MAX_TOKENS, MAX_TOKENS, 9, 9]
+    assert [len(ids) for ids in prompts] == [MAX_TOKENS, 9, 9]
     assert all((ids[0], ids[-1]) == (first, second) for ids in prompts), "with the tokens around a text"
-    assert prompts[2] == prompts[3]
+    assert prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize(
@@ -161,9 +143,12 @@ async def test_long_inputs_are_cut_where_the_client_says_so(served: Any) -> None
         ("/v1/embeddings", {"input": "hi", "messages": []}, 400, "`messages` is not supported"),
         ("/v1/embeddings", {"input": ["hi"] * 5}, 400, "`input` supports up to 4 inputs. Given: 5"),
         ("/v1/rerank", {"query": "hi", "documents": []}, 400, "`documents` cannot be empty"),
-        ("/embed", {"inputs": []}, 400, "`inputs` cannot be empty"),
-        ("/embed", {"inputs": "hi", "prompt_name": "x"}, 422, "`prompt_name` must be a prompt of the model"),
-        ("/predict", {"inputs": "hi"}, 422, "`tiny` is an embedding model, and /predict needs a classifier"),
+        ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` must be a prompt of the"),
+        ("/v1/embeddings", {"input": "hi", "task": "token_embed"}, 400, "`task` is not supported"),
+        ("/rerank", {"query": "hi", "texts": ["a"]}, 400, "`documents`: Field required"),
+        ("/embed", {"inputs": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
+        ("/pooling", {"input": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
+        ("/classify", {"input": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, 400, "`text_1` must be one text, or as many as"),
         ("/v1/completions", {"prompt": "hi"}, 400, "`tiny` is an embedding model: it generates no text"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "generates no text"),

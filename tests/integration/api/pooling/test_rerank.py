@@ -1,6 +1,4 @@
-"""Scores over HTTP of a reranker and of a classifier: /rerank in TEI's and in Cohere's shape, /v1/score,
-/predict and /classify.
-"""
+"""Scores of a reranker over HTTP, in Cohere's shape and vLLM's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +18,6 @@ QUERY, TEXTS = "What is blue?", ["The sky is blue.", "hi", "Grass is green."]
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("reranker")
     return folder, save_encoder(folder, "BERT", num_labels=1)
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("classifier")
-    return folder, save_encoder(folder, "BERT", num_labels=3, id2label={0: "bad", 1: "so", 2: "good"})
 
 
 def scores_of(worker: VectorWorker, text: str, pair: str | None = None) -> torch.Tensor:
@@ -48,15 +40,8 @@ async def test_a_reranker_scores_each_pair(broker: Broker, reranker: tuple[Path,
         worker.tokenizer.no_truncation()
         raw = torch.cat([scores_of(worker, QUERY, text) for text in TEXTS])
         order = raw.argsort(descending=True).tolist()
-        body = {"query": QUERY, "texts": TEXTS}
-        ranks = (await client.post("/rerank", json=body)).json()
-        assert [rank["index"] for rank in ranks] == order
-        check([rank["score"] for rank in ranks], raw.sigmoid()[order])
-        ranks = (await client.post("/rerank", json=body | {"raw_scores": True, "return_text": True})).json()
-        check([rank["score"] for rank in ranks], raw[order])
-        assert [rank["text"] for rank in ranks] == [TEXTS[place] for place in order]
         cohere = {"query": QUERY, "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]], "top_n": 2}
-        for path in ("/rerank", "/v1/rerank"):
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             answer = (await client.post(path, json=cohere)).json()
             assert [item["index"] for item in answer["results"]] == order[:2]
             check([item["relevance_score"] for item in answer["results"]], raw.sigmoid()[order[:2]])
@@ -65,41 +50,17 @@ async def test_a_reranker_scores_each_pair(broker: Broker, reranker: tuple[Path,
         scores = (await client.post("/v1/score", json=pairs)).json()["data"]
         check([item["score"] for item in scores], raw.sigmoid())
         refused = await client.post("/v1/embeddings", json={"input": "hi"})
-        assert (
-            "`tiny` is a classifier or reranker, and /v1/embeddings needs an embedding model" in refused.text
-        )
-
-
-async def test_a_classifier_names_labels(broker: Broker, classifier: tuple[Path, Any]) -> None:
-    async with pooling_gateway(broker.url, *classifier, pooling="classify") as (worker, _, client):
-        worker.tokenizer.no_truncation()
-        single, pair = scores_of(worker, TEXTS[0]), scores_of(worker, QUERY, TEXTS[0])
-        found = (await client.post("/predict", json={"inputs": TEXTS[0]})).json()
-        check([item["score"] for item in found], single.softmax(0).sort(descending=True).values)
-        names = ["bad", "so", "good"]
-        assert [item["label"] for item in found] == [names[i] for i in single.argsort(descending=True)]
-        body = {"inputs": [[TEXTS[0]], [QUERY, TEXTS[0]]], "raw_scores": True}
-        first, second = (await client.post("/predict", json=body)).json()
-        check([item["score"] for item in first], single.sort(descending=True).values)
-        check([item["score"] for item in second], pair.sort(descending=True).values)
-        assert (await client.post("/predict", json={"inputs": [QUERY, TEXTS[0]]})).json()[0][
-            "label"
-        ] == names[int(pair.argmax())]
-        answer = (await client.post("/classify", json={"input": TEXTS[:1]})).json()
-        check(answer["data"][0]["probs"], single.softmax(0))
-        assert answer["data"][0]["label"] == names[int(single.argmax())]
-        refused = await client.post("/rerank", json={"query": QUERY, "texts": TEXTS})
-        assert refused.status_code == 422
-        assert "`tiny` has 3 labels, and /rerank needs a model with one score" in refused.json()["error"]
+        assert "`tiny` is a reranker, and /v1/embeddings needs an embedding model" in refused.text
 
 
 async def test_of_a_pair_the_longer_text_is_cut_first(broker: Broker, reranker: tuple[Path, Any]) -> None:
     async with pooling_gateway(broker.url, *reranker, pooling="classify") as (worker, _, client):
         worker.tokenizer.no_truncation()
         long = "green " * 100
-        body = {"query": QUERY, "texts": [long]}
-        assert (await client.post("/rerank", json=body)).status_code == 422
-        assert (await client.post("/rerank", json=body | {"truncate": True})).status_code == 200
+        body = {"query": QUERY, "documents": [long]}
+        assert (await client.post("/rerank", json=body)).status_code == 400
+        cut = body | {"truncate_prompt_tokens": -1}
+        assert (await client.post("/rerank", json=cut)).status_code == 200
         [request] = worker.seen
         worker.tokenizer.enable_truncation(60, strategy="longest_first")
         expected = worker.tokenizer.encode(QUERY, long)

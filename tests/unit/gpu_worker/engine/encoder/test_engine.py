@@ -57,17 +57,6 @@ def test_mean_of_a_packed_batch_is_that_of_each_sequence_alone(tmp_path: Path, n
     assert engine.ready.pooling == "embed"
 
 
-def test_each_token_has_its_vector(tmp_path: Path) -> None:
-    model = save_encoder(tmp_path, "BERT")
-    engine = engine_of(tmp_path)
-    every = PoolingParams(each_token=True)
-    found = pool_rows(engine, prompts(), {3: every, 5: every})
-    for row in (3, 5):
-        expected = states_of(model, prompts()[row])
-        torch.testing.assert_close(found[row].view(-1, 32), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[2], states_of(model, prompts()[2]).mean(0), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "mode", ["pooling_mode_cls_token", "pooling_mode_lasttoken", "pooling_mode_max_tokens"]
 )
@@ -86,7 +75,7 @@ def test_other_ways_to_pool_and_a_dense_layer(tmp_path: Path, mode: str) -> None
 @pytest.mark.parametrize("name", ENCODERS)
 def test_scores_of_pairs_are_those_of_the_classifier(tmp_path: Path, name: str) -> None:
     config = {"classifier_pooling": "mean"} if name == "ModernBERT" else {}
-    model = save_encoder(tmp_path, name, num_labels=3, **config)
+    model = save_encoder(tmp_path, name, num_labels=1, **config)
     engine = engine_of(tmp_path)
     has_types = name == "BERT"
     found = pool_rows(engine, prompts(), {row: PoolingParams(pair_start=4) for row in prompts()})
@@ -98,7 +87,7 @@ def test_scores_of_pairs_are_those_of_the_classifier(tmp_path: Path, name: str) 
             expected = model(input_ids=torch.tensor([ids]), **types).logits[0]
         torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
     assert engine.ready.pooling == "classify"
-    assert engine.ready.vocab_size == 3
+    assert engine.ready.vocab_size == 1
 
 
 def test_a_step_has_no_more_tokens_than_granted_unless_one_prompt_does(
@@ -109,7 +98,7 @@ def test_a_step_has_no_more_tokens_than_granted_unless_one_prompt_does(
     steps: list[list[int]] = []
     forward = engine.vectors
 
-    def note(slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:
+    def note(slices: Sequence[RowSlice]) -> torch.Tensor:
         steps.append([row_slice.count for row_slice in slices])
         return forward(slices)
 
@@ -164,4 +153,10 @@ def test_ways_to_pool_that_are_not_served_are_named(tmp_path: Path, mode: dict[s
     save_modules(tmp_path)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(mode))
     with pytest.raises(SettingError, match=words):
+        read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+    save_encoder(tmp_path, "BERT", num_labels=3)
+    with pytest.raises(SettingError, match=r"has 3 labels: only models with one score \(rerankers\)"):
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from common.messages.pooling import PoolingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
@@ -76,13 +75,6 @@ def test_files_of_sentence_transformers_make_a_decoder_pool(tmp_path: Path) -> N
     model = save(tmp_path, "Llama", SIZES, kind="Model")
     save_modules(tmp_path, "pooling_mode_lasttoken")
     check_vectors(engine_of(tmp_path), {row: last_states(model, ids)[-1] for row, ids in rows().items()})
-
-
-def test_each_token_has_its_vector(tmp_path: Path) -> None:
-    model = save(tmp_path, "Llama", SIZES)
-    engine = engine_of(tmp_path, runner="pooling")
-    found = pool_rows(engine, rows(), {4: PoolingParams(each_token=True)}, prefill_tokens=7)
-    torch.testing.assert_close(found[4].view(-1, 64), last_states(model, rows()[4]), rtol=1e-5, atol=1e-5)
 
 
 def test_scores_are_those_of_the_classifier(tmp_path: Path) -> None:
