@@ -1,7 +1,10 @@
 import gc
 import os
+import resource
 import ssl
 import sys
+import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,8 @@ tests.support.machine.ports.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1)
 Fleet.start_process = forks.ForkedProcess
 FLEETS = ("clients", "fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet")
 LOADED = ("tests/unit/gpu_worker/engine", "tests/unit/gpu_worker/engine/sampling")
+BUDGETS_S = {"unit/gpu_worker": 150, "unit": 120, "integration": 120, "fleet": 120, "repo": 60}
+DEFAULT_MARKS = "not slow and not gpu"
 LONG = ("unit/gpu_worker", "integration", "repo")
 
 
@@ -69,6 +74,53 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (len(FLEETS), item.path.name) if path.startswith(LONG) else (len(FLEETS) + 1, "")
 
     items.sort(key=place)
+
+
+def processor_s() -> float:
+    """Seconds that this process and all processes it waited for have computed."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+class Budgets:
+    """Processor seconds of each folder of tests, shown beside their budgets after a whole run.
+
+    They are those of an idle machine with two cores; the machine decides, so they fail nothing.
+    """
+
+    def __init__(self) -> None:
+        self.counted_s = processor_s()
+        self.used_s: defaultdict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        """Fixtures that end with a module count for its last test."""
+        if call.when == "teardown":
+            before_s, self.counted_s = self.counted_s, processor_s()
+            item.user_properties.append(("processor_s", self.counted_s - before_s))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count in the process that hears of all tests."""
+        if report.when == "teardown":
+            folder = next((one for one in BUDGETS_S if report.nodeid.startswith(f"tests/{one}/")), "others")
+            seconds = dict(report.user_properties)["processor_s"]
+            self.used_s[folder] += float(str(seconds))
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
+        is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+        if not is_whole or config.option.markexpr != DEFAULT_MARKS:
+            return
+        terminalreporter.section("processor seconds (budget)")
+        for folder, used_s in self.used_s.items():
+            budget_s = BUDGETS_S.get(folder, 0)
+            mark = " over its budget" if used_s > budget_s else ""
+            terminalreporter.line(f"{used_s:7.0f} ({budget_s}) tests/{folder}{mark}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budgets())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Who may import what, and that nobody else's `api` or `common` is taken for ours."""
+"""Who may import what, without circles; and that nobody else's `api` or `common` is taken for ours."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.source_tree import FILES, PACKAGES, ROOT, parse
+from tests.support.source_tree import FILES, PACKAGES, ROOT, circle, module_graph, parse, room_graph
 
 ALLOWED = {
     "api": {"api", "common"},
@@ -45,6 +45,21 @@ def test_a_process_imports_common_and_itself_only(path: Path) -> None:
     assert found & set(PACKAGES) <= ALLOWED[place.parts[0]]
     for module, home in AT_HOME.items():
         assert module not in found or place.is_relative_to(home), f"{module} belongs to {home}"
+
+
+def test_neither_modules_nor_folders_import_each_other_in_a_circle() -> None:
+    assert circle(module_graph()) == []
+    assert circle(room_graph()) == []
+
+
+def test_no_import_is_for_type_checkers_only() -> None:
+    """An import under TYPE_CHECKING would hide a circle."""
+    assert [path for path in FILES if "TYPE_CHECKING" in path.read_text()] == []
+
+
+def test_init_files_are_empty() -> None:
+    """A module's name says where its code is."""
+    assert [path for path in FILES if path.name == "__init__.py" and path.read_text()] == []
 
 
 @pytest.mark.parametrize(

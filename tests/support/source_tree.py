@@ -1,8 +1,8 @@
-"""The source tree as data: its files, what they import from each other, and the rooms they lie in."""
+"""The source tree as data: its files, who imports whom, and the rooms (folders) they lie in."""
 
 import ast
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -77,7 +77,3 @@ def circle(graph: Graph) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
-
-
-def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
