@@ -25,7 +25,6 @@ from common.messages.codec import WireError, decode
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels, Metric
-from common.metrics.vllm_names import VllmCollector
 
 router = APIRouter(tags=[HEALTH])
 MAX_ADAPTERS_SHOWN = 64
@@ -51,9 +50,7 @@ async def metrics(request: Request) -> Response:
             values = totals | await usage_values(pool)
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
-    has_vllm = pool.settings.metrics_names == "vllm"
-    more = [VllmCollector(pool.settings.model_name, values, gauges)] if has_vllm else []
-    text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges, *more)
+    text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 

@@ -53,25 +53,23 @@ def render_own(pool: str) -> bytes:
     return render(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
 
 
-def render_fleet(pool: str, values: Values | None, gauges: Gauges, *more: Collector) -> bytes:
+def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
     """Return the metrics of the whole pool.
 
     Args:
         values: the sums of all processes. None, if they are not known, leaves out all counters and
             histograms, because zeros would look like a restart.
         gauges: gauges that are not in it are left out.
-        more: the same under other names.
     """
     known = [
         metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
     ]
-    return render(FleetCollector(pool, known, values or {}, gauges), *more)
+    return render(FleetCollector(pool, known, values or {}, gauges))
 
 
-def render(*collectors: Collector) -> bytes:
+def render(collector: Collector) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    for collector in collectors:
-        registry.register(collector)
+    registry.register(collector)
     return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
 
 

@@ -14,7 +14,6 @@ from common.settings.types import (
     LoadFormat,
     LogLevel,
     LogprobsMode,
-    MetricsNames,
     Number,
     NumPictures,
     PoolUrls,
@@ -344,7 +343,5 @@ class SettingFields(BaseModel):
     """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)"""
     otlp_service_name: str | None = None
     """name of the service in traces (default: as OTEL_SERVICE_NAME, else tokenfleet)"""
-    metrics_names: MetricsNames = "tgi"
-    """names of the metrics of GET /metrics besides our own: tgi, or vllm, which are TGI's and vLLM's"""
     metrics_port: Port = 0
     """port of this process's own /metrics (0: none); `serve` gives each process the next one"""

@@ -70,7 +70,7 @@ def table_of_tgi() -> str:
 def options_of_tgi() -> Iterator[tuple[list[str], str]]:
     """Names of options of text-generation-inference, and what becomes of them."""
     for row in read_rows(TABLE.read_text(encoding="utf-8")):
-        if not row.server.startswith("vLLM"):
+        if not row.server.startswith(("vLLM", "earlier")):
             names = [word.partition(":")[0] for word in row.names.split()]
             yield [shown_name(name, row) for name in names], outcome_of(names[0], row)
 

@@ -121,7 +121,6 @@ LoadFormat = Annotated[Literal["auto", "dummy"], spelled(LOAD_FORMATS)]
 LogprobsMode = Annotated[
     Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"], spelled({})
 ]
-MetricsNames = Annotated[Literal["tgi", "vllm"], spelled({})]
 Runner = Annotated[Literal["auto", "generate", "pooling"], spelled({})]
 RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]

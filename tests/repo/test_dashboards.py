@@ -19,6 +19,16 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 GRAFANA = DEPLOY / "grafana"
 BUILT_IN = {"up"}
+OF_VLLM = """
+e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
+prompt_tokens_total generation_tokens_total request_success_total time_per_output_token_seconds_bucket
+time_per_output_token_seconds_sum inter_token_latency_seconds_bucket inter_token_latency_seconds_sum
+inter_token_latency_seconds_count num_requests_running num_requests_waiting kv_cache_usage_perc
+gpu_cache_usage_perc time_to_first_token_seconds_bucket time_to_first_token_seconds_sum
+time_to_first_token_seconds_count request_prompt_tokens_bucket request_generation_tokens_bucket
+request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+request_max_num_generation_tokens_sum prefix_cache_queries_total prefix_cache_hits_total
+""".split()
 
 
 @cache
@@ -47,7 +57,7 @@ def expressions(value: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [PROMETHEUS / "alerts.yml", GRAFANA / "dashboards" / "tokenfleet.json"],
+    [PROMETHEUS / "alerts.yml", PROMETHEUS / "vllm.rules.yml", GRAFANA / "dashboards" / "tokenfleet.json"],
     ids=lambda path: path.name,
 )
 def test_every_metric_of_a_dashboard_is_exported(path: Path) -> None:
@@ -55,6 +65,14 @@ def test_every_metric_of_a_dashboard_is_exported(path: Path) -> None:
     assert len(asked) >= 8
     for expression in asked:
         assert named(expression) and named(expression) <= exported() | BUILT_IN, expression
+
+
+def test_vllm_s_dashboard_finds_its_names() -> None:
+    """The series of vLLM's own dashboard, by its older and its newer names."""
+    [group] = yaml.safe_load((PROMETHEUS / "vllm.rules.yml").read_text())["groups"]
+    recorded = {rule["record"].removeprefix("vllm:") for rule in group["rules"]}
+    assert {*OF_VLLM} <= recorded
+    assert all(set(rule["labels"]) == {"model_name", "engine"} for rule in group["rules"])
 
 
 def test_every_panel_has_a_position_and_a_data_source() -> None:
@@ -111,8 +129,8 @@ def seconds(duration: str) -> int:
     "command",
     [
         "promtool check config prometheus.yml",
-        "promtool check rules alerts.yml",
-        "promtool test rules alerts_test.yml",
+        "promtool check rules alerts.yml vllm.rules.yml",
+        "promtool test rules rules_test.yml",
         "amtool check-config alertmanager.yml",
     ],
 )

@@ -1,4 +1,4 @@
-"""Metrics of adapters: live requests by name, under our names and vLLM's."""
+"""Metrics of adapters: live requests by name."""
 
 import httpx
 import pytest
@@ -26,7 +26,7 @@ async def test_live_requests_are_counted_by_the_adapters_names(
     monkeypatch.setattr(routes_metrics, "MAX_ADAPTERS_SHOWN", 2)
     load = AdapterLoad([("idle", 0, 1), ("legal", 2, 0), ("sql", 3, 4)])
     await redis.hset(KEYS.state, mapping={"blocks": 0, "adapters": encode(load)})  # type: ignore[misc]
-    async with adapter_fleet(broker.url, metrics_names="vllm") as (_, _, client):
+    async with adapter_fleet(broker.url) as (_, _, client):
         assert sorted(await lines(client, "tokenfleet_adapter_")) == [
             'tokenfleet_adapter_running_requests{adapter="legal",pool="default"} 2.0',
             'tokenfleet_adapter_running_requests{adapter="sql",pool="default"} 3.0',
@@ -34,9 +34,6 @@ async def test_live_requests_are_counted_by_the_adapters_names(
             'tokenfleet_adapter_waiting_requests{adapter="sql",pool="default"} 4.0',
         ]
         assert await lines(client, "tokenfleet_max_loras") == ['tokenfleet_max_loras{pool="default"} 4.0']
-        [line] = await lines(client, "vllm:lora_requests_info")
-        labels = 'max_lora="4",running_lora_adapters="legal,sql",waiting_lora_adapters="sql"'
-        assert line.startswith(f"vllm:lora_requests_info{{{labels}}} ")
 
 
 def test_the_batcher_counts_requests_of_all_versions_of_an_adapter_together() -> None:

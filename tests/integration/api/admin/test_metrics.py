@@ -148,23 +148,3 @@ async def test_without_a_broker_only_broker_up_is_reported() -> None:
 def shut(own: Broker) -> None:
     with redis.Redis.from_url(own.url) as client:
         client.shutdown(nosave=True)
-
-
-async def test_vllm_s_names_are_there_on_request(broker: Broker) -> None:
-    async with answering(broker.url, scripted, metrics_names="vllm", served_model_name="small") as (
-        _,
-        _,
-        client,
-    ):
-        figures = await Figures(client).begin()
-        labels = 'engine="0",model_name="small"'
-        for _ in range(2):
-            await client.post("/generate", json=body(max_new_tokens=3))
-        await figures.until(
-            'vllm:request_success_total{engine="0",finished_reason="length",model_name="small"}', 2
-        )
-        for name in ("request_prefill_time", "request_decode_time", "e2e_request_latency"):
-            assert await figures.added(f"vllm:{name}_seconds_count{{{labels}}}") == 2
-        assert await figures.added(f"vllm:request_max_num_generation_tokens_sum{{{labels}}}") == 6
-    async with answering(broker.url, scripted) as (_, _, client):
-        assert not [name for name in await Figures(client).read() if name.startswith("vllm:")]

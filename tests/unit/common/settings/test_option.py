@@ -66,6 +66,7 @@ def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> No
         (["--validation-workers", "0"], "VALIDATION_WORKERS: 0 is less than 1"),
         (["--rope-scaling", "linear"], "ROPE_SCALING: linear needs ROPE_FACTOR"),
         (["--demo"], "DEMO: "),
+        (["--metrics-names", "vllm"], "METRICS_NAMES: vllm is not served: vLLM's names are recording rules"),
     ],
 )
 def test_what_is_refused_bears_the_name_that_the_person_said(argv: list[str], line: str) -> None:
