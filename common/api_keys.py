@@ -7,10 +7,6 @@ from typing import Literal
 
 from common.messages.codec import wire_field
 
-TENANT = r"[A-Za-z0-9._:@/+~-]{1,64}"
-"""Pattern of a tenant's name; `=` and `,` divide TENANT_WEIGHTS."""
-KEY_ID = r"[A-Za-z0-9._-]{1,64}"
-"""Pattern of a key's public name."""
 STATIC_KEY_ID = "api_key"
 """Public name of the key in API_KEY, where there are other keys as well."""
 KeyState = Literal["active", "revoked", "expired"]

@@ -15,7 +15,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from common.api_keys import KEY_ID, TENANT, ApiKey
+from common.api_keys import ApiKey
+from common.ids import KEY_ID, TENANT
 from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
 from common.settings.types import MAX_NUMBER
 from common.webhook_secret import key_of_secret
@@ -46,7 +47,7 @@ class KeyFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(default="", max_length=128)
-    tenant: str = Field(default="", pattern=f"^({TENANT})?$")
+    tenant: str = Field(default="", pattern=f"^({TENANT.pattern})?$")
     service_class: Literal["", "interactive", "standard", "batch"] = ""
     weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
     max_concurrent: Limit = 0
@@ -83,7 +84,7 @@ class KeyFields(BaseModel):
 class FileKeyFields(KeyFields):
     """A key in a file: its text, or its SHA-256."""
 
-    key_id: str = Field(pattern=f"^{KEY_ID}$")
+    key_id: str = Field(pattern=f"^{KEY_ID.pattern}$")
     key: str | None = Field(default=None, min_length=16, max_length=256, pattern="^[\\x21-\\x7e]+$")
     digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
 

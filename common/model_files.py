@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import io
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.gguf_check import check_gguf
+from common.ids import HUB_ID, REVISION
 from common.model_config import read_json
 from common.settings.settings import SettingError
 
@@ -39,7 +39,6 @@ CONVERTED = "models"
 CACHE_SETTING = "xdg_cache_home"
 """The variable that says where cache folders are."""
 CONFIG_FILE, TOKENIZER_FILE = REQUIRED_FILES = ("config.json", "tokenizer.json")
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.jinja", "*.py"]  # *.py is run with TRUST_REMOTE_CODE only
 WEIGHT_FILES = "*.safetensors"
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template.*", "*.jinja"]
@@ -219,10 +218,17 @@ def bundled_gguf() -> Path:
     return files[0]
 
 
+def check_revision(revision: str | None) -> None:
+    """Raises SettingError for a revision that would be a file outside the hub's cache."""
+    if revision is not None and not REVISION.fullmatch(revision):
+        raise SettingError("revision", f"{revision[:200]!r} is no revision: a branch, a tag or a commit")
+
+
 def download(model_id: str, revision: str | None, progress: Progress, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    check_revision(revision)
     progress(f"looking up {model_id}")
     try:
         folder = huggingface_hub.snapshot_download(

@@ -13,8 +13,9 @@ from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from common.adapters.files import AdapterFault, find_adapter
 from common.adapters.registry import AdapterChangeError, AdapterRegistry, change_registry
+from common.ids import ADAPTER_NAME
 from common.messages.adapters import PoolAdapter
-from common.settings.lora import ADAPTER_NAME, AdapterSource
+from common.settings.lora import AdapterSource
 
 log = logging.getLogger(__name__)
 

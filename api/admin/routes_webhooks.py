@@ -16,6 +16,7 @@ from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from api.webhooks.events import type_of
 from common.broker.pool_client import PoolClient
+from common.ids import EVENT_ID
 from common.messages.codec import WireError, decode
 from common.webhooks.scripts import StoredEvent, retry_webhook, stored_event
 from common.webhooks.webhook import Webhook
@@ -74,8 +75,10 @@ async def retry(request: Request, event_id: Annotated[str, Path(description="Its
     """Sends an event at once that waits or was given up, and tries for as long as if it were new."""
     pool = own_pool(request)
     ttl_ms = round(1000 * (pool.settings.webhook_retry_s + pool.settings.webhook_dead_ttl_s))
-    async with asking_broker():
-        is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id, ttl_ms=ttl_ms))
+    is_there = False
+    if EVENT_ID.fullmatch(event_id):
+        async with asking_broker():
+            is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id, ttl_ms=ttl_ms))
     if not is_there:
         raise ApiError(404, "not_found", "No event with this id waits or was given up")
     return fresh_json({"id": event_id, "state": "waiting"})

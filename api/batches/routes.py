@@ -34,6 +34,7 @@ from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
 from api.webhooks.field import check_room, find_webhook
 from common.api_keys import ApiKey
+from common.ids import BATCH_ID
 from common.jobs import scripts as job_scripts
 from common.webhooks.webhook import BATCH
 
@@ -303,8 +304,10 @@ async def cancel_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
 async def find_batch(request: Request, batch_id: str) -> Batch:
     """The caller's batch. Raises ApiError: 404, 503."""
     store_of(request)
-    async with asking_broker():
-        batch = await read_batch(own_pool(request).client, batch_id)
+    batch = None
+    if BATCH_ID.fullmatch(batch_id):
+        async with asking_broker():
+            batch = await read_batch(own_pool(request).client, batch_id)
     if batch is None or batch.owner != tenant_of(request):
         raise ApiError(404, "not_found", f"No batch found with id '{cut(batch_id)}'.", "batch_id")
     return batch

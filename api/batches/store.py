@@ -5,6 +5,7 @@ part is at most PART_BYTES and one line of a batch, so no process ever holds a w
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,8 +16,10 @@ from urllib.parse import quote
 import orjson
 
 from api.errors import ApiError, unavailable
-from common.broker.client import describe_error
+from common.ids import FILE_ID, FILE_PART
 from common.settings.settings import SettingError, Settings
+
+log = logging.getLogger(__name__)
 
 PART_BYTES = 4 * 2**20
 Done = TypeVar("Done")
@@ -67,13 +70,29 @@ class FileStore:
         except FileNotFoundError:
             raise
         except Exception as error:  # each store has its own
-            raise unavailable(f"the file store: {describe_error(error)}") from error
+            log.error("the file store: %s", error)
+            raise unavailable(f"the file store failed ({type(error).__name__})") from error
 
     def folder(self, owner: str) -> str:
         return f"{self.root}/of-{quote(owner, safe='')}"
 
+    def parts_path(self, owner: str, file_id: str) -> str:
+        """The folder of a file's parts. Whatever is no id has none: it could lead to another owner's. Raises
+        ApiError (404).
+        """
+        if not FILE_ID.fullmatch(file_id):
+            raise no_file(file_id)
+        return f"{self.folder(owner)}/{file_id}"
+
     def part_path(self, owner: str, file_id: str, part: str) -> str:
-        return f"{self.folder(owner)}/{file_id}/{part}"
+        """Raises ApiError (404)."""
+        if not FILE_PART.fullmatch(part):
+            raise no_file(file_id)
+        return f"{self.parts_path(owner, file_id)}/{part}"
+
+    def record_path(self, owner: str, file_id: str) -> str:
+        """Raises ApiError (404)."""
+        return f"{self.parts_path(owner, file_id)}.json"
 
     async def put_part(self, owner: str, file_id: str, part: str, data: bytes) -> None:
         """Write a part; whoever writes it again writes it whole. Raises ApiError (503)."""
@@ -89,13 +108,14 @@ class FileStore:
 
     async def put_record(self, file: StoredFile) -> None:
         """Raises ApiError (503)."""
-        path = f"{self.folder(file.owner)}/{file.id}.json"
+        path = self.record_path(file.owner, file.id)
         await self.call(lambda: self.put(path, orjson.dumps(asdict(file))))
 
     async def find(self, owner: str, file_id: str) -> StoredFile:
         """Raises ApiError: 404, 503."""
+        path = self.record_path(owner, file_id)
         try:
-            found = await self.call(lambda: self.read_record(f"{self.folder(owner)}/{quote(file_id)}.json"))
+            found = await self.call(lambda: self.read_record(path))
         except FileNotFoundError as error:
             raise no_file(file_id) from error
         if found.expired(time.time()):
@@ -103,8 +123,16 @@ class FileStore:
         return found
 
     def read_record(self, path: str) -> StoredFile:
-        fields: dict[str, Any] = orjson.loads(self.fs.cat_file(path))
-        return StoredFile(**fields | {"parts": [(name, size) for name, size in fields["parts"]]})
+        """Raises ValueError for what is not the record of a file that has this path."""
+        try:
+            fields: dict[str, Any] = orjson.loads(self.fs.cat_file(path))
+            file = StoredFile(**fields | {"parts": [(name, size) for name, size in fields["parts"]]})
+            is_own = path.endswith(self.record_path(file.owner, file.id).removeprefix(self.root))
+        except (KeyError, TypeError, ValueError, ApiError) as error:
+            raise ValueError(f"the record {path} cannot be read: {error}") from error
+        if not is_own:
+            raise ValueError(f"the record {path} is that of another file")
+        return file
 
     async def names(self, owner: str) -> list[str]:
         """Ids of an owner's files; some may have expired. Raises ApiError (503)."""
@@ -135,15 +163,15 @@ class FileStore:
 
     async def delete(self, file: StoredFile) -> None:
         """Delete the record, then the parts. Raises ApiError: 404 if somebody else has, 503."""
-        folder = self.folder(file.owner)
+        path = self.record_path(file.owner, file.id)
         try:
-            await self.call(lambda: self.fs.rm_file(f"{folder}/{file.id}.json"))
+            await self.call(lambda: self.fs.rm_file(path))
         except FileNotFoundError as error:
             raise no_file(file.id) from error
         await self.remove_parts(file.owner, file.id)
 
     async def remove_parts(self, owner: str, file_id: str) -> None:
-        path = f"{self.folder(owner)}/{file_id}"
+        path = self.parts_path(owner, file_id)
 
         def remove() -> None:
             if self.fs.exists(path):
@@ -157,17 +185,26 @@ class FileStore:
         def expired() -> list[StoredFile]:
             self.fs.invalidate_cache()
             records = self.fs.glob(f"{self.root}/of-*/*.json")
-            return [file for path in records if (file := self.read_record(path)).expired(time.time())]
+            return [file for path in records if (file := self.try_record(path)) and file.expired(time.time())]
 
-        try:
-            found = await self.call(expired)
-            for file in found:
+        found = await self.call(expired)
+        for file in found:
+            try:
                 await self.delete(file)
-        except (FileNotFoundError, ApiError) as error:
-            if isinstance(error, ApiError) and error.status != 404:
-                raise
-            return 0  # another gateway deletes them
+            except ApiError as error:
+                if error.status != 404:  # another gateway has deleted it
+                    raise
         return len(found)
+
+    def try_record(self, path: str) -> StoredFile | None:
+        """The record of a file; None if it is gone, or is no record."""
+        try:
+            return self.read_record(path)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.error("the file store: %s", error)
+            return None
 
 
 def open_store(settings: Settings) -> FileStore | None:

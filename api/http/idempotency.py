@@ -7,7 +7,6 @@ which of two requests is the first. The other one is replayed (api/resume/replay
 
 import contextlib
 import hashlib
-import re
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,10 @@ from starlette.requests import Request
 
 from api.errors import ApiError, cut, quoted
 from api.event_loop import offload
+from common import ids
 
-IDEMPOTENCY_KEY = "idempotency-key"
 REPLAYED = "idempotency-replayed"
-USABLE = re.compile(r"[\x21-\x7e]{1,255}")
+IDEMPOTENCY_KEY = "idempotency-key"
 IDEMPOTENCY_HEADER: dict[str, Any] = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -45,7 +44,7 @@ def idempotency_key(request: Request) -> str:
     if (given := request.headers.get(IDEMPOTENCY_KEY)) is None:
         return ""
     key = given.strip().removeprefix('"').removesuffix('"')
-    if not USABLE.fullmatch(key):
+    if not ids.IDEMPOTENCY_KEY.fullmatch(key):
         text = f"`{IDEMPOTENCY_KEY}` must have 1 to 255 ASCII characters, without spaces. "
         raise ApiError(400, "validation", f"{text}Given: {quoted(given)}", IDEMPOTENCY_KEY)
     return key

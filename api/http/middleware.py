@@ -6,7 +6,6 @@ id, the response echoes that one; inside the fleet the request has the gateway's
 """
 
 import logging
-import re
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import is_anthropic
 from api.event_loop import Turns
 from api.http.idempotency import idempotency_key
+from common.ids import CLIENTS_REQUEST_ID
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 """Handles an HTTP request by calling the application that it is given."""
 REQUEST_ID_HEADER = "x-request-id"
 ANTHROPIC_ID_HEADER = "request-id"
-ACCEPTED_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 MAX_ARRIVALS = 4
 """Requests that begin in one turn of the event loop; each takes up to a millisecond until it waits for the
 broker.
@@ -55,7 +54,7 @@ def asks_for_tokens(scope: Scope) -> bool:
 def client_request_id(scope: Scope) -> str:
     """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
     for name, value in scope["headers"]:
-        if name == REQUEST_ID_HEADER.encode() and ACCEPTED_ID.fullmatch(value):
+        if name == REQUEST_ID_HEADER.encode() and CLIENTS_REQUEST_ID.fullmatch(value):
             return cast(bytes, value).decode()
     return ""
 

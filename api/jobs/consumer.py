@@ -7,7 +7,6 @@ read it until its job is answered; the entries of a dead gateway are claimed by 
 import asyncio
 import contextlib
 import logging
-import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
 from api.jobs.changes import TOMBSTONE_MS, cancel_job
-from api.jobs.job import NAME, Job, read_job, with_webhook
+from api.jobs.job import Job, read_job, with_webhook
 from api.jobs.records import JobRecords
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
@@ -29,6 +28,7 @@ from api.requests import metrics
 from api.requests.pool import Pool
 from common.api_keys import ApiKey
 from common.broker.keys import Keys
+from common.ids import is_job_id
 from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 from common.process.logs import REQUEST_ID, plural
@@ -173,7 +173,7 @@ class JobConsumer:
     async def cancel(self, fields: Fields) -> None:
         """Cancel a job, at whatever gateway it runs, if it is of the cancel's tenant."""
         job_id = fields[b"cancel"].decode(errors="replace")
-        if not re.fullmatch(NAME, job_id):
+        if not is_job_id(job_id):
             log.warning("a cancel is ignored: %.100r is no id of a job", fields[b"cancel"])
             return
         try:

@@ -5,7 +5,6 @@ entry, or from the time before which it may not run.
 import asyncio
 import contextlib
 import hashlib
-import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -30,13 +29,11 @@ from api.requests.service_terms import (
 )
 from api.webhooks.field import WebhookField, find_webhook
 from common.api_keys import ApiKey
+from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
 from common.settings.settings import Settings
 from common.webhooks.webhook import JOB
 
-NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
-"""Pattern of an id or a channel. Requests of a job have ids that no job can have: `{id}#{choice}`."""
-ENTRY_ID = re.compile(rb"\d{1,15}-\d{1,20}")
 ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
 """Fields that are not content: the id, where the answer and the event of the end go, and the trace that the
 job is part of.
@@ -52,7 +49,7 @@ class JobBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    id: str | None = Field(default=None, pattern=f"^{NAME}$")
+    id: str | None = Field(default=None, pattern=f"^{JOB_ID.pattern}$")
     inputs: Any = None
     messages: Any = None
     prompt: Any = None
@@ -65,7 +62,7 @@ class JobBody(BaseModel):
     tenant: str | None = None
     deadline_ms: Whole | None = None
     not_before: float | str | None = None
-    reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
+    reply_to: str | None = Field(default=None, pattern=f"^{CHANNEL.pattern}$")
     reply: Literal["stream"] | None = None
     webhook: WebhookField | None = None
     traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
@@ -189,10 +186,10 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     job_id, reply_to = parsed.get("id"), parsed.get("reply_to")
     first_entry = ENTRY_ID.fullmatch(fields.get(b"first_entry", b""))
     job = Job(
-        id=job_id if isinstance(job_id, str) and re.fullmatch(NAME, job_id) else entry_id,
+        id=job_id if isinstance(job_id, str) and is_job_id(job_id) else entry_id,
         entry_id=entry_id,
         digest=digest_of(parsed),
-        reply_to=reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else "",
+        reply_to=reply_to if isinstance(reply_to, str) and CHANNEL.fullmatch(reply_to) else "",
         in_stream=parsed.get("reply") == "stream",
         is_chat="messages" in parsed,
         is_completion="prompt" in parsed,
@@ -203,6 +200,8 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     )
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
+        if body.id is not None and not is_job_id(body.id):
+            raise invalid("`id` must not be that of a batch's line, which is the fleet's own", "id")
         prompts = (body.inputs, body.messages, body.prompt, body.input, body.query)
         if sum(prompt is not None for prompt in prompts) != 1:
             others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"

@@ -8,6 +8,7 @@ import orjson
 
 from api.errors import ApiError, invalid, quoted
 from common.broker.pool_client import PoolClient
+from common.ids import JOB_ID
 from common.jobs.record import CANCELLED, DEAD, DONE, ENDED, FAILED, LIVE, SCHEDULED, JobRecord
 
 SETS = (LIVE, SCHEDULED, DEAD, ENDED)
@@ -153,6 +154,8 @@ async def count_jobs(client: PoolClient) -> dict[str, int]:
 
 async def read_record(client: PoolClient, job_id: str) -> JobRecord:
     """Raises ApiError (404)."""
+    if not JOB_ID.fullmatch(job_id):
+        raise no_job(job_id)
     async with client.redis.pipeline() as pipe:
         pipe.hgetall(client.keys.job_record(job_id))
         pipe.hexists(client.keys.job(job_id), "choices")
@@ -161,8 +164,12 @@ async def read_record(client: PoolClient, job_id: str) -> JobRecord:
         fields, has_started, *scores = await pipe.execute()
     own = [set_name for set_name, score in zip(SETS, scores, strict=True) if score is not None]
     if not fields or not own:
-        raise ApiError(404, "not_found", f"There is no job {quoted(job_id)}, or it has ended long ago")
+        raise no_job(job_id)
     return JobRecord(job_id, decode(fields), own[0], has_started)
+
+
+def no_job(job_id: str) -> ApiError:
+    return ApiError(404, "not_found", f"There is no job {quoted(job_id)}, or it has ended long ago")
 
 
 async def read_content(client: PoolClient, record: JobRecord) -> Any:

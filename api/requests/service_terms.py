@@ -15,7 +15,8 @@ from api.errors import ApiError, invalid, quoted
 from api.http.auth import key_of, sent_key
 from api.http.idempotency import IDEMPOTENCY_HEADER
 from api.http.openapi import json_body
-from common.api_keys import TENANT, ApiKey
+from common.api_keys import ApiKey
+from common.ids import TENANT
 from common.messages.adapters import adapter_name
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
 from common.prices import BILLION
@@ -47,7 +48,7 @@ SERVICE_HEADERS: list[dict[str, Any]] = [
         "in": "header",
         "description": "Whose request it is: tenants have fair shares. Default: the tenant of the API key. "
         "With another than an admin's key, it must be that one.",
-        "schema": {"type": "string", "pattern": f"^{TENANT}$"},
+        "schema": {"type": "string", "pattern": f"^{TENANT.pattern}$"},
     },
     {
         "name": DEADLINE,
@@ -130,7 +131,7 @@ def read_class(value: str | int, name: str) -> str:
 
 def read_tenant(tenant: str, name: str) -> str:
     """Raises ApiError (422)."""
-    if re.fullmatch(TENANT, tenant) is None:
+    if not TENANT.fullmatch(tenant):
         raise invalid(
             f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {quoted(tenant)}", name
         )

@@ -22,9 +22,10 @@ from api.requests.chat_prompt import ChatMessage
 from api.requests.fields import SamplingFields
 from api.requests.pool import Pool
 from api.requests.tools import ToolSchema
-from api.responses.input_items import ITEM_ID, chat_content, join_text
+from api.responses.input_items import chat_content, join_text
 from api.responses.request_schemas import ResponsesRequest
 from api.responses.stored import StoredResponse, find_response, read_response, render_response
+from common.ids import ITEM_ID
 
 PREVIOUS = "previous_response_id"
 RESPONSE_NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}

@@ -1,6 +1,5 @@
 """Input items: the items of `input`, validated and completed as they are stored and listed."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 """Types of content parts that have a `text`."""
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 """Types of items → the prefixes of their ids."""
-ITEM_ID = re.compile(rf"(?:{'|'.join(ID_PREFIXES.values())})_([0-9a-f]{{32}})_i?[0-9]{{1,7}}")
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]], request_id: str, sees: bool = False) -> list[Item]:

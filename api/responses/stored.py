@@ -1,7 +1,6 @@
 """Stored responses: found by id and API key, read with their tokens, cancelled, deleted."""
 
 import asyncio
-import re
 import time
 from typing import Any
 
@@ -17,8 +16,8 @@ from api.resume.attach import Admitted, find_own
 from api.streams.kept_answers import delete_ended
 from api.streams.stream import Stream
 from common.broker.pool_client import cancel_request
+from common.ids import RESPONSE_ID
 
-RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
 CANCEL_WAIT_S, CANCEL_POLL_S = 10.0, 0.05
 """How long and how often a cancelled request is asked for its end."""
 

@@ -5,7 +5,6 @@ reader. Any gateway can do so.
 import asyncio
 import hmac
 import math
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,11 +45,11 @@ from api.streams.offers import supersede
 from api.streams.stream import Stream
 from api.tgi import render as tgi_render
 from common.broker import request_scripts
+from common.ids import REQUEST_ID
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 
 LAST_EVENT_ID = "Last-Event-ID"
-REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 RENDERERS: dict[Family, AnswerRenderer] = {
     tgi: tgi_render.RENDERER,
     kserve: kserve_render.RENDERER,

@@ -2,7 +2,6 @@
 connections to a server over HTTP/1.1, so a page could not read more answers at once.
 """
 
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -17,10 +16,10 @@ from api.requests.on_pool import own_pool
 from api.resume import attach
 from api.resume.merged_streams import Rest, respond_with_rests
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
+from common.ids import FRAME_ID
 
 MAX_STREAMS = 64
-PLACE = re.compile(r"([0-9a-f]{32})(?:/([0-9]{1,9}))?")
-DescribedPlace = Annotated[str, Field(json_schema_extra={"pattern": f"^{PLACE.pattern}$"})]
+DescribedPlace = Annotated[str, Field(json_schema_extra={"pattern": f"^{FRAME_ID.pattern}$"})]
 EXAMPLE = {"streams": ["5f0f8c0e4d7b4c6f9a3e2b1d0c9f8e7a", "0c9f8e7a5f0f8c0e4d7b4c6f9a3e2b1d/7"]}
 ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 413, 415, 422, 424, 503)
 ERRORS |= error_responses(
@@ -65,7 +64,7 @@ async def read_streams(request: Request) -> Response:
 
 def read_place(place: str) -> tuple[str, int]:
     """The answer's id, and the number of frames that the client has. Raises ApiError (422)."""
-    if (parts := PLACE.fullmatch(place)) is None:
+    if (parts := FRAME_ID.fullmatch(place)) is None:
         why = (
             f"`streams` must have ids of answers, or ids of frames (`{{answer}}/{{number}}`): {quoted(place)}"
         )

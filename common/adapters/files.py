@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import model_files
+from common.ids import HUB_ID
 from common.messages.adapters import PoolAdapter
 from common.model_config import read_json
 from common.settings.lora import AdapterSource
@@ -44,7 +45,7 @@ def find_folder(path: str) -> Path:
     if folder.is_dir():
         return folder.resolve()
     hub_id, _, revision = path.partition("@")
-    if not model_files.HUB_ID.fullmatch(hub_id):
+    if not HUB_ID.fullmatch(hub_id):
         raise AdapterFault(f"there is no folder {path}")
     try:
         return model_files.download(hub_id, revision or None, model_files.no_progress, [*FILES])

@@ -13,6 +13,7 @@ from common.api_keys import ApiKey, digest_of, new_key, new_key_id
 from common.broker.keys import Keys
 from common.broker.lua import Args, ScriptCall, call_script
 from common.broker.pool_client import PoolClient
+from common.ids import KEY_ID
 from common.key_fields import KeyFields
 from common.messages.codec import WireError, decode, encode
 
@@ -102,7 +103,7 @@ async def rotate_key(client: PoolClient, key_id: str) -> IssuedKey:
 async def read_key(client: PoolClient, key_id: str) -> tuple[bytes, ApiKey]:
     """A record as it stands, and decoded. Raises KeyChangeError."""
     data = await client.redis.hget(client.keys.api_keys, key_id)  # type: ignore[misc]
-    if data is None or key_id.encode() == VERSION:
+    if data is None or key_id.encode() == VERSION or not KEY_ID.fullmatch(key_id):
         raise KeyChangeError(f"there is no key {key_id[:64]!r}; `tokenfleet keys list` shows all", True)
     return data, decode(ApiKey, data)
 

@@ -7,12 +7,11 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from common.ids import ADAPTER_NAME, REVISION
 from common.settings.types import SettingError
 
 NEXT_ADAPTER = re.compile(r",(?![^{]*\})")
 """A comma between two adapters: not one inside of a JSON object."""
-ADAPTER_NAME = re.compile(r"[\w./:+-]{1,128}")
-REVISION = re.compile(r"[\w./-]{1,200}")
 
 
 class AdapterSource(NamedTuple):

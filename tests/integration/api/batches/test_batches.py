@@ -5,16 +5,19 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
 import pytest
+from redis.asyncio import Redis
 
 from common.messages.request import Generate
 from deploy.cli.batch.run import main as batch_command
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.keys.issued import add_key, bearer, known
 from tests.support.responses.events import check_response
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
@@ -189,6 +192,33 @@ async def test_a_batch_is_its_tenants(broker: Broker, tmp_path: Path) -> None:
         await client.files.delete(batch.output_file_id)
         with pytest.raises(openai.NotFoundError):
             await client.files.content(batch.output_file_id)
+
+
+async def test_what_is_no_id_leads_to_no_file(broker: Broker, redis: Redis, tmp_path: Path) -> None:
+    """Neither another tenant's file nor another file of the machine can be read, deleted, or told to exist."""
+    (tmp_path / "other.json").write_text("{}")
+    alice, bob = await add_key(redis, tenant="alice"), await add_key(redis, tenant="bob")
+    async with answering(broker.url, answer, files_dir=f"{tmp_path}/files") as (_, gateway, http):
+        await known([gateway], bob)
+        ids = []
+        for key in (alice, bob):
+            sent = {"files": {"file": ("in.jsonl", jsonl([chat_line(0)]))}, "data": {"purpose": "batch"}}
+            ids.append((await http.post("/v1/files", headers=bearer(key), **sent)).json()["id"])
+        own, bobs = ids
+        forged = [f"../of-bob/{bobs}", f"{own}/../../of-bob/{bobs}", "../../other", f"./{own}", f"{own}\n"]
+        for file_id in [*forged, own.upper(), f"{own[:-1]}*", f"%2e%2e%2fof-bob%2f{bobs}", bobs, ""]:
+            body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+            answers = [await http.post("/v1/batches", json=body, headers=bearer(alice))]
+            path = f"/v1/files/{quote(file_id, safe='')}"
+            if file_id:
+                for method, url in (("GET", path), ("GET", f"{path}/content"), ("DELETE", path)):
+                    answers.append(await http.request(method, url, headers=bearer(alice)))
+            assert {one.status_code for one in answers} == {404}, file_id
+        listed = (await http.get("/v1/files", headers=bearer(bob))).json()["data"]
+        for batch_id in ("live", f"batch_{0:032x}", f"../{own}"):
+            path = f"/v1/batches/{quote(batch_id, safe='')}"
+            assert (await http.get(path, headers=bearer(alice))).status_code == 404
+    assert [one["id"] for one in listed] == [bobs]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("wrong type", {"job": json.dumps({"inputs": 5})}, "`inputs`"),
     ("wrong id", {"job": json.dumps({"inputs": "a", "id": "a#0"})}, "`id`"),
     ("long id", {"job": json.dumps({"inputs": "a", "id": "a" * 129})}, "`id`"),
+    ("a batch's line", {"job": json.dumps({"inputs": "a", "id": f"batch_{0:032x}/1"})}, "a batch's line"),
     ("wrong parameters", {"job": json.dumps({"inputs": "a", "parameters": [1]})}, "`parameters`"),
     ("not ours", {"job": json.dumps({"inputs": "a", "reply_to": "events:g0"})}, "`reply_to`"),
     ("wrong reply", {"job": json.dumps({"inputs": "a", "reply": "mail"})}, "`reply`"),

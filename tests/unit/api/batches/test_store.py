@@ -1,10 +1,16 @@
-"""Lines of stored files."""
+"""Stored files, and their lines."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
+import orjson
 import pytest
 
-from api.batches.store import lines_of
+from api.batches.store import FileStore, StoredFile, lines_of
+from api.errors import ApiError
+
+FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(f"{0:09d}", 1)])
 
 
 async def parts(*texts: bytes) -> AsyncIterator[bytes]:
@@ -25,3 +31,35 @@ async def test_a_line_beyond_the_limit_is_cut_and_never_held_whole(
     given: tuple[bytes, ...], lines: list[bytes]
 ) -> None:
     assert [line async for line in lines_of(parts(*given), 4)] == lines
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        replace(FILE, owner="other"),
+        replace(FILE, id=f"file-{2:032x}"),
+        replace(FILE, id="../of-other/file"),
+        {"id": FILE.id},
+        [1],
+    ],
+    ids=str,
+)
+async def test_a_record_that_is_not_its_files_own_is_not_believed(tmp_path: Path, record: object) -> None:
+    """It stands in the folder of one tenant and names another: nothing of either is read or deleted."""
+    store = FileStore(str(tmp_path))
+    await store.put_record(FILE)
+    Path(store.record_path(FILE.owner, FILE.id)).write_bytes(orjson.dumps(record))
+    with pytest.raises(ApiError) as refused:
+        await store.find(FILE.owner, FILE.id)
+    assert refused.value.status == 503 and "broker" not in refused.value.text
+    await store.put_record(replace(FILE, id=f"file-{3:032x}", expires_at=1))
+    assert await store.delete_expired() == 1, "the faulty one does not stop it"
+
+
+@pytest.mark.parametrize(
+    ("file_id", "part"), [("../x", f"{0:09d}"), (FILE.id, "../x"), (FILE.id, "a"), (f"{FILE.id}\n", "0")]
+)
+async def test_the_store_makes_no_path_of_what_is_no_id(tmp_path: Path, file_id: str, part: str) -> None:
+    with pytest.raises(ApiError):
+        await FileStore(str(tmp_path)).put_part("acme", file_id, part, b"x")
+    assert list(tmp_path.rglob("*")) == []
