@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common import ids
 from common.broker.keys import Keys, usage_hour, usage_month, usage_pending, usage_spent
 from tests.support.source_tree import PACKAGES, ROOT
 
@@ -63,6 +64,19 @@ def folders_with_code() -> set[str]:
     folders = {path.parent.relative_to(ROOT).parts[:2] for path in sources if path.name != "__init__.py"}
     assert len(folders) > 10
     return {"/".join(parts) + "/" for parts in folders}
+
+
+def test_the_table_of_ids_is_the_ids() -> None:
+    """Each pattern of an id is in the table, with tests that exist."""
+    rows = table((ROOT / "docs/security.md").read_text(), "| id |")
+    named = {
+        word for row in rows for word in re.findall(r"[A-Z]+(?:_[A-Z]+)+|TENANT|CHANNEL|REVISION", row[2])
+    }
+    assert named == {name for name, value in vars(ids).items() if isinstance(value, re.Pattern)}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    wanted = [name for row in rows for name in re.findall(r"`(test_\w+)`", row[4])]
+    assert [name for name in wanted if f"def {name}(" not in tests] == []
+    assert all("`test_" in row[4] for row in rows)
 
 
 def kind(name: str) -> str:

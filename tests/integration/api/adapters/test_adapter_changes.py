@@ -114,6 +114,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"lora_name": "smollm2"}, {}, "`lora_name`: 'smollm2' is the name of a model"),
     ({"lora_name": "tgi"}, {}, "'tgi' is the name of a model"),
     ({"lora_path": "/nowhere"}, {}, "`lora_path`: there is no folder /nowhere"),
+    ({"lora_path": "org/sql@../../../x"}, {}, "`lora_path`: '../../../x' is no revision"),
     ({"lora_path": "/tmp"}, {}, "/tmp has no adapter_config.json"),
     ({}, {"peft_type": "IA3"}, "`lora_path`: its peft_type is IA3; LORA is served"),
     ({}, {"use_dora": True}, "`lora_path`: it is a DoRA adapter"),

@@ -195,7 +195,7 @@ async def test_a_batch_is_its_tenants(broker: Broker, tmp_path: Path) -> None:
 
 
 async def test_what_is_no_id_leads_to_no_file(broker: Broker, redis: Redis, tmp_path: Path) -> None:
-    """Neither another tenant's file nor another file of the machine can be read, deleted, or told to exist."""
+    """Another tenant's file, or another file of the machine, cannot be read, deleted, or told to exist."""
     (tmp_path / "other.json").write_text("{}")
     alice, bob = await add_key(redis, tenant="alice"), await add_key(redis, tenant="bob")
     async with answering(broker.url, answer, files_dir=f"{tmp_path}/files") as (_, gateway, http):
