@@ -202,7 +202,10 @@ async def test_what_is_no_id_leads_to_no_file(broker: Broker, redis: Redis, tmp_
         await known([gateway], bob)
         ids = []
         for key in (alice, bob):
-            sent = {"files": {"file": ("in.jsonl", jsonl([chat_line(0)]))}, "data": {"purpose": "batch"}}
+            sent: dict[str, Any] = {
+                "files": {"file": ("in.jsonl", jsonl([chat_line(0)]))},
+                "data": {"purpose": "batch"},
+            }
             ids.append((await http.post("/v1/files", headers=bearer(key), **sent)).json()["id"])
         own, bobs = ids
         forged = [f"../of-bob/{bobs}", f"{own}/../../of-bob/{bobs}", "../../other", f"./{own}", f"{own}\n"]
