@@ -25,6 +25,7 @@ from api.grammar.compile import Grammar, compile_checked
 from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, median, request
 from common import model_files
 from gpu_worker.engine.sampling.grammar import Matcher, Matchers
+from gpu_worker.engine.side_threads import SideThreads
 from tests.support.fleet.fleet import Fleet
 
 STREAMS = ((1, 4), (32, 64))
@@ -70,7 +71,7 @@ def measure_masks(model: str) -> None:
     """Prints the times of masks alone, of rows that write EXAMPLE."""
     directory = model_files.resolve(model)
     config = orjson.loads((directory / "config.json").read_bytes())
-    matchers = Matchers(directory, config["vocab_size"], [config["eos_token_id"]], waits=True)
+    matchers = Matchers(directory, config["vocab_size"], [config["eos_token_id"]], True, SideThreads())
     matchers.prepare()
     tokens = matchers.vocabulary.tokenize_str(json.dumps(EXAMPLE))
     first_ms: list[float] = []

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -50,6 +50,7 @@ from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.raw_logits import copy_logits
 from gpu_worker.engine.sampling.sampler import sample
+from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import (
     AdapterAnswer,
     Command,
@@ -89,7 +90,10 @@ class Engine:
         self.block_size = loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
         waits = communicator.world_size > 1
-        self.matchers = Matchers(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, waits=waits)
+        self.side_threads = SideThreads()
+        self.matchers = Matchers(
+            loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, waits, self.side_threads
+        )
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.adapters = AdapterCache(loaded.adapters, settings, communicator)
         self.costs = ProposalCosts()
@@ -128,7 +132,9 @@ class Engine:
         self.ready = capacity_of(
             settings, loaded, token_ms, self.adapters, communicator.world_size, self.prefix_caching
         )
-        self.pictures = make_encoder(loaded.tower, self.ready.token_ms, settings, communicator)
+        self.pictures = make_encoder(
+            loaded.tower, self.ready.token_ms, settings, communicator, self.side_threads
+        )
         if self.pictures:
             self.rows.make_pictures = self.pictures.start
 
@@ -161,10 +167,6 @@ class Engine:
             graphs.takes_prompts = False
             self.drafter.capture(capture, max_rows)
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
-
-    def on_waiting(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when what rows wait for, a compiled grammar, is there."""
-        self.matchers.on_compiled = wake
 
     def prepare(self) -> None:
         """Prepare for grammars while no row is held."""

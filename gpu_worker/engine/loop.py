@@ -30,9 +30,9 @@ def run_steps(engine: AnyEngine, communicator: Communicator, link: AgentLink) ->
     """Run steps until the agent says otherwise (raises ModelSleeps, PeerClosed).
 
     The launch of a step waits for grants while the step before it runs. If no step can run, the loop waits
-    for a grant or for a compiled grammar. One that comes before the wait begins ends the wait, too.
+    for a grant, or for what a side thread computes. What comes before the wait begins ends the wait, too.
     """
-    engine.on_waiting(link.wake)
+    engine.side_threads.wake = link.wake
     idle_at_s = time.monotonic() + KEEPALIVE_S
     wait_s = 0.0
     while True:
@@ -55,8 +55,8 @@ def run_steps(engine: AnyEngine, communicator: Communicator, link: AgentLink) ->
 
 
 def idle(engine: AnyEngine, link: AgentLink) -> None:
-    """Tell the agent that the engine lives if rows wait for blocks, steps or grammars; prepare for grammars
-    if there are no rows.
+    """Tell the agent that the engine lives if rows wait for something; prepare for grammars if
+    there are no rows.
     """
     if engine.rows.rows:
         link.send(StepResult(engine.collected_step))

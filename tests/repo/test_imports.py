@@ -62,6 +62,17 @@ def test_init_files_are_empty() -> None:
     assert [path for path in FILES if path.name == "__init__.py" and path.read_text()] == []
 
 
+def test_threads_of_an_engine_wake_its_loop() -> None:
+    """Nobody makes another thread there than `SideThread`, but for the one that hears of lost ranks."""
+    folder = ROOT / "gpu_worker" / "engine"
+    homes = {folder / "side_threads.py", folder / "parallel" / "rank_links.py"}
+    makers = {"Thread", "ThreadPoolExecutor", "to_thread", "start_new_thread", "Timer"}
+    for path in FILES:
+        if path.is_relative_to(folder) and path not in homes:
+            names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(parse(path))}
+            assert not names & makers, f"{path}: use SideThreads"
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in FILES if path.name == "__main__.py"],

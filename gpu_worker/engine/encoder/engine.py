@@ -6,7 +6,7 @@ nothing, and bound the tokens of the rows that the engine holds.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from gpu_worker.engine.encoder.model import EncoderModel
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import BLOCK_SIZES, name_of
 from gpu_worker.engine.sampling.raw_logits import CopiedLogits
+from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import (
     AdapterAnswer,
     AdapterRefused,
@@ -48,6 +49,7 @@ class EncoderEngine:
         block_size = settings.block_size or BLOCK_SIZES[loaded.device.type]
         self.block_size = block_size
         self.rows = Rows(block_size=block_size, eos_ids=(), computes_whole=True)
+        self.side_threads = SideThreads()
         self.collected_step = 0
         progress("measuring its speed")
         self.ready = self.warm_up(settings)
@@ -76,9 +78,6 @@ class EncoderEngine:
         return self.vectors(slices)
 
     # --- what the loop calls --------------------------------------------------------------------------------
-
-    def on_waiting(self, wake: Callable[[], None]) -> None:
-        """Do nothing: no row waits for another thread, which would `wake` the loop."""
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to prepare while no row is held."""

@@ -23,6 +23,7 @@ from gpu_worker.engine.pictures.encoder import PictureEncoder
 from gpu_worker.engine.pictures.families import FAMILIES, PictureFamily, Tiles
 from gpu_worker.engine.pictures.tower import VisionTower
 from gpu_worker.engine.quantization.checkpoint import METHODS, method_of, read_tensors
+from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import first_cause
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,11 @@ def blind_because(family: PictureFamily, settings: Settings, device: torch.devic
 
 
 def make_encoder(
-    tower: VisionTower | None, token_ms: float, settings: Settings, communicator: Communicator
+    tower: VisionTower | None,
+    token_ms: float,
+    settings: Settings,
+    communicator: Communicator,
+    side_threads: SideThreads,
 ) -> PictureEncoder | None:
     """The encoder of a model's pictures; None if it does not see. All ranks get the same measures."""
     if tower is None:
@@ -85,7 +90,7 @@ def make_encoder(
     embedding_ms = measure(tower) if tower.model else NOT_MEASURED
     cost = communicator.all_reduce_min(round(embedding_ms / token_ms * 1e3)) / 1e3
     waits = communicator.world_size > 1
-    return PictureEncoder(tower, settings.picture_cache_bytes, cost, waits)
+    return PictureEncoder(tower, settings.picture_cache_bytes, cost, waits, side_threads)
 
 
 def measure(tower: VisionTower) -> float:

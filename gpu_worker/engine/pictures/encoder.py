@@ -6,11 +6,9 @@ are still to read is never dropped.
 """
 
 import logging
-import os
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +23,7 @@ from gpu_worker.engine.batch.row_pictures import (
 )
 from gpu_worker.engine.pictures.families import Tensors
 from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import StartRow
 
 log = logging.getLogger(__name__)
@@ -37,10 +36,6 @@ MAX_PROCESSED_BYTES = 2**28
 """Pixels that wait for their encoding: beyond it no further picture is processed ahead."""
 NICENESS = 10
 """Of the thread that processes pictures: it gives way to the steps of other rows."""
-
-
-def do_nothing() -> None:
-    pass
 
 
 @dataclass(slots=True, eq=False)
@@ -74,18 +69,23 @@ class PictureEncoder:
         token_cost: how many prompt tokens take as long as one embedding.
         held: by key, those used least recently first.
         waiting: pictures that are not processed yet.
-        on_processed: called from the thread when a picture is processed.
     """
 
-    def __init__(self, tower: VisionTower, cache_bytes: int, token_cost: float, waits: bool) -> None:
+    def __init__(
+        self,
+        tower: VisionTower,
+        cache_bytes: int,
+        token_cost: float,
+        waits: bool,
+        side_threads: SideThreads,
+    ) -> None:
         self.tower = tower
         self.cache_bytes = cache_bytes
         self.token_cost = token_cost
         self.waits = waits
         self.held: OrderedDict[Key, HeldPicture] = OrderedDict()
         self.waiting: deque[HeldPicture] = deque()
-        self.on_processed: Callable[[], None] = do_nothing
-        self.thread = ThreadPoolExecutor(1, "pictures", initializer=give_way)
+        self.thread = side_threads.make("pictures", NICENESS)
 
     def start(self, start: StartRow) -> RowPictures | None:
         """The pictures of a row that starts, None if it has none; those that are not held begin to be
@@ -137,7 +137,6 @@ class PictureEncoder:
         except Exception as error:  # codecs raise what they like
             shape.set_exception(error)
         held.data = b""
-        self.on_processed()
 
     def encode(self, unit: EncodedUnit) -> None:
         """Encode a unit. If that fails its rows end; of several ranks the worker ends, since the others
@@ -177,8 +176,3 @@ class PictureEncoder:
                 kept_bytes -= held.embedding_bytes
                 held.state.embeddings = None
                 del self.held[key]
-
-
-def give_way() -> None:
-    """Lower the priority of this thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -4,8 +4,8 @@ application of these masks, and of those of allowed ids, to scores on the device
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from common.process import machine
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import Bits, SampleRequest, SamplingState
+from gpu_worker.engine.side_threads import SideThreads
 
 log = logging.getLogger(__name__)
 
@@ -143,16 +144,23 @@ class Matchers:
     Attributes:
         waits: a row's grammar is compiled before the row starts, so that all ranks start it in the same step.
         pending: the computation of masks while a forward runs.
-        on_compiled: called in any thread after a grammar was compiled.
     """
 
-    def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        waits: bool,
+        side_threads: SideThreads,
+    ) -> None:
         self.directory = directory
         self.vocab_size = vocab_size
         self.eos_ids = list(eos_ids)
         self.waits = waits
         self.pending: Future[None] | None = None
-        self.on_compiled: Callable[[], None] = lambda: None
+        self.compiler = side_threads.make("compile-grammars")
+        self.masker = side_threads.make("mask-tokens")
 
     @cached_property
     def vocabulary(self) -> llguidance.LLTokenizer:
@@ -162,14 +170,6 @@ class Matchers:
         return llguidance.LLTokenizer(
             str(self.directory / "tokenizer.json"), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
         )
-
-    @cached_property
-    def compiler(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="compile-grammars")
-
-    @cached_property
-    def masker(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="mask-tokens")
 
     @cached_property
     def executor(self) -> llguidance.LLExecutor:
@@ -184,7 +184,6 @@ class Matchers:
     def start(self, source: str, tokens: Sequence[int]) -> Matcher:
         """The matcher of a row that has sampled these tokens so far."""
         compiled = self.compiler.submit(self.compile, source, list(tokens))
-        compiled.add_done_callback(lambda _: self.on_compiled())
         if self.waits:
             compiled.result()
         return Matcher(compiled, num_words(self.vocab_size))

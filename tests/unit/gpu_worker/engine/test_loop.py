@@ -1,23 +1,29 @@
 """The leader's loop: what ends its waits. None ends by its time here, so that a lost wake-up hangs."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from api.grammar.compile import Grammar, compile_unchecked
-from common.messages.request import SamplingParams
+from common.messages.request import BeamParams, SamplingParams
+from common.settings.settings import Settings
 from gpu_worker.engine import loop
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.frames import FrameDecoder, encode
-from gpu_worker.protocol import Frame, Grant, PeerClosed, StepResult
+from gpu_worker.protocol import Frame, Grant, PeerClosed, StartRow, StepResult
 from tests.support.chaos.random_delays import RandomDelays
+from tests.support.engine.pictures.models import picture, save
+from tests.support.engine.pictures.seeing import SETTINGS
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import start_row
 from tests.support.prompts import FEW, PROMPTS
@@ -39,6 +45,10 @@ class Agent:
 
     def send(self, frame: Frame) -> None:
         self.channel.sendall(encode(frame))
+
+    def start_one(self, start: StartRow) -> None:
+        self.send(Grant(self.engine.rows.step + 1000, 1000, [start]))
+        self.wait_for([start.row])
 
     def start(self, *sources: str) -> list[int]:
         """Start rows of one token, one for each grammar → their numbers."""
@@ -81,6 +91,12 @@ def keepalive_s() -> float:
 @pytest.fixture
 def agent(engine: Engine, keepalive_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setattr(loop, "KEEPALIVE_S", keepalive_s)
+    with agent_of(engine) as agent:
+        yield agent
+
+
+@contextlib.contextmanager
+def agent_of(engine: Any) -> Iterator[Agent]:
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
     thread = threading.Thread(target=run, args=(engine, theirs))
@@ -112,6 +128,36 @@ def gated(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> threading.Event:
 
     monkeypatch.setattr(engine.matchers, "compile", compile_behind_gate)
     return gate
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "sampled": {"sampling": SamplingParams(temperature=1.0, top_p=0.9), "top_n_tokens": 2},
+    "grammar": {"sampling": SamplingParams(grammar=compile_unchecked(Grammar("regex", "[0-9]{2}", "f")))},
+    "allowed": {"sampling": SamplingParams(allowed_token_ids=[7, 8])},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "logits": {"logits": (0, 3, "float32")},
+    "beams": {"beams": BeamParams(2)},
+    "beams_with_stop": {"beams": BeamParams(2), "stop": [" the"]},
+    "bad_adapter": {"adapter": "none"},
+}
+
+
+@IN_TURN
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_to_an_idle_engine_waits_for_the_keep_alive(agent: Agent, kind: str) -> None:
+    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+    agent.start_one(start_row(1, prompt, 3, blocks=blocks(1), **KINDS[kind]))
+
+
+def test_no_picture_waits_for_the_keep_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row waits for its pictures, of which two are processed at a time, then proposes tokens."""
+    monkeypatch.setattr(loop, "KEEPALIVE_S", FOR_EVER_S)
+    model = save(tmp_path, "Qwen2-VL")
+    pictures = [part for seed in range(5) for part in (picture(seed), [5, 6])]
+    prompt = model.prompt(*pictures)
+    with agent_of(Engine(Settings(model_id=str(tmp_path), speculate=3, **SETTINGS))) as agent:
+        agent.start_one(start_row(1, prompt.ids, 8, blocks=range(1, 20), pictures=prompt.pictures))
 
 
 @IN_TURN

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from gpu_worker.engine.sampling.grammar import Matcher, Matchers
+from gpu_worker.engine.side_threads import SideThreads
 from tests.support.engine import tiny_tokenizers
 
 CHANGED = ["e\u0301", "ﬁ", "\u212b", " ", "🙂", "\x00", "A", '"']
@@ -66,7 +67,7 @@ class Model:
     def of(cls, directory: Path, end: str) -> "Model":
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         [end_id] = tokenizer.encode(end, add_special_tokens=False).ids[-1:]
-        matchers = Matchers(directory, tokenizer.get_vocab_size(), [end_id], waits=True)
+        matchers = Matchers(directory, tokenizer.get_vocab_size(), [end_id], True, SideThreads())
         return cls(matchers, [token.content for token in tokenizer.get_added_tokens_decoder().values()])
 
     def write(self, grammar: Grammar, most: int) -> str:

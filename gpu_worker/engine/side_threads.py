@@ -1,0 +1,47 @@
+"""Side threads: what an engine computes beside its loop. Whenever one has computed something, the loop is
+woken: rows may wait for it, and an idle loop waits for grants.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+
+class SideThreads:
+    """The side threads of one engine; no other thread of an engine may compute what a row waits for.
+
+    Attributes:
+        wake: ends the wait of the engine's loop, which sets it.
+    """
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+
+    def make(self, name: str, niceness: int = 0) -> "SideThread":
+        """A thread that starts with its first function; it gives way to others by its `niceness`."""
+        return SideThread(self, name, niceness)
+
+
+class SideThread(ThreadPoolExecutor):
+    """A thread that calls functions one after another, and wakes the engine's loop after each."""
+
+    def __init__(self, threads: SideThreads, name: str, niceness: int) -> None:
+        super().__init__(1, name, give_way if niceness else None, (niceness,) if niceness else ())
+        self.threads = threads
+
+    def submit(
+        self, function: Callable[Parameters, Returned], /, *args: Any, **options: Any
+    ) -> Future[Returned]:
+        future = super().submit(function, *args, **options)
+        future.add_done_callback(lambda _: self.threads.wake())
+        return future
+
+
+def give_way(niceness: int) -> None:
+    """Lower the priority of this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
