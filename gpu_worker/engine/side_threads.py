@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
@@ -31,7 +32,7 @@ class SideThread(ThreadPoolExecutor):
     """A thread that calls functions one after another, and wakes the engine's loop after each."""
 
     def __init__(self, threads: SideThreads, name: str, niceness: int) -> None:
-        super().__init__(1, name, give_way if niceness else None, (niceness,) if niceness else ())
+        super().__init__(1, name, initializer=partial(give_way, niceness) if niceness else None)
         self.threads = threads
 
     def submit(
