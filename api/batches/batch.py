@@ -148,6 +148,20 @@ async def read_batch(client: PoolClient, batch_id: str) -> Batch | None:
     return Batch(id=batch_id, fields=fields, **orjson.loads(fields.pop("record")))
 
 
+async def needed_files(client: PoolClient) -> dict[str, str]:
+    """Files that a batch which has not ended reads or writes → the id of that batch. Raises one of
+    ERRORS.
+    """
+    members = await client.redis.zrange(client.keys.live_batches, 0, -1)
+    found = [await read_batch(client, member.decode().rpartition(" ")[2]) for member in members]
+    return {
+        file_id: batch.id
+        for batch in found
+        if batch is not None
+        for file_id in (batch.input_file_id, *map(batch.file_id, FILES))
+    }
+
+
 def choose_batches(live: Sequence[tuple[str, str]], max_batches: int) -> list[str]:
     """Which batches are served: tenants take turns, and each tenant's come by their deadlines.
 

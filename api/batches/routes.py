@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from api.batches.batch import Batch, read_batch
+from api.batches.batch import Batch, needed_files, read_batch
 from api.batches.schemas import (
     MAX_METADATA,
     MAX_NAME,
@@ -44,6 +44,7 @@ router = APIRouter(
         OpenAIError,
         {
             404: "There is no such object, or it is another tenant's",
+            409: "A batch that has not ended needs the file",
             501: "FILES_DIR names no place for files",
         },
     ),
@@ -134,9 +135,15 @@ async def retrieve_file(request: Request, file_id: FileId) -> dict[str, Any]:
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=DeletedFile)
 async def delete_file(request: Request, file_id: FileId) -> dict[str, Any]:
-    """Deletes a file. A batch that reads it goes on if it has read it whole, else it fails."""
+    """Deletes a file. It is refused while a batch that has not ended needs the file."""
     store = store_of(request)
-    await store.delete(await store.find(tenant_of(request), file_id))
+    file = await store.find(tenant_of(request), file_id)
+    async with asking_broker():
+        needed = await needed_files(own_pool(request).client)
+    if file.id in needed:
+        text = f"The batch {needed[file.id]} needs this file: cancel the batch, or wait for its end"
+        raise ApiError(409, "conflict", text, "file_id", code="file_in_use")
+    await store.delete(file)
     return {"id": file_id, "object": "file", "deleted": True}
 
 

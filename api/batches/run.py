@@ -26,8 +26,8 @@ from api.batches.lines import (
     render_unserved,
     was_broken_off,
 )
-from api.batches.store import FileStore, StoredFile, lines_of
-from api.errors import ApiError, openai
+from api.batches.store import FileStore, lines_of
+from api.errors import ApiError, internal_error, invalid, openai
 from api.event_loop import Pace, attempt, offload, retry_forever
 from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
@@ -47,6 +47,9 @@ MAX_ERRORS = 100
 """Faults of the input that a failed batch lists."""
 MAX_WINDOW_BYTES = 64 * 2**20
 """Input of the lines that are being answered; a single line may be longer."""
+MAX_TRIES = 2
+"""Of a line that cannot be served, and of a batch that cannot go on after a line."""
+INPUT_GONE = LineFault("input_file_missing", "The input file, or a part of it, is gone.", "input_file_id")
 WHY_ENDED = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -99,12 +102,12 @@ class BatchRun:
         self.pending: deque[PendingLine] = deque()
         self.committed_s = time.monotonic()
 
-    async def run(self) -> None:
-        """Returns when the batch has ended. Raises WriterReplaced. The requests of a run that is cancelled go
-        on.
+    async def run(self, fault: LineFault | None = None) -> None:
+        """Returns when the batch has ended, at once with a `fault`. Raises WriterReplaced. The requests of a
+        run that is cancelled go on.
         """
         renewal = asyncio.create_task(self.renew_lease())
-        work = asyncio.create_task(self.work())
+        work = asyncio.create_task(self.finish(fault) if fault else self.work())
         try:
             await asyncio.wait([renewal, work], return_when=asyncio.FIRST_COMPLETED)
             for task in (renewal, work):
@@ -115,22 +118,23 @@ class BatchRun:
             await end_tasks([one.answer for one in self.pending])
 
     async def work(self) -> None:
-        file = await attempt(self.find_input, self.wait_for_store)
-        if self.batch.fields["status"] == "validating" and not await self.validate(file):
+        if self.batch.fields["status"] == "validating" and not await self.validate():
             return
-        await self.answer_lines(file)
+        await self.answer_lines()
         await self.finish()
 
-    async def find_input(self) -> StoredFile | None:
-        """The input; None if it was deleted."""
-        try:
-            return await self.store.find(self.batch.owner, self.batch.input_file_id)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+    async def read_input(self, offset: int = 0) -> AsyncIterator[bytes]:
+        """The lines of the input from an offset on. Raises ApiError: 404 if a part of it is gone, 503."""
+        file = await self.store.find_kept(self.batch.owner, self.batch.input_file_id)
+        async for text in lines_of(self.store.read(file, offset), self.pool.max_body_bytes):
+            yield text
 
     async def wait_for_store(self, error: Exception) -> None:
+        """Retry policy: wait for a store that does not answer. Raises ApiError (404) for what it says is
+        gone.
+        """
+        if isinstance(error, ApiError) and error.status == 404:
+            raise error
         log.warning("batch %s waits: %s", self.batch.id, error)
         await asyncio.sleep(RENEW_S)
 
@@ -168,29 +172,28 @@ class BatchRun:
         if self.ending:
             return
         self.ending = why
-        for one in self.pending:
+        for one in [*self.pending]:  # answers are taken meanwhile
             if not one.answer.done():
                 await self.consumer.cancel_own(job_id_of(self.batch.id, one.number))
 
     # --- validation -----------------------------------------------------------------------------------------
 
-    async def validate(self, file: StoredFile | None) -> bool:
+    async def validate(self) -> bool:
         """Read the whole input once. Returns False for a batch that has failed."""
-        total, errors = await attempt(partial(self.check_input, file), self.wait_for_store)
+        try:
+            total, errors = await attempt(self.check_input, self.wait_for_store)
+        except ApiError:
+            total, errors = 0, [INPUT_GONE.render(0)]
         now_s = int(time.time())
         if errors:
-            listed = to_json({"object": "list", "data": errors}).decode()
-            await self.write({"status": "failed", "failed_at": now_s, "errors": listed}, ended=True)
+            await self.write({"status": "failed", "failed_at": now_s, "errors": listed(errors)}, ended=True)
             return False
         self.counts["total"] = total
         await self.write({"status": "in_progress", "in_progress_at": now_s, "total": total})
         return True
 
-    async def check_input(self, file: StoredFile | None) -> tuple[int, list[dict[str, object]]]:
-        """The number of requests, and what is wrong with them."""
-        if file is None:
-            gone = LineFault("input_file_missing", "The input file was deleted.", "input_file_id")
-            return 0, [gone.render(0)]
+    async def check_input(self) -> tuple[int, list[dict[str, object]]]:
+        """The number of requests, and what is wrong with them. Raises ApiError."""
         seen, errors, pace, most = (
             set[bytes](),
             list[dict[str, object]](),
@@ -198,10 +201,10 @@ class BatchRun:
             self.settings.max_batch_lines,
         )
         number = 0
-        async for text in lines_of(self.store.read(file), self.pool.max_body_bytes):
+        async for text in self.read_input():
             number += 1
             await pace.step()
-            if not text.strip() or self.ending:
+            if not text.strip():
                 continue
             try:
                 line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
@@ -216,15 +219,15 @@ class BatchRun:
                 errors.append(fault.render(number))
                 if len(errors) >= MAX_ERRORS or fault.code == "too_many_tasks":
                     break
-        if not seen and not errors and not self.ending:
+        if not seen and not errors:
             errors.append(LineFault("empty_file", "The input has no requests.").render(0))
         return len(seen), errors
 
     # --- answers --------------------------------------------------------------------------------------------
 
-    async def answer_lines(self, file: StoredFile | None) -> None:
+    async def answer_lines(self) -> None:
         """Answer the lines after those that are committed, some at once, and write them in their order."""
-        source = self.read_rest(file) if file is not None else nothing()
+        source = self.read_rest()
         size, is_read = 0, False
         while not is_read or self.pending:
             while not is_read and len(self.pending) < self.settings.batch_window and size < MAX_WINDOW_BYTES:
@@ -239,22 +242,46 @@ class BatchRun:
             await self.commit_if_due()
         await self.commit()
 
-    async def read_rest(self, file: StoredFile) -> AsyncIterator[PendingLine]:
-        """Begin to answer each line. Raises ApiError while the store is away; the run then begins again."""
+    async def read_rest(self) -> AsyncIterator[PendingLine]:
+        """Begin to answer each line. It ends early if the rest of the input is gone."""
         number, after = self.next_line, self.offset
-        async for text in lines_of(self.store.read(file, after), self.pool.max_body_bytes):
-            number, after = number + 1, after + len(text) + 1
-            if text.strip():
-                line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
-                answer = asyncio.create_task(self.answer(number, line))
-                yield PendingLine(number, line, len(text), after, answer)
+        while True:
+            try:
+                async for text in self.read_input(after):
+                    number, after = number + 1, after + len(text) + 1
+                    if text.strip():
+                        yield self.begin(number, after, text)
+                return
+            except ApiError as error:
+                if error.status == 404:
+                    log.error("batch %s: %s", self.batch.id, error)
+                    return
+                await self.wait_for_store(error)
+
+    def begin(self, number: int, after: int, text: bytes) -> PendingLine:
+        """Begin to answer a line. One that cannot be read any more, as a limit was lowered, fails."""
+        try:
+            line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
+            answer = self.answer(number, line)
+        except LineFault as fault:
+            line, answer = BatchLine("", {}), refuse(fault)
+        return PendingLine(number, line, len(text), after, asyncio.create_task(answer))
 
     async def answer(self, number: int, line: BatchLine) -> bytes:
-        """The answer to a line; b"" if it is not served, because the batch has ended."""
-        if self.ending:
-            return b""
-        job = self.job(number, line)
-        return await self.consumer.answer_own(job)
+        """The answer to a line; b"" if it is not served, because the batch has ended. A line that cannot be
+        served, whatever it is, is tried twice.
+        """
+        for _ in range(MAX_TRIES):
+            if self.ending:
+                return b""
+            try:
+                return await self.consumer.answer_own(self.job(number, line))
+            except ApiError as error:  # its API key counts no more
+                return error_answer(error)
+            except Exception as error:
+                log.exception("line %d of batch %s", number, self.batch.id)
+                why = f"line {number} of the input cannot be served: {type(error).__name__}"
+        return error_answer(internal_error(why))
 
     def job(self, number: int, line: BatchLine) -> Job:
         batch = self.batch
@@ -265,17 +292,19 @@ class BatchRun:
     async def take_answer(self, one: PendingLine) -> None:
         """Wait for the answer to the next line, and add it to a buffer."""
         job_id = job_id_of(self.batch.id, one.number)
-        try:
-            answer = await one.answer
-        except ApiError as error:  # its API key counts no more
-            answer = to_json(openai(error)[1])
+        answer = await one.answer
         succeeded = False
-        if self.ending and (not answer or was_broken_off(answer)):
-            text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
-        else:
-            succeeded, text = await offload(
-                len(answer), lambda: render_answer(job_id, one.line.custom_id, answer)
-            )
+        try:
+            if self.ending and (not answer or was_broken_off(answer)):
+                text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
+            else:
+                succeeded, text = await offload(
+                    len(answer), lambda: render_answer(job_id, one.line.custom_id, answer)
+                )
+        except Exception:
+            log.exception("line %d of batch %s", one.number, self.batch.id)
+            why = f"The answer to line {one.number} of the input cannot be written."
+            text = render_unserved(job_id, one.line.custom_id, "server_error", why)
         self.counts["completed" if succeeded else "failed"] += 1
         BATCH_LINES.add(1, "completed" if succeeded else "failed")
         self.buffers["output" if succeeded else "error"] += text
@@ -313,8 +342,10 @@ class BatchRun:
         if names:
             await attempt(lambda: self.pool.client.redis.delete(*names), retry_forever)
 
-    async def finish(self) -> None:
-        """Write the records of the files, and the last state."""
+    async def finish(self, fault: LineFault | None = None) -> None:
+        """Write the records of the files, and the last state. A batch with a fault, or with lines that were
+        not answered, has failed: these lines count as failed, and its `errors` say why.
+        """
         now_s = int(time.time())
         await self.write({"status": "finalizing", "finalizing_at": now_s})
         batch = await attempt(self.read, retry_forever)
@@ -324,6 +355,11 @@ class BatchRun:
                 await attempt(partial(self.store.put_record, file), self.wait_for_store)
                 fields[f"{kind}_file_id"] = file.id
         status = self.ending or "completed"
+        num_missing = batch.number("total") - batch.number("completed") - batch.number("failed")
+        if fault or num_missing:
+            status = self.ending or "failed"
+            fields["failed"] = batch.number("failed") + num_missing
+            fields["errors"] = listed([(fault or INPUT_GONE).render(0)])
         assert status in ENDED
         await self.write(fields | {"status": status, f"{status}_at": now_s}, ended=True)
         log.info("batch %s has ended: %s", batch.id, status)
@@ -335,9 +371,18 @@ class BatchRun:
         return found
 
 
-async def nothing() -> AsyncIterator[PendingLine]:
-    for one in list[PendingLine]():
-        yield one
+async def refuse(fault: LineFault) -> bytes:
+    """The answer to a line with a fault."""
+    return error_answer(invalid(fault.message, fault.param))
+
+
+def error_answer(error: ApiError) -> bytes:
+    return to_json(openai(error)[1])
+
+
+def listed(errors: list[dict[str, object]]) -> str:
+    """The field `errors` of a batch."""
+    return to_json({"object": "list", "data": errors}).decode()
 
 
 async def end_tasks(tasks: list[asyncio.Task[None]] | list[asyncio.Task[bytes]]) -> None:

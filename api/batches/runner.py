@@ -4,13 +4,17 @@ Each batch has one writer among the gateways; when its lease expires, another on
 """
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
 
-from api.batches.batch import choose_batches, read_batch
-from api.batches.run import LEASE_MS, BatchRun, WriterReplaced
+from api.batches.batch import choose_batches, needed_files, read_batch
+from api.batches.lines import LineFault
+from api.batches.run import LEASE_MS, MAX_TRIES, BatchRun, WriterReplaced
 from api.batches.store import FileStore
 from api.event_loop import repeat_forever
 from api.jobs.consumer import JobConsumer
+from common.broker.client import ERRORS
 from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 
@@ -20,6 +24,7 @@ MAX_RUNNING = 4
 """Batches of the pool that are served at once."""
 POLL_S = 1.0
 SWEEP_S = 600.0
+CANNOT_GO_ON = LineFault("server_error", f"The batch could not go on, {MAX_TRIES} times at the same line.")
 
 
 class BatchRunner:
@@ -27,6 +32,7 @@ class BatchRunner:
 
     Attributes:
         runs: by owner and id.
+        faults: how often a batch could not go on, by the last line that it had answered, owner and id.
     """
 
     def __init__(self, store: FileStore, consumer: JobConsumer) -> None:
@@ -34,6 +40,7 @@ class BatchRunner:
         self.consumer = consumer
         self.client = consumer.pool.client
         self.runs: dict[str, asyncio.Task[None]] = {}
+        self.faults = Counter[tuple[int, str]]()
 
     async def run(self) -> None:
         """Never returns."""
@@ -55,6 +62,9 @@ class BatchRunner:
         chosen = choose_batches(owners, MAX_RUNNING)
         for member in self.runs.keys() - {*chosen}:
             self.runs[member].cancel()
+        for key in [*self.faults]:
+            if key[1] not in members:
+                del self.faults[key]
         for member in chosen:
             if member not in self.runs:
                 await self.claim(member)
@@ -72,20 +82,25 @@ class BatchRunner:
             task.add_done_callback(lambda _: self.runs.pop(member, None))
 
     async def serve(self, run: BatchRun) -> None:
-        """Serve a batch until it has ended, or it is another gateway's. A fault gives the batch up for the
-        next who looks.
+        """Serve a batch until it has ended, or it is another gateway's. After a fault it begins again after
+        its last part; where it could not go on twice, it ends.
         """
+        member, line = run.batch.member, run.next_line
+        times = self.faults[line, member]
         try:
-            await run.run()
+            await run.run(CANNOT_GO_ON if times >= MAX_TRIES else None)
         except WriterReplaced:
             log.warning("batch %s: another gateway writes it", run.batch.id)
         except asyncio.CancelledError:
             await self.give_up(run)
             raise
         except Exception:
-            log.exception("batch %s begins again after its last part", run.batch.id)
+            log.exception("batch %s could not go on after line %d", run.batch.id, line)
+            self.faults[line, member] += 1
+            await self.give_up(run)
 
     async def give_up(self, run: BatchRun) -> None:
+        """Leave a batch to the next who looks; if the broker does not answer, its lease expires."""
         call = job_scripts.write_batch(
             self.client.keys,
             run.batch.id,
@@ -95,9 +110,10 @@ class BatchRunner:
             lease_ms=0,
             ended=False,
         )
-        await self.client.run(call)
+        with contextlib.suppress(*ERRORS):
+            await self.client.run(call)
 
     async def delete_expired(self) -> None:
         """Delete the files whose time is over."""
         await asyncio.sleep(until_beat(SWEEP_S))
-        await self.store.delete_expired()
+        await self.store.delete_expired(await needed_files(self.client))

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -112,13 +112,16 @@ class FileStore:
         await self.call(lambda: self.put(path, orjson.dumps(asdict(file))))
 
     async def find(self, owner: str, file_id: str) -> StoredFile:
-        """Raises ApiError: 404, 503."""
-        path = self.record_path(owner, file_id)
-        try:
-            found = await self.call(lambda: self.read_record(path))
-        except FileNotFoundError as error:
-            raise no_file(file_id) from error
+        """Raises ApiError: 404, also for a file that has expired, 503."""
+        found = await self.find_kept(owner, file_id)
         if found.expired(time.time()):
+            raise no_file(file_id)
+        return found
+
+    async def find_kept(self, owner: str, file_id: str) -> StoredFile:
+        """A file, which may have expired. Raises ApiError: 404, 503."""
+        path = self.record_path(owner, file_id)
+        if (found := await self.call(lambda: self.try_record(path))) is None:
             raise no_file(file_id)
         return found
 
@@ -148,7 +151,9 @@ class FileStore:
             return []
 
     async def read(self, file: StoredFile, offset: int = 0) -> AsyncIterator[bytes]:
-        """The bytes of a file from an offset on, a part at a time. Raises ApiError (503)."""
+        """The bytes of a file from an offset on, a part at a time. Raises ApiError: 404 if a part is gone,
+        503.
+        """
         for part, size in file.parts:
             if offset >= size:
                 offset -= size
@@ -157,7 +162,8 @@ class FileStore:
             try:
                 data: bytes = await self.call(lambda path=path: self.fs.cat_file(path))  # type: ignore[misc]
             except FileNotFoundError as error:
-                raise unavailable(f"a part of the file {file.id} is missing in the file store") from error
+                text = f"a part of the file {file.id} is missing in the file store"
+                raise ApiError(404, "not_found", text, "id") from error
             yield data[offset:]
             offset = 0
 
@@ -179,13 +185,16 @@ class FileStore:
 
         await self.call(remove)
 
-    async def delete_expired(self) -> int:
-        """Delete the files whose time is over. Returns their number. Raises ApiError (503)."""
+    async def delete_expired(self, needed: Collection[str] = ()) -> int:
+        """Delete the files whose time is over, but for those `needed` by batches. Returns their number.
+        Raises ApiError (503).
+        """
 
         def expired() -> list[StoredFile]:
             self.fs.invalidate_cache()
             records = self.fs.glob(f"{self.root}/of-*/*.json")
-            return [file for path in records if (file := self.try_record(path)) and file.expired(time.time())]
+            found = [file for path in records if (file := self.try_record(path))]
+            return [file for file in found if file.expired(time.time()) and file.id not in needed]
 
         found = await self.call(expired)
         for file in found:

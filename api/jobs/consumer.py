@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 GROUP = "gateways"
 NUM_READ, NUM_CLAIMED, MAX_PENDING = 16, 256, 1_000_000
 """Most entries of one read, of one claim, and of those that are pending with one gateway."""
+MAX_TRIES = 2
+"""Of a job that cannot be served."""
 BLOCK_MS = 1000
 """Longest wait of one read."""
 NUM_WAITING = 256
@@ -202,7 +204,7 @@ class JobConsumer:
                 if is_cancel(fields):
                     await self.cancel(fields)
                 else:
-                    await self.serve_if_allowed(await self.parse(entry_id, fields))
+                    await self.serve_or_fail(await self.parse(entry_id, fields))
             await self.delete_entry(entry_id)
         except Exception:
             log.exception("entry %s stays in the stream of jobs", entry_id)
@@ -211,8 +213,13 @@ class JobConsumer:
             self.permits.release()
 
     async def parse(self, entry_id: str, fields: Fields) -> Job:
+        """The job of an entry; one that cannot be read, whatever it is, has a fault."""
         size = sum(map(len, fields.values()))
-        return await offload(size, partial(read_job, entry_id, fields, self.pool.max_body_bytes))
+        try:
+            return await offload(size, partial(read_job, entry_id, fields, self.pool.max_body_bytes))
+        except Exception:
+            log.exception("entry %s", entry_id)
+            return Job(id=entry_id, entry_id=entry_id, fault=internal_error("this job cannot be read"))
 
     async def key_of(self, sent: bytes) -> ApiKey | None:
         """The record of the API key that an entry carries; None where there are no keys. Waits until that is
@@ -234,6 +241,18 @@ class JobConsumer:
         if not sent:
             raise unauthorized("Incorrect API key: a job needs one in the field `api_key` of its entry")
         return self.pool.keys.find(sent)
+
+    async def serve_or_fail(self, job: Job) -> None:
+        """Serve a job. One that cannot be served, whatever it is, is tried twice, and answered with an
+        error.
+        """
+        for _ in range(MAX_TRIES):
+            try:
+                await self.serve_if_allowed(job)
+                return
+            except Exception:
+                log.exception("job %s", job.id)
+        await self.join_or_run(replace(job, fault=internal_error()), Reply(self.pool, job))
 
     async def serve_if_allowed(self, job: Job) -> None:
         """Serve a job if its API key is known; else answer it with an error, also where it has the id of a
@@ -315,7 +334,11 @@ class JobConsumer:
         answer: bytes | None = await self.admission.retry_forever(
             lambda: self.redis.get(self.keys.result(job.id))
         )
-        return answer or await self.answer_own(job)  # the broker has lost it
+        if answer is None:  # the broker has lost it: the job without listeners keeps it as its last frame
+            answer = await self.admission.retry_forever(
+                lambda: self.redis.hget(self.keys.job(job.id), "last")
+            )
+        return answer or await self.answer_own(job)  # the broker has lost that, too
 
     async def cancel_own(self, job_id: str) -> None:
         """Cancel a job that has no entry."""

@@ -104,6 +104,8 @@ async def is_faulty(pool: Pool, job: Job) -> bool:
         await validate_job(pool, job, (await find_model(pool, job)).name)
     except ApiError as error:
         return ending_of(error).state == FAILED
+    except Exception:
+        return True  # its run says so
     return False
 
 

@@ -4,11 +4,13 @@ and answers of TGI's /generate_stream and /generate; one with `input` those of /
 `query` those of /v1/rerank.
 """
 
+import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from api.answers.logits import LogitsRenderer
-from api.errors import invalid
+from api.errors import internal_error, invalid
 from api.event_loop import offload
 from api.http.body import parse_body
 from api.jobs.job import Job, JobBody
@@ -30,22 +32,53 @@ from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from api.tgi import render
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
+from common.broker.client import ERRORS
+from common.jobs import scripts as job_scripts
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 2
+"""Gateways that may end while they validate a job."""
 NOT_PARAMETERS = ("messages", "prompt", "model", "stream", "resume_s", "detached", "webhook", "not_before")
 """Fields of /v1/chat/completions that a job has beside its `parameters`, or does not have."""
 
 
 async def validate_job(pool: Pool, job: Job, model: str) -> "ValidatedJob":
-    """Validate a job, whose answer shows this name of its model. Raises ApiError."""
-    if job.is_response:
-        return await validate_response_job(pool, job, model)
-    if job.is_completion:
-        return await validate_completion_job(pool, job, model)
-    if job.is_vector:
-        return await validate_vector_job(pool, job, model)
-    return await (validate_chat_job if job.is_chat else validate_generate_job)(pool, job, model)
+    """Validate a job, whose answer shows this name of its model. Raises ApiError, also for a job that has
+    ended MAX_DEATHS gateways while they validated it.
+    """
+    async with noting_deaths(pool, job):
+        if job.is_response:
+            return await validate_response_job(pool, job, model)
+        if job.is_completion:
+            return await validate_completion_job(pool, job, model)
+        if job.is_vector:
+            return await validate_vector_job(pool, job, model)
+        return await (validate_chat_job if job.is_chat else validate_generate_job)(pool, job, model)
+
+
+@contextlib.asynccontextmanager
+async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
+    """Note in the job that this gateway validates it, as the work that an input can end a process with. A
+    gateway that dies leaves its note; one that stops in order does not. Raises ApiError (500).
+    """
+    client, retry_forever = pool.client, pool.admission.retry_forever
+    call = job_scripts.begin_validation(client.keys, job.id, gateway=pool.gateway)
+    dead = await retry_forever(lambda: client.run(call))
+    notes = [pool.gateway]
+    try:
+        if len(dead) >= MAX_DEATHS:
+            why = f"{len(dead)} gateways ended while they validated this request"
+            log.error("job %s is not tried again: %s", job.id, why)
+            raise internal_error(why)
+        yield
+        notes += dead
+    finally:
+        fields = map(job_scripts.VALIDATES.__add__, notes)
+        with contextlib.suppress(*ERRORS):
+            await client.redis.hdel(client.keys.job(job.id), *fields)  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ FRAMES_LOST = -2
 """What `reply` answers when nothing was sent: the job's key has another type, or the broker has lost frames
 before these.
 """
+VALIDATES = "validates:"
+"""How the name of a field begins in which a gateway notes that it validates a job."""
 EVENTS = {DONE: "completed", CANCELLED: "cancelled", FAILED: "failed", DEAD: "failed"}
 """What the event of a job's webhook says of its end."""
 
@@ -36,6 +38,12 @@ def register_job(
         "reply_ttl_ms": RESULT_TTL_MS,
     }
     return call_script("register_job", bytes.decode, keys, job_id, args=args)
+
+
+def begin_validation(keys: Keys, job_id: str, *, gateway: str) -> ScriptCall[list[str]]:
+    """Note in a job that a gateway validates it. The reply has the gateways that died while they did."""
+    args: Args = {"validates": VALIDATES, "gateway": gateway, "gateways": keys.gateway("")}
+    return call_script("begin_validation", decode_all, keys, job_id, args=args)
 
 
 def claim_jobs(keys: Keys, *, group: str, dead: bytes, claimer: str, max_jobs: int) -> ScriptCall[list[str]]:

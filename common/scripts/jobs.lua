@@ -24,6 +24,24 @@ if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end
 redis.call('PEXPIRE', job, ttl_ms)
 return 'live'
 
+--- begin_validation
+-- Note in a job that a gateway validates it: the note of a gateway that dies stays.
+-- KEYS job
+-- ARGV validates, gateway, gateways
+-- `validates`: how the fields of notes begin. `gateways`: how the names of gateways' hashes begin.
+-- Returns the dead gateways with a note.
+if redis.call('TYPE', job).ok ~= 'hash' then return {} end
+local dead, fields = {}, redis.call('HGETALL', job)
+for i = 1, #fields, 2 do
+  local other = fields[i]:sub(1, #validates) == validates and fields[i]:sub(#validates + 1)
+  if other and other ~= gateway then
+    local state = redis.call('HGET', gateways .. other, 'state')
+    if state == 'died' or redis.call('EXISTS', gateways .. other) == 0 then dead[#dead + 1] = other end
+  end
+end
+redis.call('HSET', job, validates .. gateway, 1)
+return dead
+
 --- claim_jobs
 -- Claim the jobs of a gateway without a heartbeat, or that its launcher says has died. A consumer that holds
 -- none is deleted.
@@ -166,7 +184,7 @@ return 'new'
 -- KEYS batch, live_batches
 -- ARGV member, lease_ms
 -- Returns the writer's epoch, or 0 when the batch has another writer, or has ended.
-if redis.call('EXISTS', batch) == 0 then
+if redis.call('HEXISTS', batch, 'record') == 0 then -- the broker has lost it
   redis.call('ZREM', live_batches, member)
   return 0
 end

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,11 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from api.batches import run, runner
+from api.batches.batch import needed_files
+from api.batches.lines import BatchLine, make_job, render_answer
+from api.batches.run import BatchRun
+from api.jobs.job import Job
 from common.messages.request import Generate
 from deploy.cli.batch.run import main as batch_command
 from deploy.launcher.embedded_broker import Broker
@@ -285,6 +292,119 @@ async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
     for created in times:
         first, second = (text.replace(f'"created":{created}', '"created":0') for text in (first, second))
     assert first == second
+
+
+async def test_what_a_batch_needs_stays_and_its_loss_is_said(broker: Broker, tmp_path: Path) -> None:
+    """The input of a batch that runs is not deleted and does not expire. Where it is gone all the same, the
+    next gateway does not take the batch for answered.
+    """
+    options: dict[str, Any] = {"files_dir": str(tmp_path), "batch_window": 4}
+    async with working(broker.url, TOKENIZER, answer) as worker:
+        worker.most_tokens = 0
+        async with serving(broker.url, **options) as (gateway, http):
+            await ready(gateway)
+            client = openai_client(http)
+            content = jsonl(chat_line(number) for number in range(30))
+            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            await wait_until(lambda: len(worker.seen) == 4)
+            with pytest.raises(openai.ConflictError, match=batch.id):
+                await client.files.delete(file.id)
+            [record] = tmp_path.rglob(f"{file.id}.json")
+            record.write_text(json.dumps(json.loads(record.read_text()) | {"expires_at": 1}))
+            store = gateway.files
+            assert store and await store.delete_expired(await needed_files(gateway.pool.client)) == 0
+            worker.most_tokens = sys.maxsize
+            await wait_until(lambda: len(worker.seen) > 8)
+            worker.most_tokens = 0
+        record.unlink()
+        worker.most_tokens = sys.maxsize
+        async with serving(broker.url, name="g1", **options) as (gateway, http):
+            client = openai_client(http)
+            batch = await ended(client, batch.id)
+            output = await lines(client, batch.output_file_id) if batch.output_file_id else []
+    counts = batch.request_counts
+    assert (batch.status, counts.total) == ("failed", 30)
+    assert counts.completed == len(output) < 30 and counts.completed + counts.failed == 30
+    assert [fault.code for fault in batch.errors.data] == ["input_file_missing"]
+
+
+async def test_a_line_that_cannot_be_served_fails_alone(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: Counter[str] = Counter()
+
+    def make_or_fail(line: BatchLine, *more: Any) -> Job:
+        tries[line.custom_id] += 1
+        if line.custom_id == "line-1":
+            raise RecursionError
+        return make_job(line, *more)
+
+    def render_or_fail(job_id: str, custom_id: str, answered: bytes) -> tuple[bool, bytes]:
+        if custom_id == "line-2":
+            raise RecursionError
+        return render_answer(job_id, custom_id, answered)
+
+    monkeypatch.setattr(run, "make_job", make_or_fail)
+    monkeypatch.setattr(run, "render_answer", render_or_fail)
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        batch = await run_batch(client, jsonl(chat_line(number) for number in range(4)))
+        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
+    assert batch.status == "completed" and tries["line-1"] == 2
+    assert [line["custom_id"] for line in output] == ["line-0", "line-3"]
+    assert [line["custom_id"] for line in errors] == ["line-1", "line-2"]
+    assert "line 2 of the input cannot be served: RecursionError" in str(errors[0]["response"])
+    assert "answer to line 3" in errors[1]["error"]["message"]
+
+
+async def test_batches_that_cannot_go_on_end(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold up no other batch of the pool."""
+
+    async def commit_or_fail(self: BatchRun) -> None:
+        if self.batch.metadata == {"a": "b"}:
+            raise RecursionError
+        await commit(self)
+
+    commit = BatchRun.commit
+    monkeypatch.setattr(BatchRun, "commit", commit_or_fail)
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        file = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
+        asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "1h"}
+        made = [await client.batches.create(**asked, metadata={"a": "b"}) for _ in range(4)]
+        made.append(await client.batches.create(**asked | {"completion_window": "24h"}))
+        batches = [await ended(client, batch.id) for batch in made]
+    assert [batch.status for batch in batches] == [*4 * ["failed"], "completed"]
+    assert {batch.request_counts.failed for batch in batches[:4]} == {1}
+    assert [fault.code for fault in batches[0].errors.data] == ["server_error"]
+
+
+async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_lines(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate, waits = BatchRun.validate, asyncio.Event()
+
+    async def validate_late(self: BatchRun) -> bool:
+        await waits.wait()
+        self.ending = "cancelled"
+        return await validate(self)
+
+    monkeypatch.setattr(BatchRun, "validate", validate_late)
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        content = jsonl(chat_line(number) for number in range(9))
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        await client.batches.cancel(batch.id)
+        waits.set()
+        batch = await ended(client, batch.id)
+        errors = await lines(client, batch.error_file_id)
+    assert (batch.status, batch.request_counts.total, batch.request_counts.failed) == ("cancelled", 9, 9)
+    assert len(errors) == 9
 
 
 async def test_files_have_limits(broker: Broker, tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 
 import asyncio
 import sys
+from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
+from api.jobs import validated_job
+from api.jobs.job import Job
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.lifecycle import Gateway
+from api.requests.pool import Pool
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import SETTINGS
@@ -108,6 +113,46 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         ]
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
+
+
+async def test_a_job_that_ended_two_gateways_is_failed_by_name(
+    service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways that stop in order while they validate it do not count."""
+    validating, validate = asyncio.Event(), validated_job.validate_generate_job
+
+    async def validate_or_hang(pool: Pool, job: Job, model: str) -> Any:
+        if pool.gateway == "last":
+            return await validate(pool, job, model)
+        validating.set()
+        return await asyncio.Future()
+
+    async def send_nothing(*_: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(validated_job, "validate_generate_job", validate_or_hang)
+    await service.submit(id="slow", inputs="Count.")
+    for i in range(3):
+        async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):
+            await validating.wait()
+            validating.clear()
+    await service.submit(id="waits", inputs="Count.")
+    async with killed_gateway(broker.url, "k0"):
+        await validating.wait()
+    async with running_gateway(broker.url, "last", worker_ttl_s=0.3):
+        assert await service.result("slow") == await service.result("waits") == {"generated_text": TEXT}
+    await service.submit(id="fatal", inputs="Count.")
+    for i in range(2):
+        with monkeypatch.context() as patch:
+            async with killed_gateway(broker.url, f"f{i}"):
+                validating.clear()
+                await validating.wait()
+                if i == 1:
+                    await service.submit(id="waits-too", inputs="Count.")
+                patch.setattr(Redis, "hdel", send_nothing)
+    async with running_gateway(broker.url, "last", worker_ttl_s=0.3):
+        assert "2 gateways ended while they validated" in (await service.result("fatal"))["error"]
+        assert await service.result("waits-too") == {"generated_text": TEXT}
 
 
 async def test_cut_connections_lose_and_repeat_no_frame(
