@@ -121,9 +121,10 @@ class FileStore:
     async def find_kept(self, owner: str, file_id: str) -> StoredFile:
         """A file, which may have expired. Raises ApiError: 404, 503."""
         path = self.record_path(owner, file_id)
-        if (found := await self.call(lambda: self.try_record(path))) is None:
-            raise no_file(file_id)
-        return found
+        try:
+            return await self.call(lambda: self.read_record(path))
+        except FileNotFoundError as error:
+            raise no_file(file_id) from error
 
     def read_record(self, path: str) -> StoredFile:
         """Raises ValueError for what is not the record of a file that has this path."""
