@@ -186,7 +186,7 @@ def measure(num_brokers: int, rows: int, seconds: float) -> list[Load]:
 
 @contextlib.contextmanager
 def broker_process() -> Iterator[tuple[Broker, psutil.Process]]:
-    with embedded(3000) as broker:
+    with embedded() as broker:
         process = brokers.start(broker)
         try:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]

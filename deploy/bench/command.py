@@ -19,7 +19,8 @@ from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.bench import load, measure, report
 from deploy.bench.measure import figures
-from deploy.cli.client import ServerError, add_url, api_key, new_client, parse_url, print_error, write_file
+from deploy.cli.client import ServerError, api_key, new_client, parse_url, print_error, write_file
+from deploy.cli.target import add_url, find_server
 
 READ_TIMEOUT_S = 60.0
 MAX_USERS = 1024
@@ -35,8 +36,9 @@ def main(argv: Sequence[str]) -> int:
     """
     flags = read_flags(argv)
     plan = load.LoadPlan(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
+    url = find_server(flags, changes=True)
     try:
-        result = asyncio.run(compare([flags.url, flags.against] if flags.against else [flags.url], plan))
+        result = asyncio.run(compare([url, flags.against] if flags.against else [url], plan))
     except ServerError as error:
         return print_error(error)
     console = Console(highlight=False)

@@ -12,15 +12,14 @@ from common.settings.flags import FlagParser
 from common.settings.lora import AdapterSource, read_adapter
 from common.settings.settings import SettingError
 from deploy.cli.client import (
-    add_url,
     fetch_json,
     frame_errors,
     new_table,
     post,
     print_lines,
     printable,
-    run_for,
 )
+from deploy.cli.target import add_url, run_for
 
 DESCRIPTION = """
 LoRA adapters of a fleet. A request names one as its model, or as adapter_id. Loading one answers once every
@@ -88,12 +87,12 @@ def new_parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", parents=[shared], help="show all adapters")
     listing.set_defaults(run=show_all)
     loading = commands.add_parser("load", parents=[shared], help="load an adapter on all workers")
-    loading.set_defaults(run=load)
+    loading.set_defaults(run=load, changes=True)
     loading.add_argument(
         "adapter", metavar="NAME=PATH", help="its folder, which all workers can read, or its hub id"
     )
     loading.add_argument("--replace", action="store_true", help="take the place of one of this name")
     unloading = commands.add_parser("unload", parents=[shared], help="give requests an adapter no more")
-    unloading.set_defaults(run=unload)
+    unloading.set_defaults(run=unload, changes=True)
     unloading.add_argument("name", metavar="NAME", help="as `tokenfleet adapters list` shows it")
     return parser

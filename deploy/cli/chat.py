@@ -18,7 +18,6 @@ from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
     SseDecoder,
-    add_url,
     api_key,
     check_status,
     connection_errors,
@@ -30,6 +29,7 @@ from deploy.cli.client import (
     print_error,
     printable,
 )
+from deploy.cli.target import add_url, find_server
 
 Message = dict[str, str]
 
@@ -179,8 +179,9 @@ def content(frame: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 1 after an error of the server. Raises SettingError for an unknown flag."""
     flags = read_flags(argv)
+    url = find_server(flags)
     try:
-        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
             fields = {"temperature": flags.temperature, "max_tokens": flags.max_tokens, "seed": flags.seed}
             request_fields = {"model": fetch_model_name(client)} | {
                 name: value for name, value in fields.items() if value is not None

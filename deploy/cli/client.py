@@ -2,7 +2,6 @@
 and files.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -16,7 +15,8 @@ import orjson
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
+from deploy.launcher.control_socket import running_fleets
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 500
@@ -36,16 +36,6 @@ def print_error(error: ServerError) -> int:
     """Print the error in one line. Returns the exit code."""
     print(f"tokenfleet: {error}", file=sys.stderr)
     return 1
-
-
-def add_url(parser: argparse.ArgumentParser) -> None:
-    port = Settings.read([], {"PORT": os.environ.get("PORT", "")}).port
-    parser.add_argument(
-        "--url",
-        type=parse_url,
-        default=f"http://127.0.0.1:{port}",
-        help="the server (default: %(default)s, with the port in PORT)",
-    )
 
 
 def parse_url(text: str) -> str:
@@ -98,23 +88,13 @@ def connection_errors(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise ServerError(
-            f"no server answers at {url} ({error}); `tokenfleet serve` starts one, --url names another"
-        ) from error
+        fleets = [f"{one.url} ({one.folder})" for one in running_fleets() if one.url]
+        cure = f"your fleet is at {', '.join(fleets)}" if fleets else "`tokenfleet serve` starts one"
+        raise ServerError(f"no server answers at {url} ({error}); {cure}; --url names another") from error
     except httpx.TimeoutException as error:
         raise ServerError(f"{url} does not answer ({type(error).__name__})") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"the connection to {url} broke off: {error or type(error).__name__}") from error
-
-
-def run_for(flags: argparse.Namespace, read_s: float) -> int:
-    """Run the command that was chosen, `flags.run`, at the server of `flags.url`. Returns the exit code."""
-    try:
-        with new_client(httpx.Client, flags.url, read_s, api_key()) as client:
-            flags.run(client, flags)
-    except ServerError as error:
-        return print_error(error)
-    return 0
 
 
 def fetch_json(client: httpx.Client, path: str) -> Any:

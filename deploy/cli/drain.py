@@ -10,8 +10,8 @@ from common.broker.pool_client import PoolClient
 from common.process.logs import first_incarnation, plural
 from common.settings.flags import FlagParser
 from common.settings.settings import Settings
-from deploy.cli.broker import add_redis_url, broker_settings
 from deploy.cli.client import ServerError, print_error
+from deploy.cli.target import add_redis_url, find_broker
 
 POLL_S = 0.5
 DESCRIPTION = """
@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("worker", help="its id in `tokenfleet status`, or its name, if only one has it")
     add_redis_url(parser)
-    parser.add_argument("--pool", help="the worker's pool (default: POOL)")
+    parser.add_argument("--pool", help="the worker's pool (default: POOL, else the fleet's)")
     flags = parser.parse_args(list(argv))
-    settings = broker_settings("tokenfleet drain", REDIS_URL=flags.redis_url, POOL=flags.pool)
+    settings = find_broker("tokenfleet drain", True, flags.redis_url, flags.pool)
     try:
         asyncio.run(drain(settings, flags.worker))
     except ServerError as error:

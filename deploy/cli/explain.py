@@ -15,7 +15,6 @@ from common.process.logs import plural
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
     ServerError,
-    add_url,
     api_key,
     fetch_json,
     frame_errors,
@@ -24,6 +23,7 @@ from deploy.cli.client import (
     print_lines,
     printable,
 )
+from deploy.cli.target import add_url, find_server
 
 READ_TIMEOUT_S = 15.0
 ENDS = {
@@ -61,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
     )
     add_url(parser)
     flags = parser.parse_args(list(argv))
+    url = find_server(flags)
     try:
-        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
             request_id = ANSWER_ID.sub("", flags.request_id, count=1)
             found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
         with frame_errors(found):

@@ -5,7 +5,6 @@ weight.
 import argparse
 import asyncio
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import setproctitle
@@ -14,9 +13,9 @@ from rich.table import Table
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, describe_error
 from common.broker.directory import SILENT_S, DirectoryClient, DirectoryContent
 from common.settings.flags import FlagParser
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from deploy.cli.client import ServerError, new_table, print_error, print_lines, printable
-from deploy.launcher.embedded_broker import running_url
+from deploy.cli.target import RULE, find_directory
 
 MAX_WEIGHT = 1_000_000
 MAX_MODELS = 1000
@@ -71,8 +70,7 @@ def add_action(
     parser.add_argument(
         "--directory-url",
         metavar="URL",
-        help="the broker with the directory (default: DIRECTORY_URL, REDIS_URL, or that of the "
-        "`tokenfleet serve` on this machine)",
+        help=f"the broker with the directory (default: DIRECTORY_URL, REDIS_URL, {RULE})",
     )
     parser.set_defaults(action=action)
     return parser
@@ -80,20 +78,13 @@ def add_action(
 
 async def run(flags: argparse.Namespace) -> None:
     """Run an action with the directory. Raises ServerError, SettingError."""
-    url = directory_url(flags.directory_url)
+    url = find_directory(flags.directory_url, flags.action is not show)
     async with connect_setting("directory_url", url) as redis:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await flags.action(DirectoryClient(redis), flags)
         except ERRORS as error:
             raise ServerError(describe_error(error)) from error
-
-
-def directory_url(given: str | None) -> str:
-    """The URL of the directory's broker. Raises SettingError."""
-    names = ("DIRECTORY_URL", "REDIS_URL")
-    settings = Settings.read([], {name: os.environ.get(name, "") for name in names})
-    return given or settings.directory_url or settings.redis_url or running_url()
 
 
 async def show(directory: DirectoryClient, flags: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from common.receipts.saved import SavedAnswer, read_saved, result_receipt
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
     ServerError,
-    add_url,
     api_key,
     frame_errors,
     new_client,
@@ -24,6 +23,7 @@ from deploy.cli.client import (
     printable,
 )
 from deploy.cli.explain import ANSWER_ID
+from deploy.cli.target import add_url, find_server
 
 READ_TIMEOUT_S = 3600.0
 MAX_SHOWN = 300
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     path = Path(flags.answer)
     try:
         saved = read_file(path) if path.is_file() else None
-        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+        with new_client(httpx.Client, find_server(flags), READ_TIMEOUT_S, api_key()) as client:
             if saved is None:
                 found = ask_for_replay(client, ANSWER_ID.sub("", flags.answer, count=1))
             else:

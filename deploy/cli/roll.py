@@ -4,7 +4,6 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import setproctitle
 
@@ -12,14 +11,15 @@ from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
 from deploy.cli.client import ServerError, print_error
+from deploy.cli.target import RULE, find_launcher
 from deploy.launcher import control_socket
 
 DESCRIPTION = """
-Replace the processes of the `tokenfleet serve` or `tokenfleet supervise` of this user on this machine, one by
-one: with the files of Tokenfleet as they are now, and with the settings given here. Streams go on: a worker's
-successor is ready before the worker hands its requests over and leaves. Where a GPU has no room for both, the
-worker leaves first. Settings are flags of `tokenfleet serve`, such as --max-batch-size 128; they hold until
-the fleet ends. The command ends when all are replaced; Ctrl-C only ends the waiting.
+Replace the processes of the `tokenfleet serve` or `tokenfleet supervise` of this folder one by one: with the
+files of Tokenfleet as they are now, and with the settings given here. Streams go on: a worker's successor is
+ready before the worker hands its requests over and leaves. Where a GPU has no room for both, the worker
+leaves first. Settings are flags of `tokenfleet serve`, such as --max-batch-size 128; they hold until the
+fleet ends. The command ends when all are replaced; Ctrl-C only ends the waiting.
 """
 
 
@@ -31,13 +31,13 @@ def main(argv: Sequence[str]) -> int:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pid", type=int, help="the launcher's process, where this user has several")
+    parser.add_argument("--pid", type=int, help=f"the launcher's process (default: {RULE})")
     own, rest = parser.parse_known_args(list(argv))
     setproctitle.setproctitle("tokenfleet roll")  # other users can read a command line
-    path = find_socket(own.pid)
     order = {"settings": given_settings(rest)}
+    pid = find_launcher(own.pid)
     try:
-        asyncio.run(control_socket.order(path, order, partial(print, flush=True)))
+        asyncio.run(control_socket.order(pid, order, partial(print, flush=True)))
     except control_socket.OrderFailed as error:
         return print_error(ServerError(str(error)))
     return 0
@@ -50,15 +50,3 @@ def given_settings(words: Sequence[str]) -> dict[str, str]:
         if name not in Settings.model_fields:
             raise SettingError(value.name, "is no setting of Tokenfleet itself, so a roll cannot change it")
     return {name.upper(): value.text for name, value in given.items()}
-
-
-def find_socket(pid: int | None) -> Path:
-    """Return the socket of a launcher: the one with this process id, or the only one. Raises SettingError."""
-    found = control_socket.sockets()
-    if pid is not None and pid in found:
-        return found[pid]
-    if pid is None and len(found) == 1:
-        return next(iter(found.values()))
-    pids = ", ".join(map(str, sorted(found))) or "none"
-    problem = f"{pid} is no launcher of this user" if pid else f"is needed: {len(found)} launchers run"
-    raise SettingError("--pid", f"{problem}; launchers on this machine: {pids}")

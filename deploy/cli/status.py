@@ -16,7 +16,6 @@ from rich.text import Text
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
     ServerError,
-    add_url,
     api_key,
     blocks,
     fetch_json,
@@ -25,6 +24,7 @@ from deploy.cli.client import (
     print_error,
     printable,
 )
+from deploy.cli.target import add_url, find_server
 
 Snapshot = dict[str, Any]
 """The answer of GET /fleet at one moment. Any key may be absent."""
@@ -81,8 +81,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print GET /fleet with rates, and end")
     flags = parser.parse_args(list(argv))
     console = Console()
+    url = find_server(flags)
     try:
-        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
             snapshots = deque([fetch_snapshot(client)], maxlen=NUM_SNAPSHOTS)
             if flags.json or flags.once or not console.is_terminal:
                 print_once(client, snapshots, console, flags.json)

@@ -11,7 +11,6 @@ from rich.text import Text
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
     ServerError,
-    add_url,
     api_key,
     check_status,
     connection_errors,
@@ -22,6 +21,7 @@ from deploy.cli.client import (
     print_lines,
     printable,
 )
+from deploy.cli.target import add_url, find_server
 
 READ_TIMEOUT_S = 30.0
 COLUMNS = {
@@ -50,11 +50,13 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", help=text)
     parser.add_argument("--csv", action="store_true", help="print CSV")
     add_url(parser)
-    flags = vars(parser.parse_args(list(argv)))
+    given = parser.parse_args(list(argv))
+    flags = vars(given)
     asked = {name.replace("-", "_"): flags[name.replace("-", "_")] for name in FILTERS}
     params = {name: value for name, value in asked.items() if value is not None}
+    url = find_server(given)
     try:
-        with new_client(httpx.Client, flags["url"], READ_TIMEOUT_S, api_key()) as client:
+        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
             if flags["csv"]:
                 sys.stdout.write(fetch_csv(client, params))
                 return 0

@@ -1,7 +1,8 @@
-"""Control socket: where a launcher takes orders of its user, such as `tokenfleet roll`.
+"""Sockets of a launcher, in a directory for its user alone (0700): it says which fleet it runs, and takes
+orders such as `tokenfleet roll`.
 
-It lies in a directory for this user alone (0700). An order is a JSON object in one line. The answer is lines
-for people; the last one is `done`, or `failed:` and why.
+Who connects to the first socket is sent a RunningFleet as JSON. An order is a JSON object in one line; the
+answer is lines for people, and the last one is `done`, or `failed:` and why.
 """
 
 import asyncio
@@ -10,18 +11,21 @@ import json
 import logging
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.settings.settings import SettingError
 
 log = logging.getLogger(__name__)
 
 PREFIX = "tokenfleet-launcher-"
-SOCKET = "control"
+SOCKET, RECORD = "control", "fleet"
+ANSWER_S = 2.0
+"""How long a launcher may take to say what it runs. One that is stopped never says it."""
 DONE, FAILED = "done", "failed: "
 MAX_ORDER_BYTES = 2**16
 
@@ -29,13 +33,42 @@ Say = Callable[[str], None]
 Order = dict[str, Any]
 
 
+class RunningFleet(NamedTuple):
+    """What a launcher runs.
+
+    Attributes:
+        folder: the current folder of the command that started it.
+        title: that command, as `tokenfleet serve`.
+        url: of its gateways; "" if it has none.
+        redis_url, directory_url, pool: its settings.
+    """
+
+    pid: int
+    folder: str
+    title: str
+    url: str
+    redis_url: str
+    directory_url: str
+    pool: str
+
+
 class OrderFailed(Exception):
     """An order could not be carried out; `str()` says why, and what holds now."""
 
 
 @contextlib.asynccontextmanager
-async def listening(carry_out: Callable[[Order, Say], Awaitable[None]]) -> AsyncIterator[None]:
-    """Take orders while the context is open. `carry_out` may raise OrderFailed and SettingError."""
+async def listening(
+    fleet: RunningFleet, carry_out: Callable[[Order, Say], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Say which fleet this is, and take orders, while the context is open. `carry_out` may raise OrderFailed
+    and SettingError.
+    """
+
+    async def on_question(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(json.dumps(fleet._asdict()).encode())
+            await writer.drain()
+        writer.close()
 
     async def on_order(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def say(line: str) -> None:
@@ -56,35 +89,70 @@ async def listening(carry_out: Callable[[Order, Say], Awaitable[None]]) -> Async
 
     try:
         directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        server = await asyncio.start_unix_server(on_order, directory / SOCKET, limit=MAX_ORDER_BYTES)
+        servers = [
+            await asyncio.start_unix_server(on_question, directory / RECORD),
+            await asyncio.start_unix_server(on_order, directory / SOCKET, limit=MAX_ORDER_BYTES),
+        ]
     except OSError as error:
-        log.warning("`tokenfleet roll` cannot reach this fleet: %s", error)
+        log.warning("commands such as `tokenfleet roll` do not find this fleet: %s", error)
         yield
         return
     try:
         yield
     finally:
-        server.close()
+        for server in servers:
+            server.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def sockets() -> dict[int, Path]:
-    """Return process id → socket of each launcher of this user that runs on this machine."""
-    found = {}
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):
+def running_fleets() -> list[RunningFleet]:
+    """What the launchers of this user on this machine run, by process id."""
+    found = [ask(directory) for directory in own_directories(PREFIX)]
+    return sorted(fleet for fleet in found if fleet is not None)
+
+
+def current_folder() -> str:
+    """The folder of this process; "" if it is no more."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def own_directories(prefix: str) -> list[Path]:
+    """Temporary directories of this user. A name proves nothing: anybody may make such a directory."""
+    found = []
+    for directory in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*")):
+        with contextlib.suppress(OSError):
             status = directory.lstat()
-            pid = int(directory.name.removeprefix(PREFIX).split("-")[0])
-            os.kill(pid, 0)
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                found[pid] = directory / SOCKET
+                found.append(directory)
     return found
 
 
-async def order(path: Path, order: Order, say: Say) -> None:
-    """Give a launcher an order, and pass on what it says. Raises OrderFailed."""
+def ask(directory: Path) -> RunningFleet | None:
+    """What a launcher runs; None if it has ended, or does not answer."""
+    with contextlib.suppress(OSError, ValueError, LookupError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(ANSWER_S)
+        client.connect(str(directory / RECORD))
+        with client.makefile("rb") as answer:
+            found = json.loads(answer.read())
+            return RunningFleet(**{name: found[name] for name in RunningFleet._fields})
+    return None
+
+
+def directory_of(pid: int) -> Path:
+    """The directory of the launcher with this process id. Raises SettingError."""
+    found = own_directories(f"{PREFIX}{pid}-")
+    if not found:
+        raise SettingError("--pid", f"{pid} is no launcher of this user")
+    return max(found, key=lambda one: one.stat().st_mtime)
+
+
+async def order(pid: int, order: Order, say: Say) -> None:
+    """Give the launcher with this process id an order, and pass on what it says. Raises OrderFailed."""
     try:
-        reader, writer = await asyncio.open_unix_connection(path)
+        reader, writer = await asyncio.open_unix_connection(directory_of(pid) / SOCKET)
     except OSError as error:
         raise OrderFailed(f"the launcher does not answer: {error}") from error
     writer.write(json.dumps(order).encode() + b"\n")

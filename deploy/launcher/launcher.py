@@ -25,7 +25,7 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
-from deploy.launcher.control_socket import Order, OrderFailed, Say, listening
+from deploy.launcher.control_socket import Order, OrderFailed, RunningFleet, Say, current_folder, listening
 from deploy.launcher.embedded_broker import embedded
 from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet, sharing_weights
 from deploy.launcher.preloaded_process import PROC, family
@@ -67,7 +67,7 @@ def serve(settings: Settings) -> int:
         prepare.warn_of_broker(settings)
     settings = prepare.with_model(settings)
     prepare.say_access(settings)
-    own = embedded(settings.port, settings.pools) if settings.redis_url is None else contextlib.nullcontext()
+    own = embedded(settings.pools) if settings.redis_url is None else contextlib.nullcontext()
     with own as broker:
         if broker is not None:
             log.info("the broker is at %s, for this user alone", broker.url)
@@ -146,7 +146,17 @@ async def take_orders(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     def start(process: SupervisedProcess) -> None:
         tasks.create_task(supervise(process, fleet, tasks))
 
-    async with listening(carry_out):
+    settings = fleet.settings
+    own = RunningFleet(
+        os.getpid(),
+        current_folder(),
+        setproctitle.getproctitle(),
+        prepare.base_url(settings) if fleet.gateways else "",
+        settings.redis_url or "",
+        settings.directory_url or settings.redis_url or "",
+        settings.pool,
+    )
+    async with listening(own, carry_out):
         await asyncio.Future()
 
 

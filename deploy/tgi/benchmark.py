@@ -25,13 +25,13 @@ from deploy.bench.load import prompt
 from deploy.bench.measure import COMPLETIONS, TimedAnswer, send
 from deploy.cli.client import (
     ServerError,
-    add_url,
     api_key,
     check_status,
     connection_errors,
     new_client,
     print_error,
 )
+from deploy.cli.target import add_url, find_server
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 READ_TIMEOUT_S = 600.0
@@ -103,7 +103,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 async def measure(flags: argparse.Namespace) -> list[Latencies]:
     """Measure all batch sizes. Raises ServerError."""
-    client = new_client(httpx.AsyncClient, flags.url, READ_TIMEOUT_S, api_key())
+    client = new_client(httpx.AsyncClient, find_server(flags, changes=True), READ_TIMEOUT_S, api_key())
     async with client:
         measured = []
         for size in flags.batch_size:

@@ -71,7 +71,7 @@ def with_password(url: str, password: str) -> str:
 @contextlib.contextmanager
 def running(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[Broker]:
     """A broker of one's own, which may be stopped, killed (by its process) or reconfigured."""
-    with embedded(3000) as broker:
+    with embedded() as broker:
         process = start(broker, *options, environ=environ)
         try:
             yield broker

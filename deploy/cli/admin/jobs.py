@@ -12,15 +12,14 @@ from rich.table import Table
 
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
-    add_url,
     fetch_json,
     frame_errors,
     new_table,
     post,
     print_lines,
     printable,
-    run_for,
 )
+from deploy.cli.target import add_url, run_for
 
 DESCRIPTION = """
 Jobs over Redis and of arq: those that wait, run, are scheduled, or have ended within an hour; and those that
@@ -137,6 +136,6 @@ def new_parser() -> argparse.ArgumentParser:
         ("retry", retry, "try a dead job again, with its id"),
     ):
         command = commands.add_parser(word, parents=[shared], help=text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, changes=run is not show)
         command.add_argument("job_id", metavar="ID", help="as `tokenfleet jobs list` shows it")
     return parser

@@ -18,8 +18,8 @@ from common.broker.pool_client import PoolClient
 from common.key_fields import KeyFields, read_fields
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
-from deploy.cli.broker import add_redis_url, broker_settings
 from deploy.cli.client import PIPE_COLUMNS, ServerError, print_error
+from deploy.cli.target import add_redis_url, find_broker
 
 DESCRIPTION = """
 API keys of a fleet. Once there is one, each request needs a key; the one in the variable API_KEY is always an
@@ -33,7 +33,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 1 for a change that is refused. Raises SettingError."""
     flags = new_parser().parse_args(list(argv))
-    settings = broker_settings("tokenfleet keys", REDIS_URL=flags.redis_url)
+    settings = find_broker("tokenfleet keys", flags.run is not show_all, flags.redis_url)
     try:
         asyncio.run(run(settings, flags))
     except (ServerError, KeyChangeError) as error:

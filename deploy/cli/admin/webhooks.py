@@ -11,15 +11,14 @@ from rich.table import Table
 
 from common.settings.flags import FlagParser
 from deploy.cli.client import (
-    add_url,
     fetch_json,
     frame_errors,
     new_table,
     post,
     print_lines,
     printable,
-    run_for,
 )
+from deploy.cli.target import add_url, run_for
 
 DESCRIPTION = """
 Events of webhooks: those that wait to be delivered, and those that were given up (dead). If the fleet has API
@@ -83,6 +82,6 @@ def new_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(word, parents=[shared, listed], help=help)
         command.set_defaults(run=show, state=state)
     retrying = commands.add_parser("retry", parents=[shared], help="send an event again, now")
-    retrying.set_defaults(run=retry)
+    retrying.set_defaults(run=retry, changes=True)
     retrying.add_argument("event_id", metavar="EVENT_ID", help="as `tokenfleet webhooks dead` shows it")
     return parser

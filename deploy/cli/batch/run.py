@@ -15,7 +15,6 @@ from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
-    add_url,
     api_key,
     check_status,
     connection_errors,
@@ -25,6 +24,7 @@ from deploy.cli.client import (
     post,
     print_error,
 )
+from deploy.cli.target import add_url, find_server
 
 READ_TIMEOUT_S = 60.0
 POLL_S = 1.0
@@ -43,8 +43,9 @@ def main(argv: Sequence[str]) -> int:
     source: Path | None = flags.input or flags.file
     if (source is None) == (flags.id is None):
         raise SettingError("-i", "either a file of requests or the --id of a batch must be given")
+    url = find_server(flags, changes=True)
     try:
-        with new_client(httpx.Client, flags.url, READ_TIMEOUT_S, api_key()) as client:
+        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
             batch_id = flags.id if source is None else begin(client, source, flags.window)
             return finish(client, wait(client, batch_id), flags.output)
     except ServerError as error:

@@ -56,7 +56,7 @@ class RestorableBroker:
 
 @contextmanager
 def restorable() -> Iterator[RestorableBroker]:
-    with embedded(3000) as broker, TemporaryDirectory() as copy:
+    with embedded() as broker, TemporaryDirectory() as copy:
         restorable_broker = RestorableBroker(broker, Path(copy) / "kept")
         try:
             yield restorable_broker

@@ -44,9 +44,9 @@ class Watched:
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
     with (
-        embedded(3000) as first,
-        embedded(3000) as second,
-        embedded(3000) as own,
+        embedded() as first,
+        embedded() as second,
+        embedded() as own,
         contextlib.ExitStack() as stack,
     ):
         first_port, second_port, own_port = free_port(), free_port(), free_port()

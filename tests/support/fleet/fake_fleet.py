@@ -44,7 +44,7 @@ def launch(directory: Path, port: int) -> int:
             {},
         )
 
-    with embedded(3000) as broker:
+    with embedded() as broker:
         settings = Settings(
             port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name=("fake",)
         )

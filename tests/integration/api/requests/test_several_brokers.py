@@ -51,8 +51,8 @@ class OneBroker:
 
 
 @contextlib.contextmanager
-def one_broker(port: int) -> Iterator[OneBroker]:
-    with embedded(port) as broker:
+def one_broker() -> Iterator[OneBroker]:
+    with embedded() as broker:
         one = OneBroker(broker, brokers.start(broker))
         try:
             yield one
@@ -63,14 +63,14 @@ def one_broker(port: int) -> Iterator[OneBroker]:
 @pytest.fixture
 def own() -> Iterator[OneBroker]:
     """The broker of the gateway's own pool, `a`, and of the directory. Tests kill it."""
-    with one_broker(3000) as one:
+    with one_broker() as one:
         yield one
 
 
 @pytest.fixture
 def other() -> Iterator[OneBroker]:
     """The broker of pool `b`. Tests kill it."""
-    with one_broker(3001) as one:
+    with one_broker() as one:
         yield one
 
 

@@ -24,7 +24,7 @@ def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "list")[0] == "there are no API keys\n"
     words = ("--tenant", "acme", "--name", "reports", "--requests-per-minute", "60", "--expires", "30d")
     text, about = said(capsys, "add", *words, "--models", "a", "b")
-    key_id = about.split()[0]
+    key_id = about.splitlines()[-1].split()[0]
     assert re.fullmatch(r"tf-[\w-]{43}\n", text) and "acme" in about
     table = said(capsys, "list")[0]
     assert all(word in table for word in (key_id, "reports", "acme", "active", "60 requests/min", "a, b"))

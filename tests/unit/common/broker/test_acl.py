@@ -13,7 +13,6 @@ from common.settings.settings import SettingError
 from deploy.launcher.embedded_broker import USERS_FILE, Broker, embedded
 from tests.support import brokers
 from tests.support.broker_state import KEYS
-from tests.support.machine.ports import free_port
 
 SPOILT_POOL = "a [b]*? \\\"c'"
 TEXTS = ("requests", "request:a", "tokens:a", "log:w", "submit", "result:j", "reply:j", "job:j", "responses")
@@ -25,7 +24,7 @@ def users(request: pytest.FixtureRequest) -> Iterator[Broker]:
     """A broker with a user of each kind, none of whom needs a password."""
     if request.param and not Path(request.param).exists():
         pytest.skip(f"there is no {request.param}")
-    with pytest.MonkeyPatch.context() as patch, embedded(free_port()) as broker:
+    with pytest.MonkeyPatch.context() as patch, embedded() as broker:
         patch.setenv("TEST_BROKER", request.param)
         lines = [f"user {kind} on nopass {' '.join(acl.rules(kind, ['default']))}" for kind in acl.USERS]
         (broker.directory / USERS_FILE).write_text("\n".join(lines))

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli import adapters, client
+from deploy.cli import adapters, target
 
 Ask = Callable[..., tuple[int, list[tuple[str, Any]]]]
 LISTED = {
@@ -40,9 +40,10 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 
         transport = httpx.MockTransport(answer)
         monkeypatch.setattr(
-            client, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
+            target, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
         )
-        return adapters.main(words), asked
+        word, *rest = words
+        return adapters.main([word, "--url", "http://fleet", *rest]), asked
 
     return run
 

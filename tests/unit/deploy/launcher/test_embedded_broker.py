@@ -13,13 +13,13 @@ import pytest
 import redis
 
 from common.settings.settings import SettingError
-from deploy.launcher.embedded_broker import PORT_FILE, PREFIX, Broker, embedded, running_url
+from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
 from tests.support import brokers
 from tests.support.waiting import wait_until_sync
 
 
 def test_restarted_broker_keeps_its_socket_and_data() -> None:
-    with embedded(3000) as broker:
+    with embedded() as broker:
         for number in range(3):
             process = brokers.start(broker)
             with redis.Redis.from_url(broker.url) as client:
@@ -64,22 +64,14 @@ def test_no_other_user_of_this_machine_reaches_the_broker() -> None:
         assert brokers.answers(broker.url), "its owner does"
 
 
-def test_directories_of_other_users_are_neither_used_nor_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Anybody may make one in a folder for all, or a link to one."""
-    with embedded(3000) as ours:
-        assert running_url() == ours.url
-        (folder / f"{PREFIX}link").symlink_to(ours.directory)
-        assert running_url() == ours.url
-        abandoned = folder / f"{PREFIX}abandoned"
-        abandoned.mkdir()
-        os.utime(abandoned, (0, 0))
-        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(SettingError, match="no `tokenfleet serve` of this user"):
-            running_url()
-        with embedded(3001):
-            assert abandoned.exists()
+def test_directories_of_other_users_are_not_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may make one in a folder for all."""
+    abandoned = folder / f"{PREFIX}abandoned"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with embedded():
+        assert abandoned.exists()
 
 
 def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
@@ -88,7 +80,7 @@ def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
     deep = folder / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(SettingError, match=r"^TMPDIR: the embedded broker .*path too long"), embedded(3000):
+    with pytest.raises(SettingError, match=r"^TMPDIR: the embedded broker .*path too long"), embedded():
         pass
     assert not list(deep.iterdir())
 
@@ -96,7 +88,7 @@ def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
 def test_the_append_only_file_is_rewritten_before_reading_it_takes_long() -> None:
     """Its first part is a snapshot then, and what was overwritten is gone."""
     least, most = 24 * 2**20, 16 * 2**20
-    with embedded(3000) as broker:
+    with embedded() as broker:
         process = brokers.start(broker)
         with redis.Redis.from_url(broker.url) as client:
 
@@ -125,42 +117,18 @@ def test_abandoned_directories_are_removed_at_the_next_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = "import os, signal\nfrom deploy.launcher.embedded_broker import embedded\n"
-    killed += "with embedded(3000): os.kill(os.getpid(), signal.SIGKILL)"
+    killed += "with embedded(): os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(folder)})
     [abandoned] = folder.iterdir()
     fresh = folder / f"{PREFIX}which-is-being-made"
     fresh.mkdir()
-    with embedded(3000) as first:
+    with embedded() as first:
         for directory in (abandoned, first.directory):
             (directory / "data").mkdir()
             os.utime(directory, (0, 0))
-        with embedded(3000) as second:
+        with embedded() as second:
             assert set(folder.iterdir()) == {fresh, first.directory, second.directory}
     assert list(folder.iterdir()) == [fresh]
-
-
-def test_the_broker_of_the_only_fleet_is_found(folder: Path) -> None:
-    (folder / f"{PREFIX}abandoned").mkdir()
-    (folder / f"{PREFIX}abandoned" / PORT_FILE).write_text("1")
-    with pytest.raises(SettingError, match=r"^REDIS_URL: is not set, and no `tokenfleet serve` of this user"):
-        running_url()
-    with embedded(3000) as first:
-        assert running_url() == first.url
-        with embedded(3001) as second, pytest.raises(SettingError, match="several fleets run") as refusal:
-            running_url()
-        assert f"{first.url} of port 3000" in str(refusal.value)
-        assert f"{second.url} of port 3001" in str(refusal.value)
-
-
-def test_commands_of_its_owner_find_the_broker(folder: Path) -> None:
-    with brokers.running():
-        environ = {name: text for name, text in os.environ.items() if name != "REDIS_URL"}
-        command = [sys.executable, "-P", "-m", "deploy.cli", "drain", "w9"]
-        done = subprocess.run(
-            command, env=environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 1
-    assert "there is no worker 'w9'" in done.stderr
 
 
 def test_a_broker_of_a_test_dies_with_the_test() -> None:
