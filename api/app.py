@@ -151,7 +151,6 @@ def build(
     app.state.pools = gateway.pools
     app.state.access = gateway.access
     app.state.files = gateway.files
-    app.state.history = gateway.history
     app.state.draining = draining or Draining()
     app.router.routes.extend(checked_routes(gateway.settings.has_keys))
     served = add_cors(partial(resume_posts, app), gateway.settings)

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
-from api.admin.history import FleetHistory
 from api.batches.runner import BatchRunner
 from api.batches.store import FileStore, open_store
 from api.event_loop import background_task, watch_loop
@@ -47,7 +46,6 @@ class Gateway:
         self.files = open_store(settings)
         self.unread = UnreadAnswers(settings)
         self.limits = ConnectionLimits(settings)
-        self.history = FleetHistory(self.pool)
 
     def show_draining(self) -> None:
         """Say in heartbeats that the gateway drains: a batcher that shuts down too then waits for its
@@ -81,7 +79,6 @@ class Gateway:
             self.pool.running(),
             background_task(self.keys.watch(key_source, self.end_requests)),
             background_task(self.job_consumer.run()),
-            background_task(self.history.run()),
             background_task(self.webhooks.run()),
             serving_batches(self.files, self.job_consumer),
             contextlib.aclosing(self.pools),

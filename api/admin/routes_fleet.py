@@ -1,5 +1,4 @@
-"""GET /fleet: the processes and their state. GET /fleet/history: the last five minutes.
-POST /fleet/processes/{id}/kill: kills one, for demonstrations.
+"""GET /fleet: the processes and their state. POST /fleet/processes/{id}/kill: kills one, for demonstrations.
 
 Only the person at this machine may kill, and only processes of this fleet: DEMO must be on, the page must
 have been loaded from a loopback address, and the process must be, like this gateway, a child of the launcher.
@@ -7,7 +6,6 @@ have been loaded from a loopback address, and the process must be, like this gat
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
@@ -20,7 +18,6 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from api.admin.adapter_changes import describe_adapter
-from api.admin.history import SAMPLE_S, FleetHistory
 from api.admin.processes import ProcessList, describe_health, list_models, list_processes
 from api.errors import ApiError, asking_broker, cut, quoted
 from api.http.auth import is_loopback
@@ -55,7 +52,6 @@ async def fleet(request: Request) -> Response:
     pool = own_pool(request)
     listed = await read_process_list(pool)
     settings = pool.settings
-    history: FleetHistory = request.app.state.history
     content = {
         "pool": settings.pool,
         "model": settings.model_name,
@@ -64,7 +60,6 @@ async def fleet(request: Request) -> Response:
         "demo": settings.demo,
         "health": await describe_health(pool, listed),
         "requests": listed.requests | {"limit": settings.max_concurrent_requests},
-        "token_gap_ms": history.latest.token_gap_ms if history.latest else None,
         "processes": listed.processes,
     }
     if adapters := pool.adapters.registry.adapters.values():
@@ -73,16 +68,6 @@ async def fleet(request: Request) -> Response:
         async with asking_broker():
             content["models"] = await list_models(pool.client, settings.pools)
     return fresh_json(content)
-
-
-@router.get("/fleet/history", summary="Show the last five minutes")
-async def fleet_history(request: Request) -> Response:
-    """Returns samples of the last five minutes, oldest first: requests, tokens per second, KV blocks, and the
-    mean time between two tokens of a stream. Each gateway keeps its own, since its start.
-    """
-    history: FleetHistory = request.app.state.history
-    samples = [dataclasses.asdict(sample) for sample in history.samples]
-    return fresh_json({"every_s": SAMPLE_S, "samples": samples})
 
 
 @router.post(

@@ -1,22 +1,19 @@
-// Charts of the last five minutes: tokens per second, the time between tokens, the queue, the KV cache. They
-// begin with what the gateway has kept. A red line marks a process' end.
+// Charts of the last five minutes since the page was opened: tokens per second, the queue, the KV cache. A red
+// line marks a process' end.
 
 import { figure, find, make, say, svg } from "../dom.js";
 import { on } from "../fleet.js";
-import { ask } from "../requests.js";
 
 const LEAST_S = 60;
 const MOST_S = 300;
 const WIDTH = 300;
 const HEIGHT = 44;
-const PATIENCE_MS = 5000;
 
-/** `of` a snapshot and `past` of a sample are the figure; null is none. */
+/** `of` a snapshot is the figure. */
 const STRIPS = [
   {
     name: "Tokens/s",
     of: (fleet) => sum(workers(fleet), "rate"),
-    past: (sample) => sample.tokens_per_s,
     note: (fleet) => `${fleet.requests.running} running`,
     means: "Running: requests that a worker computes now. The figure is what all workers make together.",
     least: 10,
@@ -24,7 +21,6 @@ const STRIPS = [
   {
     name: "Queue",
     of: (fleet) => fleet.requests.waiting,
-    past: (sample) => sample.waiting,
     note: (fleet) => `${figure(fleet.requests.live)} of ${figure(fleet.requests.limit)} live`,
     means:
       "Live: requests that wait or run, of the most that are admitted (MAX_CONCURRENT_REQUESTS). " +
@@ -32,18 +28,8 @@ const STRIPS = [
     least: 4,
   },
   {
-    name: "Token gap",
-    of: (fleet) => fleet.token_gap_ms ?? null,
-    past: (sample) => sample.token_gap_ms,
-    note: () => "mean, all streams",
-    means: "The mean time between two tokens of a stream in the last seconds, pauses included.",
-    least: 20,
-    unit: "\u202fms",
-  },
-  {
     name: "KV cache",
     of: (fleet) => (100 * sum(workers(fleet), "blocks")) / (sum(workers(fleet), "num_blocks") || 1),
-    past: (sample) => (100 * sample.blocks) / (sample.num_blocks || 1),
     note: blocks,
     means: "Blocks in which workers keep what they have computed of each token, in use of all there are.",
     least: 10,
@@ -68,21 +54,9 @@ export function startCharts() {
     now_s = fleet.time_s;
     strips.forEach((one) => one.add(fleet, deaths));
   });
-  recall(strips);
 }
 
-/** Fills the charts with what the gateway has kept. */
-async function recall(strips) {
-  try {
-    const response = await ask("/fleet/history", { patience_ms: PATIENCE_MS });
-    const { samples } = await response.json();
-    strips.forEach((one) => one.recall(samples));
-  } catch {
-    // The charts begin now.
-  }
-}
-
-function strip({ name, of, past, note, means, least, unit = "" }) {
+function strip({ name, of, note, means, least, unit = "" }) {
   const value = make("output");
   const about = make("span", { className: "about" });
   const top = make("span", { className: "top-of-scale" });
@@ -99,33 +73,24 @@ function strip({ name, of, past, note, means, least, unit = "" }) {
   const node = make("article", { className: "strip", title: means }, ...parts);
   const points = [];
 
-  function recall(samples) {
-    const begin_s = points[0]?.[0] ?? Infinity;
-    const earlier = samples.filter(({ time_s }) => time_s < begin_s);
-    points.unshift(...earlier.map((sample) => [sample.time_s, past(sample)]));
-  }
-
   function add(fleet, deaths) {
     const now_s = fleet.time_s;
     points.push([now_s, of(fleet)]);
     while (points[0][0] < now_s - MOST_S) points.shift();
     const span_s = Math.max(LEAST_S, now_s - points[0][0]);
-    const most = roof(Math.max(least, ...points.map(([, height]) => height ?? 0)));
+    const most = roof(Math.max(least, ...points.map(([, height]) => height)));
     const x = (time_s) => (WIDTH * (1 - (now_s - time_s) / span_s)).toFixed(1);
     const y = (height) => (HEIGHT - (HEIGHT - 3) * (height / most) - 1).toFixed(1);
-    const runs = unbroken(points);
-    const way = (run) => run.map(([time_s, height]) => `${x(time_s)} ${y(height)}`).join("L");
-    const under = (run) => `M${way(run)}L${x(run.at(-1)[0])} ${HEIGHT}L${x(run[0][0])} ${HEIGHT}Z`;
+    const way = `M${points.map(([time_s, height]) => `${x(time_s)} ${y(height)}`).join("L")}`;
     const recent = deaths.filter((time_s) => time_s > now_s - span_s);
-    line.setAttribute("d", runs.map((run) => `M${way(run)}`).join(""));
-    area.setAttribute("d", runs.map(under).join(""));
+    line.setAttribute("d", way);
+    area.setAttribute("d", `${way}L${x(now_s)} ${HEIGHT}L${x(points[0][0])} ${HEIGHT}Z`);
     marks.setAttribute("d", recent.map((time_s) => `M${x(time_s)} 0V${HEIGHT}`).join(""));
     tell(fleet, span_s, most);
   }
 
   function tell(fleet, span_s, most) {
-    const latest = of(fleet);
-    const figures = latest === null ? "–" : figure(latest) + unit;
+    const figures = figure(of(fleet)) + unit;
     picture.setAttribute("aria-label", `${name}: now ${figures}`);
     say(since, span_s < 90 ? `${Math.round(span_s)} s ago` : `${(span_s / 60).toFixed(1)} min ago`);
     say(value, figures);
@@ -133,17 +98,7 @@ function strip({ name, of, past, note, means, least, unit = "" }) {
     say(top, figure(most) + unit);
   }
 
-  return { node, add, recall };
-}
-
-/** Points in runs without a hole. */
-function unbroken(points) {
-  const runs = [[]];
-  for (const point of points) {
-    if (point[1] === null) runs.push([]);
-    else runs.at(-1).push(point);
-  }
-  return runs.filter((run) => run.length);
+  return { node, add };
 }
 
 /** The next of 1, 2, 5, 10, 20 … */

@@ -195,7 +195,6 @@ class ScriptedGateway:
             "demo": self.demo,
             "health": {"state": "good", "text": f"{len(live)} workers ready"},
             "requests": {"live": running, "waiting": 0, "running": running, "limit": 1024},
-            "token_gap_ms": 1000 * self.gap_s if running else None,
             "processes": processes,
         }
 
