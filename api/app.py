@@ -56,7 +56,6 @@ from api.responses.routes import router as responses
 from api.responses.routes import stored_router as stored_responses
 from api.resume.inherit import write_inherited
 from api.resume.replay import check_repeated, replay
-from api.resume.routes_replay import router as replays
 from api.resume.routes_requests import router as requests
 from api.resume.routes_resume import resume_posts
 from api.resume.routes_resume import router as resume
@@ -81,7 +80,6 @@ ROUTERS = (
     resume,
     streams,
     requests,
-    replays,
     health,
     live,
     kserve_ready,
@@ -104,7 +102,7 @@ ROUTERS = (
 )
 REFUSED_WHILE_DRAINING = (
     *(generate, platforms, kserve, openai, responses, stored_responses, resume, streams),
-    *(anthropic, pooling, batches, replays),
+    *(anthropic, pooling, batches),
     *(health, kserve_ready),
 )
 PATHS = {

@@ -26,7 +26,6 @@ from common.settings.settings import SettingError, Settings
 from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.build import WeightDigest, WorkerBuild
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
@@ -117,13 +116,11 @@ async def serve(
     engine = await EngineClient.start({**found.environ(), **environ}, ranks, preloaded)
     try:
         table = RowTable(find_tokenizer(settings, directory)) if directory else None
-        digest = WeightDigest(settings, directory) if directory else None
         ready = await wait_for_engine(settings, engine, own.incarnation)
         directory = directory or resolve(settings, ready.dtype)
         table = table or RowTable(find_tokenizer(settings, directory))
         worker = capacity(settings, ready, own.name, own.incarnation, directory)
-        digest = digest or WeightDigest(settings, directory)
-        state = AgentState(table, build=WorkerBuild(settings, ready, directory, digest))
+        state = AgentState(table)
         status = await serve_engine(settings, engine, state, worker)
         if is_spread and status == 0:
             await engine.end()

@@ -227,7 +227,6 @@ class Ready:
             sizes.
         max_rows: rows that may run at a time, as far as their states have room; 0 in a model without states.
         pooling: as in WorkerCapacity.
-        inexact_because: why a token's bits may depend on what else runs; empty if they do not.
     """
 
     model: str
@@ -249,7 +248,6 @@ class Ready:
     all_pictures: bool = False
     max_rows: int = 0
     pooling: str = ""
-    inexact_because: str = ""
 
 
 @dataclass(slots=True)

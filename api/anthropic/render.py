@@ -14,7 +14,6 @@ from api.errors import anthropic, failed
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.openai.choice import new_choices, new_parser, read_piece
-from api.receipts.render import receipt_field
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
@@ -167,7 +166,7 @@ class MessageRenderer:
     def last_events(self) -> list[Event]:
         return [
             {"type": "message_delta", "delta": self.ending(), "usage": self.usage()},
-            {"type": "message_stop", **self.receipt()},
+            {"type": "message_stop"},
         ]
 
     # --- the object -----------------------------------------------------------------------------------------
@@ -188,12 +187,7 @@ class MessageRenderer:
             "content": [block.render() for block in self.blocks],
             **self.ending(),
             "usage": self.usage(),
-            **self.receipt(),
         }
-
-    def receipt(self) -> dict[str, Any]:
-        """The field `receipt` of a message that has ended, if it was asked for."""
-        return receipt_field(self.answer, [self.stream]) if self.choice.ended else {}
 
     def ending(self) -> dict[str, Any]:
         """Why the message has ended; null until then."""

@@ -2,9 +2,8 @@
 
 from typing import Any, Literal
 
-from api.http.openapi import Absent, ApiObject, error_responses
+from api.http.openapi import ApiObject, error_responses
 from api.openai.response_schemas import CAUSES
-from api.receipts.schemas import Receipt
 
 
 class AnthropicObject(ApiObject, extra="allow"):
@@ -36,8 +35,6 @@ class MessageObject(AnthropicObject):
     """`max_tokens` also where the model's context is full; null while the message is made."""
     stop_sequence: str | None
     usage: MessageUsage
-    receipt: Receipt = Absent
-    """With `receipt`; in a stream, in `message_stop`."""
 
 
 class MessageEvent(AnthropicObject):

@@ -19,6 +19,8 @@ UnsupportedFields = Mapping[str, Collection[object]]
 """Fields of an API that this server does not support → values (besides null) that are accepted, because they
 ask for what happens anyway.
 """
+GONE_FIELDS = {"receipt": "the same request with the same `seed` gives the same tokens"}
+"""Fields that have left every API → what serves in their place. False asks for what happens anyway."""
 MAX_PROBLEMS = 5
 
 
@@ -114,6 +116,8 @@ def reject_unsupported(
     for name, value in fields.items():
         if value is None or value in unsupported.get(name, ()):
             continue
+        if name in GONE_FIELDS and value is not False:
+            raise invalid(f"`{name}` is not served any more: {GONE_FIELDS[name]}", name)
         if name in unsupported:
             raise invalid(f"`{name}` is not supported yet", name)
         if name in other_routes:

@@ -78,6 +78,8 @@ def path_hint(request: Request) -> str:
     path = request.url.path
     if path in NOT_SERVED:
         return ". Vectors are made by /v1/embeddings, scores by /v1/rerank and /v1/score"
+    if path.startswith("/requests/") and path.endswith("/replay"):
+        return ". The same request with the same `seed` gives the same tokens"
     own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
     if path.startswith("/v1/"):
         return f". Of OpenAI's API this server has {', '.join(own)}"

@@ -14,7 +14,6 @@ from api.json import to_json
 from api.openai.params import CHARS_OF_MESSAGE
 from api.openai.responses_items import Item
 from api.openai.responses_object import RENDERER
-from api.receipts.terms import receipt_terms
 from api.requests.pool import Pool
 from api.requests.validate import validate
 from api.responses.chat_request import read_params
@@ -74,7 +73,6 @@ async def validate_response_job(pool: Pool, job: Job, model: str) -> ResponseJob
         prefixes=[""],
         rendering=chat.rendering,
         terms=ResumeTerms(detached=True),
-        receipt=receipt_terms(requests, ROUTE, pool.tokenizer),
         created_s=job.created_s,
     )
     fields = response_fields(body, params.sampling, job.terms.service_class)

@@ -24,7 +24,6 @@ from api.openai.respond import ChunkFeed
 from api.pooling.readers import Asked, read_embedding, read_rerank
 from api.pooling.render import RENDERER
 from api.pooling.request_schemas import EmbeddingRequest, RerankFields
-from api.receipts.terms import receipt_terms
 from api.requests.logits import FIELDS
 from api.requests.pool import Pool
 from api.requests.validate import validate
@@ -120,7 +119,6 @@ async def validate_chat_job(pool: Pool, job: Job, model: str) -> ChatJob:
         prefixes=[read.prefix],
         rendering=read.rendering,
         terms=ResumeTerms(detached=True),
-        receipt=receipt_terms(requests, "/v1/chat/completions", pool.tokenizer),
         created_s=job.created_s,
     )
     return ChatJob(requests, answer)
@@ -151,7 +149,6 @@ async def validate_completion_job(pool: Pool, job: Job, model: str) -> Completio
         prefixes=read.prefixes,
         rendering=read.rendering,
         terms=ResumeTerms(detached=True),
-        receipt=receipt_terms(read.requests, "/v1/completions", pool.tokenizer),
         created_s=job.created_s,
     )
     return CompletionJob(read.requests, answer)
@@ -201,7 +198,6 @@ async def validate_generate_job(pool: Pool, job: Job, model: str) -> GenerateJob
         prefixes=[body.inputs if parameters.return_full_text else ""],
         rendering=Rendering(details=parameters.wants_details),
         terms=ResumeTerms(detached=True),
-        receipt=receipt_terms(requests, "/generate", pool.tokenizer),
         created_s=job.created_s,
     )
     return GenerateJob(requests, answer)

@@ -252,7 +252,6 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         truncate=None if to_fit else body.truncate_prompt_tokens,
         truncates_to_fit=to_fit,
         cache_salt=body.salt(),
-        receipt=bool(body.receipt),
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
         ),

@@ -18,7 +18,6 @@ from api.json import to_json
 from api.openai.choice import Choice, TextPiece, new_choices
 from api.openai.request_schemas import CompletionRequest
 from api.prompts.tokenizer import ModelTokenizer
-from api.receipts.render import receipt_field
 from api.requests.params import GenerationParams
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
@@ -74,7 +73,7 @@ class ChoicesRenderer(ABC):
             fields = self.render_choice(choice, pieces)
             logits = self.logits.fields(choice.stream, choice.text.num_tokens, f"choices.{choice.index}.")
             choices.append({"index": choice.index, **fields, **logits, **self.render_ending(choice)})
-        fields = {"usage": self.final_usage(), **self.whole_fields(), **self.receipt()}
+        fields = {"usage": self.final_usage(), **self.whole_fields()}
         return self.logits.body(render_object(self.render_head(self.whole_kind), choices, fields))
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
@@ -113,16 +112,9 @@ class ChoicesRenderer(ABC):
         return render_object(self.chunk_head, choices, fields)
 
     def render_last_chunks(self) -> list[bytes]:
-        """The chunk after all choices have ended, which has none: with the usage and the receipt, if they
-        were asked for.
-        """
+        """The chunk after all choices have ended, which has none: with the usage, if it was asked for."""
         usage = {"usage": self.final_usage()} if self.answer.rendering.usage else {}
-        fields = usage | self.receipt()
-        return [render_object(self.chunk_head, [], fields)] if fields else []
-
-    def receipt(self) -> dict[str, Any]:
-        """The field `receipt`, if it was asked for."""
-        return receipt_field(self.answer, [choice.stream for choice in self.choices])
+        return [render_object(self.chunk_head, [], usage)] if usage else []
 
     def render_head(self, kind: str) -> bytes:
         """The first fields of all chunks of an answer, in JSON up to `choices`: encoded once."""

@@ -64,7 +64,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         return [*new, *self.take_end()]
 
     def take_end(self) -> list[tuple[int, bytes]]:
-        """The chunks after the last piece, if that was taken: usage and receipt, or an error."""
+        """The chunks after the last piece, if that was taken: usage, or an error."""
         if not self.turns:
             self.ended = True
             return [(NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks()]

@@ -5,7 +5,6 @@ from typing import Any, Literal
 from api.answers.logits import Logits
 from api.answers.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from api.http.openapi import Absent, ApiObject, error_responses, event_stream
-from api.receipts.schemas import Receipt
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
@@ -37,8 +36,6 @@ class CompletionObject(ApiObject):
     """Unix time of the request, in seconds."""
     model: str
     system_fingerprint: str
-    receipt: Receipt = Absent
-    """With `receipt`; in a stream, in its last chunk."""
 
 
 class FinishedChoice(ApiObject):

@@ -14,7 +14,6 @@ from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.openai.choice import new_choices, new_parser, read_piece
 from api.openai.responses_items import CallItem, Event, Logprobs, MessageItem, OutputItem, ReasoningItem
-from api.receipts.render import receipt_field
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
@@ -176,7 +175,6 @@ class ResponseObjectRenderer:
             "output": [item.render() for item in self.output],
             **self.fields,
             "usage": self.usage() if status in ENDS else None,
-            **(receipt_field(self.answer, [self.stream]) if status in ENDS else {}),
         }
 
     def usage(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ tokenizing it.
 
 import asyncio
 import ctypes
-import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -248,7 +247,6 @@ class ModelTokenizer:
         bound: how many tokens a text has at least; None if only tokenizing tells.
         starting_ids: ids that follow a prompt and start the decoder, of an encoder-decoder model.
         pictures: how pictures stand in prompts; None for models that see none.
-        digest: SHA-256 of its file; empty if it has none.
     """
 
     backend: Tokenizer
@@ -262,7 +260,6 @@ class ModelTokenizer:
     bound: TextBound | None = None
     starting_ids: Sequence[int] = ()
     pictures: PictureLayout | None = None
-    digest: str = ""
 
     @classmethod
     def load(
@@ -300,7 +297,6 @@ class ModelTokenizer:
             bound=text_bound(tokenizer),
             starting_ids=model_config.starting_ids(path),
             pictures=pictures,
-            digest=hashlib.sha256((own_path / "tokenizer.json").read_bytes()).hexdigest(),
         )
 
     @property

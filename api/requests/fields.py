@@ -194,14 +194,6 @@ class SamplingFields(Strict, extra="allow"):
         json_schema_extra={"minLength": 1},
     )
 
-    receipt: bool | None = Field(
-        default=None,
-        description="Return what the answer was made of and by what: hashes of weights, tokenizer, prompt "
-        "and tokens, the seed, and the workers' settings (docs/receipts.md). The request is kept for "
-        "RECEIPT_TTL_S, so that `POST /requests/{id}/replay` can compute it again. Not with a beam search. "
-        "Default: false.",
-    )
-
     def salt(self) -> str:
         """`cache_salt`; empty for none. Raises ApiError (422) for an empty one."""
         if self.cache_salt == "":

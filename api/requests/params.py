@@ -91,7 +91,6 @@ class GenerationParams:
         n: answers to this prompt, each by a request of its own.
         beams: how a beam search is done; None samples.
         cache_salt: only requests with the same salt share KV blocks.
-        receipt: whether the answer has a receipt.
         names: a parameter's name here → its name in this API, where that is another one.
     """
 
@@ -120,7 +119,6 @@ class GenerationParams:
     n: int = 1
     beams: BeamParams | None = None
     cache_salt: str = ""
-    receipt: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Any:

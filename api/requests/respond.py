@@ -17,7 +17,6 @@ from api.http.idempotency import idempotency_key, noted_digest
 from api.http.middleware import request_id
 from api.http.request_trace import trace_of
 from api.http.sse import Feed
-from api.receipts.terms import receipt_terms
 from api.requests.logits import accepts_bytes
 from api.requests.metrics import ARRIVED_S, durations
 from api.requests.pool import Pool
@@ -158,10 +157,7 @@ def new_answer(
         rendering = replace(rendering, as_file=True)
     requests = on_terms(request, requests, pool.settings, priority, service_tier)
     route = request.url.path
-    receipt = receipt_terms(requests, route, pool.tokenizer)
     terms = read_terms(request, own_id, streamed, resume_s, detached)
-    if receipt is not None:
-        terms = replace(terms, receipt_ms=round(1000 * pool.settings.receipt_ttl_s))
     answer = describe_answer(
         request_id=own_id,
         route=route,
@@ -171,7 +167,6 @@ def new_answer(
         prefixes=prefixes,
         rendering=rendering,
         terms=with_repetitions(request, terms, pool.settings),
-        receipt=receipt,
     )
     return traced(answer, trace_of(request.scope))
 

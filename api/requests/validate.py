@@ -75,7 +75,6 @@ async def make_requests(
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
         cache_salt=params.cache_salt,
-        receipt=params.receipt,
         num_choices=params.n,
         beams=searched_beams(params, len(prompt_ids), num_new, limits),
         pictures=shown.place(prompt_ids) if shown is not None else [],

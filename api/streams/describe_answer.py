@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from common.broker.keys import RESULT_TTL_MS, Keys
-from common.messages.answer import HttpAnswer, ReceiptTerms, Rendering, ResumeTerms
+from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.block_hashes import prompt_hashes
 from common.messages.codec import encode
 from common.messages.request import Generate
@@ -29,7 +29,6 @@ def describe_answer(
     prefixes: Sequence[str],
     rendering: Rendering,
     terms: ResumeTerms,
-    receipt: ReceiptTerms | None = None,
     created_s: int | None = None,
 ) -> HttpAnswer:
     """The answer to validated requests: those of the choices of the first prompt, then those of the next. A
@@ -54,7 +53,6 @@ def describe_answer(
         prefixes=list(prefixes),
         rendering=rendering,
         terms=terms,
-        receipt=receipt,
     )
 
 

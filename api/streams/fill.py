@@ -239,7 +239,6 @@ class Filler:
         if is_answer:
             await self.add_records(stream, 0, state.records)
             await self.read_logits(stream, state.num_final)
-            stream.runs = state.runs
         num_tokens = state.num_final if is_answer else 0
         request_id = stream.request.request_id
         stream.end(Terminal(request_id, state.terminal, num_tokens, state.error, state.error_type))

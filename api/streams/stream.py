@@ -20,7 +20,6 @@ from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.messages.events import FINISHED, Terminal, Tokens, unpack_tokens
 from common.messages.records import RECORD, TopTokens, unpack_ids, unpack_records
 from common.messages.request import Generate
-from common.messages.runs import Run
 
 MAX_AHEAD = 64
 """Events that a stream keeps until those before them have come; further ones are read from Redis."""
@@ -142,7 +141,6 @@ class Stream:
         reader, connection: numbers of its reader, and of the one on whose connection it is written.
         limit_headers: what its API key has left of its rates.
         logits: those that the request returns. They are read once it has finished; only then the stream ends.
-        runs: those that made its tokens, if the request has a receipt. They are read as `logits` are.
         ahead: index → (source, tokens) of events that came too early.
         awaited_end: the terminal, if it came before the last tokens.
     """
@@ -179,7 +177,6 @@ class Stream:
         self.tops: list[TopTokens] = []
         self.prompt = ScoredPrompt(request, self.prompt_ids)
         self.logits: bytes | None = None
-        self.runs: Sequence[Run] | None = None
         self.terminal: Terminal | None = None
         self.times = StreamTimes(request.service_class)
         self.deadline_s = math.inf
@@ -296,7 +293,7 @@ class Stream:
         return True
 
     def end(self, terminal: Terminal) -> bool:
-        """End the stream. Returns False if tokens before the end, logits or runs are missing, or if the
+        """End the stream. Returns False if tokens before the end or logits are missing, or if the
         answer has fewer tokens than the stream: then Redis must be read.
         """
         self.times.note_event()
@@ -304,9 +301,8 @@ class Stream:
             return True
         is_answer = terminal.reason in FINISHED
         lacks_logits = is_answer and self.request.logits is not None and self.logits is None
-        lacks_runs = is_answer and self.request.receipt and self.runs is None
         differs = is_answer and self.num_tokens > terminal.num_tokens
-        if self.num_tokens < terminal.num_tokens or differs or lacks_logits or lacks_runs:
+        if self.num_tokens < terminal.num_tokens or differs or lacks_logits:
             self.awaited_end = terminal
             return False
         self.terminal = terminal

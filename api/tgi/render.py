@@ -12,7 +12,6 @@ from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi
 from api.http.sse import MAX_ITEMS, Change, Feed, sse_frames
 from api.json import to_json
-from api.receipts.render import receipt_field
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import AnswerRenderer, time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
@@ -121,7 +120,6 @@ def render_last_frame(answer: HttpAnswer, stream: Stream, num_shown: int) -> byt
     details = None
     if answer.rendering.details:
         details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
-        details |= receipt_field(answer, [stream])
     return render_frame(stream, stream.num_tokens - 1, answer.prefix(0) + stream.text, details)
 
 
@@ -174,12 +172,7 @@ def render_response(answer: HttpAnswer, streams: Sequence[Stream], logits: Logit
     losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
     details = render_details(best)
     tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
-    return response | {
-        "details": details
-        | ({"best_of_sequences": losers} if losers else {})
-        | tops
-        | receipt_field(answer, streams)
-    }
+    return response | {"details": details | ({"best_of_sequences": losers} if losers else {}) | tops}
 
 
 def render_details(stream: Stream) -> dict[str, Any]:

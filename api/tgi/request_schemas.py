@@ -113,7 +113,7 @@ class GenerateParameters(BeamFields):
 
     @property
     def wants_details(self) -> bool:
-        return bool(self.details or self.decoder_input_details or self.receipt)
+        return bool(self.details or self.decoder_input_details)
 
 
 class GenerateRequest(Strict):
@@ -148,7 +148,6 @@ class GenerateRequest(Strict):
             has_inline_pictures=True,
             truncate=parameters.truncate,
             cache_salt=parameters.salt(),
-            receipt=bool(parameters.receipt),
             max_new_tokens=parameters.max_new_tokens,
             stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
             do_sample=bool(parameters.do_sample),

@@ -5,7 +5,6 @@ from typing import Literal
 from api.answers.logits import Logits
 from api.http.openapi import Absent, ApiObject, ErrorResponses, error_responses, only
 from api.openai.response_schemas import CAUSES
-from api.receipts.schemas import Receipt
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
@@ -59,8 +58,6 @@ class Details(GenerationDetails):
 
     best_of_sequences: list[BestOfSequence] = Absent
     """The other texts of `best_of`, or of a beam search."""
-    receipt: Receipt = Absent
-    """With `receipt`."""
 
 
 class GenerateResponse(ApiObject):
@@ -88,8 +85,6 @@ class StreamDetails(GenerationEnd):
     prefill: list[PrefillToken] = Absent
     tokens: list[Token] = Absent
     """Of a beam search: all tokens of the sequence."""
-    receipt: Receipt = Absent
-    """With `receipt`."""
 
 
 class StreamResponse(ApiObject):

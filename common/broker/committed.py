@@ -6,7 +6,7 @@ gaps with it and the batcher resumes requests with it, so both see the same.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode, from_map, unpack
 from common.messages.events import Events, TokenColumns, Tokens, pack_tokens, single_token
 from common.messages.records import RECORD
-from common.messages.runs import Run, read_runs
 
 T = TypeVar("T")
 LogItem = tuple[bytes, dict[bytes, bytes]]
@@ -34,7 +33,7 @@ AFTER_SEAL = f"({2**64 - 1}-"
 """How a position after a seal begins: nothing follows it."""
 FIELDS = (
     "digest worker attempt base crash_count cancel terminal num_tokens error error_type width prompt cached "
-    "counted runs builds"
+    "counted"
 ).split()
 """Fields of a request's hash, as `parse_state` takes them."""
 NO_FIELDS: list[bytes | None] = [None] * len(FIELDS)
@@ -57,7 +56,6 @@ class Committed:
             committed with the first generated token.
         num_cached: prompt tokens whose KV was cached when the run began that makes the first token; None if
             that is not known.
-        runs: those that made its tokens, where the request has them noted.
     """
 
     known: bool = False
@@ -77,7 +75,6 @@ class Committed:
     num_speculated: int = 0
     prompt: bytes | None = None
     num_cached: int | None = None
-    runs: Sequence[Run] = ()
 
     @property
     def is_live(self) -> bool:
@@ -134,7 +131,7 @@ async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]
 def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Committed:
     """Return the state of a request from its FIELDS and its string."""
     digest, worker, attempt, base, crashes, cancel, terminal, num_tokens, *rest = fields or NO_FIELDS
-    error, error_type, width, prompt, num_cached, num_counted, runs, builds = rest
+    error, error_type, width, prompt, num_cached, num_counted = rest
     state = Committed(
         known=digest is not None,
         worker=(worker or b"").decode(),
@@ -150,7 +147,6 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Com
         prompt=prompt,
         num_cached=None if num_cached is None else int(num_cached),
         num_counted=int(num_counted or 0),
-        runs=read_runs(runs or b"", builds or b""),
     )
     if not records:
         return state

@@ -115,7 +115,6 @@ def request_args(keys: Keys, request: Generate) -> Args:
         "logits_bytes": request.logits_bytes,
         "account": request.account_text,
         "webhook": request.webhook,
-        "receipt": "1" if request.receipt else "",
     }
 
 

@@ -82,7 +82,6 @@ class ResumeTerms:
         stored_ms: time that it is kept after its end, although it was answered; 0 if it is not stored.
         repeat_ms: the same, for repetitions of its request with the same `Idempotency-Key`; 0 without one.
         body: digest of that request's route and body.
-        receipt_ms: the same, for replays of an answer with a receipt; 0 without one.
     """
 
     owner: str = wire_field("ow", default="")
@@ -91,7 +90,6 @@ class ResumeTerms:
     stored_ms: int = wire_field("so", default=0)
     repeat_ms: int = wire_field("rt", default=0)
     body: str = wire_field("bo", default="")
-    receipt_ms: int = wire_field("rm", default=0)
 
     @property
     def needs_no_client(self) -> bool:
@@ -101,7 +99,7 @@ class ResumeTerms:
     @property
     def kept_ms(self) -> int:
         """Time that it is kept after its end, although it was answered; 0 if it is not."""
-        return max(self.stored_ms, self.repeat_ms, self.receipt_ms)
+        return max(self.stored_ms, self.repeat_ms)
 
     @property
     def keep_s(self) -> float:
@@ -109,18 +107,6 @@ class ResumeTerms:
         if self.needs_no_client:
             return math.inf
         return max((self.resume_ms or 0) / 1000, STORED_KEEP_S if self.kept_ms else 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiptTerms:
-    """What an answer's receipt shows of its gateway.
-
-    Attributes:
-        tokenizer, chat_template: SHA-256 of them; empty if there is none.
-    """
-
-    tokenizer: str = wire_field("tk")
-    chat_template: str = wire_field("ct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +198,6 @@ class HttpAnswer:
         response: of the Responses API.
         infer: of KServe's …/infer.
         vectors: None for an answer of tokens.
-        receipt: None where its client asked for none.
         trace: None where it is not sampled.
     """
 
@@ -232,7 +217,6 @@ class HttpAnswer:
     infer: InferOutputs | None = wire_field("in", default=None)
     trace: AnswerTrace | None = wire_field("tr", default=None)
     vectors: VectorAnswer | None = wire_field("ve", default=None)
-    receipt: ReceiptTerms | None = wire_field("rc", default=None)
 
     @property
     def numbered(self) -> bool:

@@ -196,7 +196,6 @@ class Generate:
             generates tokens.
         webhook: where the event of its end goes (webhook.py); its entry in the queue does not have it. Empty
             for none.
-        receipt: Redis notes which workers make its tokens (runs.py).
     """
 
     request_id: str = wire_field("id")
@@ -227,7 +226,6 @@ class Generate:
     pictures: list[Picture] = wire_field("pi", default_factory=list)
     pooling: PoolingParams | None = wire_field("po", default=None)
     webhook: bytes = wire_field("wh", default=b"")
-    receipt: bool = wire_field("rc", default=False)
 
     @property
     def service_class(self) -> str:

@@ -34,9 +34,7 @@ return {own_epoch, server}
 --- publish_plan
 -- needs: lib/fenced, lib/sealed
 -- Publish a plan, and set the worker of the rows that start with it: all of it, or nothing.
--- A request with a receipt notes its runs: lines of base, incarnation and the number of the worker's build
--- among `builds`. Those from the new base on have made no token.
--- KEYS plans, log, epoch, worker, ...
+-- KEYS plans, log, epoch, ...
 -- ARGV plan_id, payload, oldest, ttl_ms, incarnation, ...
 -- `oldest` plan id to keep. More keys: request of each row that starts. More arguments: attempt, base,
 -- num_cached of each.
@@ -58,10 +56,9 @@ if last and number > 1 then
   local last_epoch, last_number = parse(last[1])
   if last_epoch < own_epoch or (last_epoch == own_epoch and last_number < number - 1) then return {'GAP'} end
 end
-local refused, noted = {'refused'}, {}
+local refused = {'refused'}
 for i = first_key, #KEYS do
-  local request = redis.pcall('HMGET', KEYS[i], 'digest', 'terminal', 'cancel', 'runs')
-  noted[i] = request[4]
+  local request = redis.pcall('HMGET', KEYS[i], 'digest', 'terminal', 'cancel')
   if request.err or not request[1] or request[2] or request[3] then
     refused[#refused + 1] = i - first_key + 1
   end
@@ -70,29 +67,11 @@ if #refused > 1 then return refused end
 local added = redis.pcall('XADD', plans, 'MINID', oldest, plan_id, 'plan', payload)
 if type(added) == 'table' and added.err then return {'FENCED', added.err} end
 redis.call('PEXPIRE', plans, ttl_ms)
-local function note_run(request, runs, base)
-  local build, builds = redis.call('HGET', worker, 'build') or '', redis.call('HGET', request, 'builds') or ''
-  local number, place = 0, 0
-  for line in string.gmatch(builds, '([^\n]*)\n') do
-    number = number + 1
-    if line == build then place = number end
-  end
-  if place == 0 then
-    place = number + 1
-    redis.call('HSET', request, 'builds', builds .. build .. '\n')
-  end
-  local kept = ''
-  for first, rest in string.gmatch(runs, '(%d+)([^\n]*\n)') do
-    if tonumber(first) < tonumber(base) then kept = kept .. first .. rest end
-  end
-  redis.call('HSET', request, 'runs', kept .. base .. ' ' .. incarnation .. ' ' .. place .. '\n')
-end
 local arg = first_arg
 for i = first_key, #KEYS do
   local attempt, base, num_cached = ARGV[arg], ARGV[arg + 1], ARGV[arg + 2]
   arg = arg + 3
   redis.call('HSET', KEYS[i], 'worker', incarnation, 'attempt', attempt, 'base', base)
-  if noted[i] then note_run(KEYS[i], noted[i], base) end
   -- of the run that makes the first token: later ones compute a prompt that the client has been told of
   if base == '0' then redis.call('HSET', KEYS[i], 'cached', num_cached) end
 end

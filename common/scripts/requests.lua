@@ -8,14 +8,13 @@
 -- An API key has limits of its own, over all pools of the broker.
 -- KEYS requests, places, request, clock, usage, ...
 -- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer,
---      service_class, tenant, weight, num_prompt, logits_bytes, account, key, webhook, receipt, ...
+--      service_class, tenant, weight, num_prompt, logits_bytes, account, key, webhook, ...
 -- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
 -- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
 -- `logits_bytes`: the most bytes of logits that it returns; those of all requests are at most `max_bytes`.
 -- `account`: who pays for it, at what prices, with what budget (`read_account`), or ''.
 -- `webhook`: to whom the event of its end goes (`lib/webhooks`), or ''.
 -- A prompt of more tokens than may wait is admitted when no other waits, and so are more logits.
--- `receipt`: '1' where its runs are noted, else ''.
 -- `key`: the hash of what its API key has of its limits, or ''. More arguments, with a key: its most live
 -- requests, its requests and tokens a minute (0 is no limit), and what the request takes of these two: tokens
 -- of its prompt, and of its answer at most.
@@ -162,7 +161,6 @@ redis.call('HSET', request, 'digest', digest, 'channel', channel, 'gateway', gat
   'attempt', 0, 'base', 0, 'crash_count', 0, 'width', width)
 if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
 if webhook ~= '' then redis.call('HSET', request, 'webhook', webhook) end
-if receipt ~= '' then redis.call('HSET', request, 'runs', '') end
 return with_rates({'admitted', id})
 
 --- offer
@@ -174,14 +172,14 @@ return with_rates({'admitted', id})
 -- KEYS request, tokens, requests, places, clock, control, usage
 -- ARGV payload, digest, channel, gateway, width, made_by, made_in, num_tokens, records, prompt_records,
 --      num_cached, ttl_ms, resume, reopen, answer, reader, connection, service_class, num_prompt,
---      tenant, logits_bytes, account, key, webhook, receipt
+--      tenant, logits_bytes, account, key, webhook
 -- `width`: records of a token. `made_by`, `made_in`: worker and attempt that made the last token.
 -- `records` of the tokens, kept for `ttl_ms`; `prompt_records` and `num_cached`, of the prompt, may be ''.
 -- `resume`: the message to the batcher. `reopen` is '1' or ''. `answer` that this request begins, or ''.
 -- `reader`, `connection`: numbers of the reader, and of the one on whose connection it is written.
 -- `num_prompt`: tokens of its prompt. `logits_bytes`: the most bytes of logits that it returns.
 -- `account`: who pays for it, or ''. Tokens that this broker has not counted are counted.
--- `key`, `webhook`, `receipt`: as in `admit`; its rates are not asked again.
+-- `key`, `webhook`: as in `admit`; its rates are not asked again.
 -- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
 -- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
 -- longer count.
@@ -225,7 +223,6 @@ if not known or terminal then
   if num_cached ~= '' then redis.call('HSET', request, 'cached', num_cached) end
   if answer ~= '' then redis.call('HSET', request, 'answer', answer) end
   if webhook ~= '' then redis.call('HSET', request, 'webhook', webhook) end
-  if receipt ~= '' then redis.call('HSETNX', request, 'runs', '') end
   if account ~= '' then redis.call('HSET', request, 'account', account) end
   if account ~= '' and not known and num_tokens == 0 then meter.set_aside(usage, request, account, true) end
   set_tokens()

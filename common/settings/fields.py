@@ -181,7 +181,7 @@ class SettingFields(BaseModel):
     response_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
     """how long a stored response of /v1/responses is kept after its end (s)"""
     max_stored_responses: Count = 10_000
-    """stored responses, answers kept for an Idempotency-Key or a receipt; the oldest are deleted"""
+    """stored responses, answers kept for an Idempotency-Key; the oldest are deleted"""
     idempotency_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
     """how long after its end an answer is kept for requests with the same Idempotency-Key (s)"""
     webhook_secret: str | None = None
@@ -196,8 +196,6 @@ class SettingFields(BaseModel):
     """events that wait to be delivered; requests with a webhook are refused beyond it"""
     max_dead_webhooks: Count = 10_000
     """dead events that are kept; the oldest are deleted"""
-    receipt_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
-    """how long after its end an answer with a receipt is kept, so that it can be replayed (s)"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
     job_dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0

@@ -66,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def suggestion(word: str) -> str:
+    if word in GONE_COMMANDS:
+        return f"; {GONE_COMMANDS[word]}"
     near = difflib.get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1)
     return f"; the nearest is {near[0]}" if near else "; `tokenfleet --help` lists them"
 
@@ -132,6 +134,10 @@ def manage_or_start_jobs(argv: list[str]) -> int:
     replace_process("jobs", argv)
 
 
+GONE_COMMANDS = {
+    "replay": "the same request with the same `seed` gives the same tokens",
+}
+"""Commands that have left → what serves in their place."""
 JOB_WORDS = ("list", "show", "cancel", "retry", "dead")
 SECTIONS = {
     "Start a fleet": {
@@ -157,9 +163,6 @@ SECTIONS = {
         ),
         "explain": module_command(
             "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
-        ),
-        "replay": module_command(
-            "REQUEST_ID|FILE", "compute an answer again, and compare its tokens", "deploy.cli.replay"
         ),
         "batch": module_command(
             "run FILE", "answer the requests of a file, beside other work", "deploy.cli.batch.run"

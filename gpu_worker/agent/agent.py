@@ -194,7 +194,6 @@ class Agent:
                 "known": table.num_known,
                 "cached": table.num_cached,
                 **({"adapters": encode(state.adapters.message)} if self.worker.max_loras else {}),
-                **({"build": state.build.text} if state.build else {}),
             },
         )
         reply = await self.pool.run(call)

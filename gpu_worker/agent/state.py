@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from common.messages.events import INTERRUPTED
 from common.messages.plan import Plan
 from gpu_worker.agent.budgets import KeyBudgets
-from gpu_worker.agent.build import WorkerBuild
 from gpu_worker.agent.engine_adapters import EngineAdapters
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import Grant, StartRow, StepResult
@@ -128,7 +127,6 @@ class AgentState:
         adapters: those that the engine has loaded, and those that it has refused.
         step_times: (whether rows decode, whether prompts are computed) → number of such steps since the last
             report, their prompt tokens, their ms.
-        build: what receipts show of the worker; None shows nothing.
         idle: whether no row is held and everything is published.
     """
 
@@ -150,7 +148,6 @@ class AgentState:
     budgets: KeyBudgets = field(default_factory=KeyBudgets)
     adapters: EngineAdapters = field(default_factory=EngineAdapters)
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
-    build: WorkerBuild | None = None
 
     def make_grant(
         self,
@@ -219,7 +216,6 @@ class AgentState:
             step=self.step,
             until=self.until,
             adapters=self.adapters,
-            build=self.build,
         )
 
     def answer_takeover(self) -> None:

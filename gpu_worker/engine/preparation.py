@@ -89,5 +89,4 @@ def capacity_of(
         all_pictures=loaded.axis_rope is not None,
         max_rows=loaded.states.num_slots,
         pooling=loaded.pooling.kind if loaded.pooling else "",
-        inexact_because=loaded.inexact_because,
     )

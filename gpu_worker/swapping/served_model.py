@@ -13,7 +13,6 @@ from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.rank import RankInfo
 from common.settings.settings import Settings
-from gpu_worker.agent.build import WeightDigest, WorkerBuild
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
@@ -114,9 +113,7 @@ class ServedModel:
             worker = capacity(self.settings, ready, name, incarnation, directory)
             if self.state is None:
                 tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
-                digest = WeightDigest(self.settings, directory)
-                build = WorkerBuild(self.settings, ready, directory, digest)
-                self.state = AgentState(RowTable(tokenizer), build=build)
+                self.state = AgentState(RowTable(tokenizer))
         except BaseException:
             self.end()
             raise

@@ -67,7 +67,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 STATES_BLOCK_SIZE = 256
 """In a model without attention, whose blocks hold nothing: they only count tokens."""
-SPLIT_BY_SHAPE = "DETERMINISTIC is off, and on CUDA sums are split by the shape of a step"
 DraftLoader = Callable[[Settings, Path, LoadedModel, Communicator, model_files.Progress], Draft | None]
 """(settings, the model's directory, the model without a cache, ranks, progress) → what proposes tokens."""
 
@@ -113,13 +112,12 @@ def load(
     num_fused = try_to_fuse(loaded)
     loaded.deepstack = make_deepstack(loaded)
     loaded.attach(room.num_blocks)
-    reason = nondeterministic_because(settings, loaded, num_fused, communicator)
-    if settings.deterministic and reason:
+    if settings.deterministic and (
+        reason := nondeterministic_because(settings, loaded, num_fused, communicator)
+    ):
         raise SettingError(
             "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {reason}"
         )
-    is_split = device.type == "cuda" and not settings.deterministic
-    loaded.inexact_because = reason or (SPLIT_BY_SHAPE if is_split else "")
     return loaded
 
 

@@ -62,7 +62,6 @@ class LoadedModel:
         draft: what proposes tokens beside it.
         states: what rows keep beside the cache; none in a model of attention alone.
         pooling, vector_size: how it pools, and values of a vector; None and 0 if it generates.
-        inexact_because: why a token's bits may depend on what else runs; empty if they do not.
         cache: set by `attach`.
         asleep: set by `sleep`.
         adapters: where LoRA adapters lie on the device; None: it takes none.
@@ -88,7 +87,6 @@ class LoadedModel:
     draft: Draft | None = None
     pooling: PoolingConfig | None = None
     vector_size: int = 0
-    inexact_because: str = "it is not of a kind of which that is known"
     cache: KVCache = field(init=False)
     asleep: SleepingModel = field(init=False)
 

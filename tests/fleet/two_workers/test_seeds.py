@@ -1,10 +1,7 @@
-"""A seed determines the ids, whichever worker computes them, alone or in a full batch; so a replay has the
-same.
-"""
+"""A seed determines the ids, whichever worker computes them, alone or in a full batch."""
 
 import asyncio
 import json
-import sys
 from collections import Counter
 from typing import Any
 
@@ -32,8 +29,6 @@ SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 ENDLESS = 480
 """Tokens of long requests: they outlast the test, and the cache can hold all rows to their end."""
-NUM_REPLAYED = 60
-UNSEEDED = {"temperature": 0.9, "top_p": 0.95}
 NUM_BEFORE, NUM_BEHIND = 6, 10
 """Tokens before the death of a worker, and after it."""
 
@@ -152,73 +147,3 @@ async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
     drawn, redrawn = await asyncio.gather(*(generate(http, do_sample=True) for _ in range(2)))
     assert drawn["details"]["seed"] != redrawn["details"]["seed"]
     assert (await generate(http, do_sample=True, seed=drawn["details"]["seed"]))["ids"] == drawn["ids"]
-
-
-# --- replays ------------------------------------------------------------------------------------------
-
-
-async def digests_known(fleet: Fleet, redis: Redis) -> bool:
-    """Whether two workers are ready, and know the digests of their weights."""
-    builds = [await redis.hget(key, "build") async for key in redis.scan_iter(KEYS.worker("*"))]  # type: ignore[misc]
-    return fleet.workers_ready() == 2 and all(
-        json.loads(build or "{}").get("weights_sha256") for build in builds
-    )
-
-
-async def replay(http: httpx.AsyncClient, request_id: str) -> Any:
-    return await post(http, f"/requests/{request_id}/replay", {})
-
-
-@pytest.mark.slow
-async def test_answers_are_replayed_with_the_same_tokens(
-    fleet: Fleet, http: httpx.AsyncClient, redis: Redis, subtests: pytest.Subtests
-) -> None:
-    await wait_until(lambda: digests_known(fleet, redis))
-    for parameters in ({}, UNSEEDED, UNSEEDED | {"seed": 7}):
-        with subtests.test(parameters=parameters):
-            body = {
-                "prompt": PROMPT,
-                "max_tokens": 24,
-                "n": 2,
-                "receipt": True,
-                "temperature": 0,
-            } | parameters
-            answer = await post(http, "/v1/completions", body)
-            receipt = answer["receipt"]
-            assert [choice["seed"] is not None for choice in receipt["choices"]] == [bool(parameters)] * 2
-            [build] = receipt["builds"]
-            assert len(build["weights_sha256"]) == 64 and build["inexact_because"] is None
-            result = await replay(http, receipt["id"])
-            assert (result["equal"], result["exact"], result["differences"]) == (True, True, [])
-
-
-@pytest.mark.slow
-async def test_an_answer_whose_worker_was_killed_names_both_and_is_replayed(
-    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
-) -> None:
-    await wait_until(lambda: digests_known(fleet, redis))
-    reader = Stream()
-    parameters = UNSEEDED | {"max_new_tokens": NUM_REPLAYED, "ignore_eos": True, "receipt": True}
-    body = {"inputs": PROMPT, "parameters": parameters}
-    streaming = asyncio.create_task(stream(f"{fleet.base_url}/generate_stream", body, reader))
-    await wait_until(lambda: len(reader.ids) >= NUM_BEFORE)
-    [request] = await live_requests(redis)
-    await kill_worker_of(redis, request)
-    await streaming
-    result = await replay(http, request.rpartition(":")[2])
-    assert (result["equal"], result["exact"], result["reasons"]) == (True, True, [])
-    runs = reader.frames[-1]["details"]["receipt"]["choices"][0]["runs"]
-    assert len({run["worker"] for run in runs}) == 2
-    assert sum(run["num_tokens"] for run in runs) == NUM_REPLAYED
-    printed = await run_command("replay", request.rpartition(":")[2], "--url", fleet.base_url)
-    assert f"equal, all {NUM_REPLAYED} tokens" in printed and "must be the same" in printed
-
-
-async def run_command(*words: str) -> str:
-    """What `tokenfleet` prints; its exit code must be 0."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "deploy.cli", *words), stdout=asyncio.subprocess.PIPE
-    )
-    printed, _ = await process.communicate()
-    assert process.returncode == 0, printed
-    return printed.decode()

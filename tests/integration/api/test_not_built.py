@@ -41,6 +41,13 @@ def tag(tag_format: dict[str, Any]) -> dict[str, Any]:
 
 
 REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
+    "receipts and replays": [
+        (COMPLETIONS, {"prompt": "a", "receipt": True}, "`receipt`"),
+        (CHAT, user("a") | {"receipt": True}, "`receipt`"),
+        (RESPONSES, {"input": "a", "receipt": True}, "`receipt`"),
+        ("/v1/messages", user("a") | {"max_tokens": 4, "receipt": True}, "`receipt`"),
+        ("/generate", {"inputs": "a", "parameters": {"receipt": True}}, "`receipt`"),
+    ],
     "audio, video and files": [
         (CHAT, user([{"type": kind}]), kind) for kind in ("input_audio", "video_url", "file", "input_file")
     ],
@@ -106,11 +113,6 @@ NOT_ASKED = {
     "fewer batch rows": "callers wait longer, nothing is refused",
     "moving a scheduled job": "no request can ask for it",
     "chains of jobs": "no request can ask for it",
-    "of beam searches": "tests/integration/api/receipts",
-    "on `/vertex` and KServe": "tests/integration/api/receipts",
-    "replays of jobs": "nothing there asks for it",
-    "what computed before": "no request can ask for it",
-    "the digest of a model": "no request can ask for it",
     "`file_id`": "tests/integration/api/pictures asks a model that sees",
     "storing responses": "tests/integration/api/pictures asks a model that sees",
     "the rank of a token": "null stands in its place",

@@ -119,10 +119,6 @@ def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes
     return pack_ids([token_id for token_id, _ in others]), pack_floats([logprob for _, logprob in others])
 
 
-BUILD = '{"weights_sha256": "abc"}'
-"""What the worker says of itself in receipts."""
-
-
 class FakeWorker:
     """A worker that answers with `answer`. `pause` makes it keep all it holds until `going` is set.
 
@@ -227,8 +223,6 @@ class FakeWorker:
         self.seen.append(request)
         self.live[request.request_id] = live = self.row(entry_id, request)
         placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
-        if request.receipt:
-            placed |= {"runs": f"0 {self.incarnation} 1\n", "builds": f"{BUILD}\n"}
         await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
 
     def row(self, entry_id: bytes, request: Generate) -> Live:

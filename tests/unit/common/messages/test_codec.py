@@ -10,7 +10,6 @@ from common.messages.answer import (
     HttpAnswer,
     InferOutputs,
     Reading,
-    ReceiptTerms,
     Rendering,
     VectorAnswer,
 )
@@ -127,9 +126,8 @@ EXAMPLES = [
             "ac": None,
             "ad": "",
             "pi": [],
-            "po": {"ps": 4, "et": False},
+            "po": {"ps": 4},
             "wh": b"",
-            "rc": False,
         },
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
@@ -141,7 +139,6 @@ EXAMPLES = [
             infer=InferOutputs("own", [("x", False, [2, 1])]),
             trace=AnswerTrace("00-1-2-01", "2", 9),
             vectors=VectorAnswer("rerank", num_queries=1, texts=["t"]),
-            receipt=ReceiptTerms("12", "34"),
         ),
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
@@ -153,8 +150,7 @@ EXAMPLES = [
             }
             | {"ti": False, "ni": False, "pt": None, "js": False, "sf": False}
         }
-        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0, "rt": 0, "bo": "", "rm": 0}, "rp": None}
-        | {"rc": {"tk": "12", "ct": "34"}}
+        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0, "rt": 0, "bo": ""}, "rp": None}
         | {"in": {"i": "own", "o": [["x", False, [2, 1]]]}}
         | {"tr": {"r": "00-1-2-01", "p": "2", "s": 9}}
         | {
@@ -167,9 +163,7 @@ EXAMPLES = [
                 "r": False,
                 "t": 0,
                 "x": ["t"],
-                "l": [],
             }
-            | {"s": False}
         },
     ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),

@@ -1,6 +1,5 @@
 """Lua scripts of the batcher: the lease, plans, and what is committed of requests."""
 
-from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -9,12 +8,9 @@ from common.broker import batcher_scripts, request_scripts
 from common.broker.batcher_scripts import LeaseReply, PlanReply, SavedRequest
 from common.broker.client import read_server_id
 from common.broker.lua import run_script
-from common.messages.runs import read_runs
 from tests.support.scripts import (
     KEYS,
-    REQUEST,
     admit,
-    admit_request,
     cancel,
     create_logs,
     publish_plan,
@@ -41,21 +37,6 @@ async def test_the_run_that_makes_the_first_token_says_how_much_of_the_prompt_wa
     for number, (attempt, base, cached) in enumerate([(1, 0, b"16"), (2, 0, b"32"), (3, 1, b"32")], 1):
         await publish_plan(redis, f"5-{number}", [("r1", attempt, base)])
         assert await redis.hget(KEYS.request("r1"), "cached") == cached  # type: ignore[misc]
-
-
-async def test_a_request_with_a_receipt_notes_the_runs_that_made_tokens(redis: Redis) -> None:
-    """A run that ended without a token leaves no trace; a build is kept once."""
-    await admit_request(redis, replace(REQUEST, receipt=True), b"x")
-    await admit(redis, "r2")
-    await create_logs(redis)
-    for number, (base, build) in enumerate([(0, "old"), (0, "a"), (7, ""), (7, "b"), (9, "a")], 1):
-        await redis.hset(KEYS.worker("w1"), "build", build)  # type: ignore[misc]
-        await publish_plan(redis, f"5-{number}", [("r1", number, base), ("r2", number, base)])
-    runs, builds = await redis.hmget(KEYS.request("r1"), ["runs", "builds"])  # type: ignore[misc]
-    noted = [(run.base, run.worker, run.build) for run in read_runs(runs, builds)]
-    assert noted == [(0, "w1", b"a"), (7, "w1", b"b"), (9, "w1", b"a")]
-    assert builds.count(b"a\n") == 1
-    assert not await redis.hexists(KEYS.request("r2"), "runs")  # type: ignore[misc]
 
 
 async def test_an_older_epoch_is_fenced(redis: Redis) -> None:
