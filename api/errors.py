@@ -168,9 +168,9 @@ def overloaded(
     return ApiError(429, "overloaded", text, retry_after_s=retry_after_s, headers=headers)
 
 
-def insufficient_quota(retry_after_s: int) -> ApiError:
+def insufficient_quota(why: str, retry_after_s: int | None = None) -> ApiError:
     """A request for which its API key's budget has no room. OpenAI's clients know the code."""
-    text = "Your API key has reached its budget of this month: it begins anew with the next (UTC)"
+    text = f"The budget of your API key for this month has no room for this request{why}"
     return ApiError(429, INSUFFICIENT_QUOTA, text, code=INSUFFICIENT_QUOTA, retry_after_s=retry_after_s)
 
 

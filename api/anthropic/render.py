@@ -208,8 +208,11 @@ class MessageRenderer:
         return "max_tokens" if reason == "length" or is_within_call else "end_turn"
 
     def usage(self) -> dict[str, Any]:
-        """Token counts; of the generated tokens, only those that were taken."""
-        num_cached = self.stream.prompt.num_cached if self.stream.ids else 0
+        """Token counts; of the generated tokens, only those that were taken. Before the first of them nobody
+        knows what was cached, so a stream that is rendered again does not say it there either.
+        """
+        has_begun = self.ended or self.choice.text.num_tokens
+        num_cached = self.stream.num_cached if has_begun else 0
         return {
             "input_tokens": self.answer.num_prompt_tokens - num_cached,
             "cache_creation_input_tokens": 0,

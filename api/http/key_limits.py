@@ -5,7 +5,7 @@ OpenAI's API: in headers of the answer, and in the error of a request beyond a l
 import math
 from collections.abc import Mapping
 
-from api.errors import ApiError
+from api.errors import ApiError, invalid
 from common.api_keys import ApiKey
 from common.broker.request_scripts import AdmitReply, KeyCharge, LeftOfRates
 from common.messages.request import Generate
@@ -32,6 +32,18 @@ def charge_for(key: ApiKey, request: Generate, place: int, per_prompt: int) -> K
         num_asked=0 if place % per_prompt else request.num_prompt,
         num_answer=0 if request.pooling else request.stopping.max_new_tokens * num_sequences,
     )
+
+
+def check_number(key: ApiKey, num_requests: int) -> None:
+    """Raises ApiError (422) if a client's request, with a choice of each prompt as a request of its own, is
+    beyond its key's limit for itself.
+    """
+    if 0 < key.max_concurrent < num_requests:
+        text = (
+            f"This request has {num_requests} choices of its prompts. The API key {key.key_id} may have "
+            f"{key.max_concurrent} live requests, and each choice is one"
+        )
+        raise invalid(text, "max_concurrent")
 
 
 def limit_headers(key: ApiKey, left: LeftOfRates | None) -> dict[str, str]:

@@ -1,10 +1,13 @@
 """Job worker: the process of an arq worker that runs its functions as jobs of the fleet. It serialises them
-by msgpack, never by pickle, because any program may write to the keys.
+by msgpack and never reads a pickle, because any program may write to the keys. Only the error of a job that
+was pickled is one, so that its client can read it.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ import msgpack
 import uvloop
 from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
+from arq.jobs import SerializationError, deserialize_job_raw
 from arq.worker import Function, Worker, func
 
 from api.event_loop import repeat_forever
@@ -75,11 +79,14 @@ class JobWorker(Worker):
         """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
         another worker waits for it.
         """
+        why = ""
         if "not_before" in content:
-            why = (
-                "Input validation error: `not_before` is no argument: use arq's `_defer_until` or `_defer_by`"
-            )
-            raise JobFailed(to_json({"error": why, "error_type": "validation"}).decode())
+            why = "`not_before` is no argument: use arq's `_defer_until` or `_defer_by`"
+        elif name := find_not_finite(content):
+            why = f"`{name}` must be a finite number"
+        if why:
+            body = {"error": f"Input validation error: {why}", "error_type": "validation"}
+            raise JobFailed(to_json(body).decode())
         api_key = content.pop("api_key", None)
         key = {"api_key": api_key} if isinstance(api_key, str) else {}
         try:
@@ -111,6 +118,8 @@ class JobWorker(Worker):
         """
         if self.tasks or await self.idle_client.execute("EXISTS", self.queue_name, abort_jobs_ss):
             await super()._poll_iteration()
+            if not self.tasks:
+                await self.drop_aborts()
         else:
             await self.heart_beat()
             await asyncio.sleep(until_beat(IDLE_POLL_S))
@@ -122,6 +131,22 @@ class JobWorker(Worker):
                 if name.decode(errors="ignore").encode() != name:
                     log.error("%r is dropped from %s: it is not the name of a job", name, key)
                     await self.pool.zrem(key, name)
+
+    async def drop_aborts(self) -> None:
+        """Drop aborts of jobs that are not there, so that nobody polls for them."""
+        for name in await self.pool.zrange(abort_jobs_ss, 0, -1):
+            if not await self.pool.exists(job_key_prefix + name.decode()):
+                await self.pool.zrem(abort_jobs_ss, name)
+
+    async def drop_earlier_abort(self, job_id: str) -> None:
+        """Drop an abort that was sent before this job was queued: it was that of another job with its id."""
+        sent_ms = await self.pool.zscore(abort_jobs_ss, job_id)
+        if sent_ms is None or not (data := await self.pool.get(job_key_prefix + job_id)):
+            return
+        with contextlib.suppress(SerializationError):
+            *_, queued_ms = deserialize_job_raw(data, deserializer=self.job_deserializer)
+            if sent_ms <= queued_ms:
+                await self.pool.zrem(abort_jobs_ss, job_id)
 
     async def heart_beat(self) -> None:
         """Renew the claim on this worker's jobs. When the worker dies the claim expires, and others take
@@ -153,6 +178,7 @@ class JobWorker(Worker):
         """
         try:
             if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
+                await self.drop_earlier_abort(job_id)
                 await super().run_job(job_id, score)
             else:
                 log.error("job %s is dropped: arq did not write its key", job_id)
@@ -192,6 +218,20 @@ def job_functions(run_in_fleet: Any) -> list[Function]:
     ]
 
 
+def find_not_finite(content: dict[str, Any]) -> str:
+    """The name of an argument that JSON cannot express; empty if there is none."""
+    left: list[tuple[str, Any]] = [*content.items()]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return name
+        if isinstance(value, dict):
+            left += [(f"{name}.{key}", one) for key, one in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{name}[{i}]", one) for i, one in enumerate(value)]
+    return ""
+
+
 def with_terms(fields: dict[str, Any]) -> dict[str, Any]:
     """Arguments that are fields of a job, and the others, its parameters."""
     terms = {name: fields.pop(name) for name in TERMS if name in fields}
@@ -201,8 +241,17 @@ def with_terms(fields: dict[str, Any]) -> dict[str, Any]:
 # --- serializer ---------------------------------------------------------------------------------------------
 
 
+class PickledJob(ValueError):
+    """A job of a client with arq's default serializer."""
+
+
 def pack(data: Packed) -> bytes:
-    """Serialise a job or its result; an exception becomes its text."""
+    """Serialise a job or its result; an exception becomes its text. The error of a job that was pickled is
+    pickled.
+    """
+    cause = getattr(data.get("r"), "__cause__", None)
+    if isinstance(cause, PickledJob):
+        return pickle.dumps(data | {"r": ValueError(str(cause))})
     packed: bytes = msgpack.packb(data, default=exception_text)
     return packed
 
@@ -221,6 +270,11 @@ def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
     def unpack(data: bytes) -> Packed:
         if len(data) > max_bytes:
             raise ValueError(f"the job is larger than {max_bytes} bytes")
+        if data[:1] == pickle.PROTO:
+            raise PickledJob(
+                "this queue reads no pickles: give `create_pool` job_serializer=msgpack.packb and "
+                "job_deserializer=msgpack.unpackb (docs/arq.md)"
+            )
         job = msgpack.unpackb(data)
         if not isinstance(job, dict) or not is_job(job):
             raise ValueError("not a job")

@@ -38,9 +38,8 @@ def check_model(job: Job, settings: Settings) -> None:
     """Raises ApiError (404) for models of other pools, each of which has its own stream of jobs."""
     model = job.body and job.body.model
     if model and not names_own(model, settings):
-        raise model_not_found(
-            f"The model `{cut(model)}` is not served here: a job goes to the stream of its own pool"
-        )
+        text = f"The model `{cut(model)}` is not that of the pool {settings.pool}, nor an adapter of it"
+        raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
 
 
 async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:

@@ -135,7 +135,7 @@ class ChoicesRenderer(ABC):
 
     def final_usage(self) -> dict[str, Any]:
         """Token counts, once all choices have ended. Only the first choice of a prompt computes it."""
-        num_cached = sum(choice.stream.prompt.num_cached for choice in self.choices[:: self.answer.n])
+        num_cached = sum(choice.stream.num_cached for choice in self.choices[:: self.answer.n])
         return {**self.usage(), "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def echoed_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:

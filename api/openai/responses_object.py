@@ -180,10 +180,9 @@ class ResponseObjectRenderer:
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, only those that were taken."""
         num_input, num_output = self.answer.num_prompt_tokens, self.choice.text.num_tokens
-        num_cached = self.stream.prompt.num_cached if self.stream.ids else 0
         return {
             "input_tokens": num_input,
-            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.stream.num_cached, "cache_write_tokens": 0},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": num_input + num_output,

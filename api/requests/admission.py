@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionEr
 from api.errors import ApiError, broker_errors, conflict, insufficient_quota, overloaded, unavailable
 from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.http.idempotency import Repeated
-from api.http.key_limits import LIMITS, beyond_limit, charge_for, limit_headers
+from api.http.key_limits import LIMITS, beyond_limit, charge_for, check_number, limit_headers
 from api.http.key_ring import KeyRing
 from api.pictures.keep import PictureKeeper
 from api.prompts.tokenizer import ModelTokenizer
@@ -107,6 +107,8 @@ class Admission:
         """As `submit`, for the requests of all choices or none; the answer is kept with the first one. Raises
         Repeated if there is an answer already.
         """
+        if answer.requests[0].key_id:
+            check_number(self.keys.named(answer.requests[0].key_id), len(answer.requests))
         kept, per_prompt = encode(answer), len(answer.requests) // len(answer.prompts)
         streams: list[Stream] = []
         is_repeated, may_repeat = False, answer.terms.repeat_ms > 0
@@ -203,7 +205,7 @@ class Admission:
                 reply = await self.client.run(call)
         if reply.outcome not in ("admitted", "attached"):
             await self.let_go(request)
-            raise not_admitted(reply, request.tenant, charge)
+            raise not_admitted(reply, request, charge)
         return reply
 
     @contextlib.asynccontextmanager
@@ -338,17 +340,24 @@ class Admission:
                 task.cancel()
 
 
-def not_admitted(reply: AdmitReply, tenant: str, charge: KeyCharge | None) -> ApiError:
+def not_admitted(reply: AdmitReply, request: Generate, charge: KeyCharge | None) -> ApiError:
     """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
     there may be room; where a budget is reached, until the next month.
     """
     if reply.outcome == "conflict":
         return conflict("request")
     if reply.outcome == "budget":
-        return insufficient_quota(math.ceil(seconds_to_next_month(time.time())))
+        budget = charge.key.budget_tokens if charge else 0
+        if 0 < budget <= request.num_prompt:
+            return insufficient_quota(
+                f": its {budget} tokens are fewer than a prompt of {request.num_prompt} needs"
+            )
+        return insufficient_quota(
+            ": it begins anew with the next (UTC)", math.ceil(seconds_to_next_month(time.time()))
+        )
     headers = limit_headers(charge.key, reply.left) if charge else {}
     if charge and reply.outcome in LIMITS:
         return beyond_limit(charge.key, reply, headers)
     wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(reply.wait_ms / 1000)))
-    why = f": tenant {tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
+    why = f": tenant {request.tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
     return overloaded(why, wait_s, headers)

@@ -25,7 +25,7 @@ def note_streams(record: AccessRecord, model: str, streams: Sequence[Stream], le
             "tenant": request.tenant,
             "class": request.service_class,
             "prompt_tokens": sum(map(len, {stream.request.prompt_ids for stream in streams})) // 4,
-            "cached_tokens": streams[0].prompt.num_cached,
+            "cached_tokens": streams[0].num_cached,
             "completion_tokens": sum(one.num_tokens for stream in streams for one in stream.outputs),
             "choices": len(streams) if len(streams) > 1 else None,
             "queue_s": round(max(queued), 3) if queued else None,

@@ -73,7 +73,7 @@ def response_attributes(streams: Sequence[Stream]) -> dict[str, Value]:
     known: dict[str, Value] = {
         "gen_ai.usage.input_tokens": sum(map(len, prompts)) // 4,
         "gen_ai.usage.output_tokens": sum(stream.num_tokens for stream in streams),
-        "gen_ai.usage.cache_read.input_tokens": streams[0].prompt.num_cached,
+        "gen_ai.usage.cache_read.input_tokens": streams[0].num_cached,
         "gen_ai.response.finish_reasons": reasons,
     }
     if first_s := first_token_s(streams):

@@ -194,6 +194,11 @@ class Stream:
         return len(self.ids)
 
     @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that were cached; 0 before the first token."""
+        return self.prompt.num_cached if self.ids else 0
+
+    @property
     def num_records(self) -> int:
         """Number of log-probabilities that a response may have, of tokens and of the likeliest."""
         num_tokens = self.num_tokens * self.request.width

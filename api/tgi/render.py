@@ -163,11 +163,13 @@ def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
 
 
 def render_response(answer: HttpAnswer, streams: Sequence[Stream], logits: LogitsRenderer) -> dict[str, Any]:
-    """The response with the best text; each text begins with the prefix. Its details have the others."""
+    """The response with the best text; each text begins with the prefix. Its details have the others; those
+    of a beam search are shown unasked.
+    """
     best, *others = rank(streams)
     prefix = answer.prefix(0)
     response = {"generated_text": prefix + best.text} | logits.fields(best, best.num_tokens)
-    if not answer.rendering.details:
+    if not answer.rendering.details and not (best.request.beams and others):
         return response
     losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
     details = render_details(best)

@@ -165,4 +165,7 @@ async def test_a_key_at_its_budget_is_refused_until_the_next_month(clients: Clie
     error = refused.json()["error"]
     assert (refused.status_code, error["type"], error["code"]) == (429, *["insufficient_quota"] * 2)
     assert 0 < int(refused.headers["retry-after"]) <= 31 * 86400
+    long = await clients.ask("poor", prompt="one " * 20)
+    assert (long.status_code, "retry-after" in long.headers) == (429, False)
+    assert "12 tokens are fewer than a prompt of 21 needs" in long.json()["error"]["message"]
     assert (await clients.ask("full")).status_code == 200

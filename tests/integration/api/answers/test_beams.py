@@ -85,7 +85,9 @@ async def test_generate_has_the_best_text_and_the_others_in_its_details(broker: 
     async with answering(broker.url, ANSWER) as (_, _, client):
         response = await client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
         plain = await client.post("/generate", json={"inputs": "Hi", "parameters": BEAMS})
-    assert plain.json() == {"generated_text": TEXTS[0]}
+    assert plain.json()["generated_text"] == TEXTS[0]
+    shown = plain.json()["details"]["best_of_sequences"]
+    assert [one["generated_text"] for one in shown] == [*TEXTS[1:]], "also where nobody asks for details"
     found = response.json()
     assert found["generated_text"] == f"Hi{TEXTS[0]}"
     best, others = found["details"], found["details"].pop("best_of_sequences")

@@ -126,6 +126,7 @@ async def test_completions_and_their_errors(broker: Broker, tmp_path: Path) -> N
     assert output[0]["response"]["body"]["choices"] == single["choices"]
     assert len(output[1]["response"]["body"]["choices"]) == 2
     assert [line["response"]["status_code"] for line in errors] == [400, 404]
+    assert "nor an adapter of it" in errors[1]["response"]["body"]["error"]["message"]
 
 
 async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ async def test_a_key_has_exactly_its_live_requests_over_all_gateways(broker: Bro
         await wait_until(has_none)
 
 
+async def test_more_choices_than_a_key_may_have_at_once_are_refused_for_that(
+    broker: Broker, redis: Redis
+) -> None:
+    key = await add_key(redis, max_concurrent=2)
+    async with two_gateways(broker) as (worker, clients):
+        for more in ({"n": 3}, {"prompt": ["a", "b", "c"]}):
+            refused = await clients[0].post("/v1/completions", json=SHORT | more, headers=bearer(key))
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["param"] == "max_concurrent" and "3 choices" in error["message"]
+        assert not worker.seen
+
+
 async def test_live_requests_are_counted_anew_where_the_sum_is_lost(broker: Broker, redis: Redis) -> None:
     key = await add_key(redis, max_concurrent=2)
     async with two_gateways(broker) as (worker, clients):
