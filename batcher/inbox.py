@@ -28,6 +28,8 @@ from common.messages.request import Generate
 
 NUM_WATCHING = 8
 """XREADs that wait at the broker for the next entry of the stream that is watched."""
+WATCH_MS = 5000
+"""The longest wait of one of them: a broker that sends nothing for longer is given up."""
 RETRY_S = 0.2
 MAX_ENTRIES_READ = 256
 """Entries of each stream in one read."""
@@ -158,7 +160,7 @@ class Inbox:
 
     async def watch_once(self, stream: str) -> None:
         """Have XREADs wait at the broker until the connection is lost; raises its error."""
-        xread = "XREAD", "COUNT", MAX_ENTRIES_READ, "BLOCK", 0, "STREAMS", stream, "$"
+        xread = "XREAD", "COUNT", MAX_ENTRIES_READ, "BLOCK", WATCH_MS, "STREAMS", stream, "$"
 
         def on_reply(reply: Any) -> None:
             if isinstance(reply, Exception):

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 """Pauses before a new subscription, doubled each time."""
+PING_S = 5.0
+"""How often the broker is asked for a sign of life: a subscription may have no message for hours."""
 AUDIT_S = 1.0
 SILENCE_S = 5.0
 """A stream without an event or a fill for this time is filled."""
@@ -136,7 +138,9 @@ class Relay:
         self.connection = connection = await FastConnection.connect(self.client.redis, self.on_reply)
         try:
             connection.send("SUBSCRIBE", self.channel, *self.followed)
-            await connection.closed
+            while not (await asyncio.wait([connection.closed], timeout=until_beat(PING_S)))[0]:
+                connection.send("PING")
+            connection.closed.result()
         finally:
             self.connection = None
             connection.close()

@@ -7,10 +7,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
+from weakref import WeakSet, ref
 
 import hiredis
 import redis.asyncio
@@ -20,6 +21,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     InvalidResponse,
+    MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -27,12 +29,21 @@ from redis.exceptions import (
 )
 
 from common.broker.outage import MAX_PAUSE_S, OUTAGE
+from common.process.event_loop import until_beat
 from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
 
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_S = 15.0
+"""The longest wait for a reply; then the connection is given up. Reads that wait at the broker wait less."""
+NUM_LOOKS = 3
+"""A broker that owes a reply is given up after so many looks, within ANSWER_S, at which it was silent. With a
+single one, a process that was stopped would give up a broker whose replies it has not read yet.
+"""
 MIN_VERSION = (7, 0)
 NO_EVICTION = "noeviction"
+DEMOTED = (ReadOnlyError, MasterDownError)
+"""What a server answers that was the primary and is a replica now."""
 ERRORS = (RedisError, OSError)
 """What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
@@ -99,9 +110,9 @@ def read_address(text: str) -> tuple[str, int]:
 def connect(url: str, **options: Any) -> redis.asyncio.Redis:
     """Return a client with its own connection pool; it connects with its first command. Replies are bytes.
 
-    A command waits for its reply for as long as the connection lives, as XREAD may block; a vanished peer is
-    noticed by TCP keep-alive within about 11 s. The client never repeats a command: callers retry, and
-    scripts are safe to repeat. With TLS the broker's certificate must be trusted and name its host.
+    A command that has no reply within ANSWER_S raises TimeoutError; a vanished peer is noticed by TCP
+    keep-alive within about 11 s. The client never repeats a command: callers retry, and scripts are safe to
+    repeat. With TLS the broker's certificate must be trusted and name its host.
     """
     # a user needs no right to say which library this is
     defaults: dict[str, Any] = {
@@ -118,7 +129,7 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
     client: redis.asyncio.Redis = make_client(url, **(defaults | password | options))
     pool = client.connection_pool
     is_unix = pool.connection_class is UnixDomainSocketConnection
-    pool.connection_class = with_own_sending(UnixConnection if is_unix else pool.connection_class)
+    pool.connection_class = for_one_client(UnixConnection if is_unix else pool.connection_class)
     return client
 
 
@@ -152,23 +163,103 @@ class UnixConnection(UnixDomainSocketConnection):
             self._reader, self._writer = await asyncio.open_unix_connection(self.path)
 
 
-def with_own_sending(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    """Return a connection class that packs commands in C, which redis-py does in its synchronous client only,
-    and that raises ConnectionError for a closed connection, where uvloop raises RuntimeError.
+class BrokerConnection(AbstractConnection):
+    """What every connection to a broker does beside what redis-py's does; `for_one_client` joins both.
+
+    It packs commands in C, which redis-py does in its synchronous client only; gives up a broker that does
+    not answer; raises ConnectionError for a closed connection, where uvloop raises RuntimeError; and leaves a
+    server that is no primary any more.
+
+    Attributes:
+        opened: the connections of its client.
+        num_due: replies that are still to come, or 1 for any number of them.
+        num_silent: looks in a row at which one was to come, and nothing had come since the look before.
+        gave_up: whether it was closed for that.
+        before_look: called before each look.
     """
 
-    class OwnSending(kind):  # type: ignore[misc,valid-type]
-        def pack_command(self, *command: Any) -> list[bytes]:
-            # redis-py passes names of two words, such as "XGROUP CREATE", as one argument
-            return [hiredis.pack_command((*command[0].split(), *command[1:]))]
+    opened: WeakSet["BrokerConnection"]
+    num_due = 0
+    num_silent = 0
+    gave_up = False
+    before_look: Callable[[], None] | None = None
+    next_look: asyncio.TimerHandle | None = None
 
-        async def send_packed_command(self, *args: Any, **options: Any) -> None:
-            try:
-                await super().send_packed_command(*args, **options)
-            except RuntimeError as error:
-                raise redis.exceptions.ConnectionError("Connection closed by server.") from error
+    async def on_connect(self) -> None:
+        self.opened.add(self)
+        self.gave_up = False
+        if self.next_look is not None:
+            self.next_look.cancel()
+        look_later(self)
+        await super().on_connect()
 
-    return OwnSending
+    def pack_command(self, *command: Any) -> list[bytes]:
+        # redis-py passes names of two words, such as "XGROUP CREATE", as one argument
+        return [hiredis.pack_command((*command[0].split(), *command[1:]))]
+
+    async def send_packed_command(self, *args: Any, **options: Any) -> None:
+        self.num_due = 1
+        try:
+            await super().send_packed_command(*args, **options)
+        except RuntimeError as error:
+            raise redis.exceptions.ConnectionError("Connection closed by server.") from error
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        self.num_due = 1
+        try:
+            # not that of Sentinel's connections, which would close this one alone
+            return await AbstractConnection.read_response(self, *args, **options)
+        except DEMOTED:
+            self.leave_replica()
+            raise
+        except redis.exceptions.ConnectionError:
+            if self.gave_up:
+                raise TimeoutError from None
+            raise
+        finally:
+            self.num_due = self.num_silent = 0
+
+    def look(self) -> None:
+        """Close the connection if the broker owes a reply and has been silent for long."""
+        if self.before_look is not None:
+            self.before_look()
+        transport = cast(asyncio.Transport, cast(asyncio.StreamWriter, self._writer).transport)
+        self.num_silent += self.num_due > 0 and transport.is_reading()
+        if self.num_silent >= NUM_LOOKS:
+            self.gave_up = True
+            transport.abort()
+
+    def leave_replica(self) -> None:
+        """Close all connections of this client: others may lead to the replica, too, and one that only reads
+        would never learn it.
+        """
+        for one in [*self.opened]:
+            one._close()  # type: ignore[no-untyped-call]
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether the broker has ended the connection, or has sent something, since the last reply."""
+        assert self._reader is not None
+        is_over = self._reader.at_eof() or self._reader.exception() is not None
+        return is_over or not self._socket_is_empty()  # type: ignore[no-untyped-call]
+
+
+def look_later(connection: BrokerConnection) -> None:
+    """Look at a connection again and again while it is open."""
+    connection.next_look = asyncio.get_running_loop().call_later(
+        until_beat(ANSWER_S / NUM_LOOKS), look_again, ref(connection)
+    )
+
+
+def look_again(found: ref[BrokerConnection]) -> None:
+    if (connection := found()) is not None and connection.is_connected:
+        connection.look()
+        look_later(connection)
+
+
+def for_one_client(kind: type[AbstractConnection]) -> type[BrokerConnection]:
+    """Return the class of one client's connections."""
+    return cast(type[BrokerConnection], type(kind.__name__, (BrokerConnection, kind), {"opened": WeakSet()}))
 
 
 def keepalive_options() -> dict[int, int]:

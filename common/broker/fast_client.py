@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import hiredis
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection, DefaultParser
-from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ReadOnlyError
+from redis.asyncio.connection import DefaultParser
+from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
+from common.broker.client import DEMOTED, BrokerConnection
 from common.broker.lua import Argument, Reply, ScriptCall
 
 INCOMPLETE = object()
@@ -27,7 +28,8 @@ RECEIVE_BYTES = 2**16
 
 
 class FastConnection(asyncio.Protocol):
-    """Sends commands without waiting for their replies.
+    """Sends commands without waiting for their replies. A broker that owes a reply and sends nothing is given
+    up within ANSWER_S.
 
     `on_reply` is called with each reply: bytes, numbers, lists; an error of the broker is an exception.
 
@@ -37,7 +39,7 @@ class FastConnection(asyncio.Protocol):
         is_held: whether replies wait in the kernel until `poll`.
     """
 
-    def __init__(self, connection: AbstractConnection, on_reply: Callable[[Any], None]) -> None:
+    def __init__(self, connection: BrokerConnection, on_reply: Callable[[Any], None]) -> None:
         self.connection = connection
         self.on_reply = on_reply
         self.parser = hiredis.Reader(
@@ -49,6 +51,7 @@ class FastConnection(asyncio.Protocol):
         self.transport.set_protocol(self)
         self.socket = own_tcp_socket(self.transport)
         self.is_held = False
+        connection.before_look = self.poll
 
     @classmethod
     async def connect(cls, redis: Redis, on_reply: Callable[[Any], None]) -> "FastConnection":
@@ -56,8 +59,12 @@ class FastConnection(asyncio.Protocol):
 
         Raises what connecting raises (`common.broker.client.ERRORS`).
         """
-        connection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        connection: BrokerConnection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         await connection.connect()
+        if connection.has_spoken:  # unasked, as with too many clients; redis-py's reader has it, or the end
+            reply = await connection.read_response()
+            connection._close()  # type: ignore[no-untyped-call]
+            raise InvalidResponse(f"it spoke first: {reply!r}")
         return cls(connection, on_reply)
 
     def send(self, *command: Argument) -> None:
@@ -69,6 +76,7 @@ class FastConnection(asyncio.Protocol):
         if self.transport.is_closing():  # maybe since before this was its protocol
             self.connection_lost(None)
             return
+        self.connection.num_due += len(commands)
         # hiredis' type hints know commands of one argument only
         self.transport.write(b"".join([hiredis.pack_command(tuple(one)) for one in commands]))  # type: ignore[arg-type]
 
@@ -115,14 +123,21 @@ class FastConnection(asyncio.Protocol):
         self.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
+        connection = self.connection
+        connection.num_silent = 0
         self.parser.feed(data)
         while (reply := self.parser.gets()) is not INCOMPLETE:
+            connection.num_due = max(0, connection.num_due - 1)  # a message comes without a command
+            if isinstance(reply, DEMOTED):
+                connection.leave_replica()
+                self.connection_lost(reply)
             self.on_reply(reply)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.close_socket()
         if not self.closed.done():
-            self.closed.set_exception(error or ConnectionError("Connection closed by server."))
+            gave_up = TimeoutError() if self.connection.gave_up else None
+            self.closed.set_exception(gave_up or error or ConnectionError("Connection closed by server."))
             self.closed.exception()  # marks it as retrieved: not every user awaits it
 
 
@@ -190,14 +205,9 @@ class SerialClient:
                 connection.release()
 
     async def connect(self) -> FastConnection:
-        self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)
+        self.connection = connection = await FastConnection.connect(self.redis, self.deliver)
         connection.closed.add_done_callback(lambda _: self.on_lost(connection))
         return connection
-
-    def on_reply(self, reply: Any) -> None:
-        if isinstance(reply, ReadOnlyError):
-            self.close()  # what was the primary is a replica: the next connection leads to the new one
-        self.deliver(reply)
 
     def on_lost(self, connection: FastConnection) -> None:
         if connection is self.connection:

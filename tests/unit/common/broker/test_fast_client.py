@@ -1,20 +1,23 @@
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
-from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError, ResponseError
 
+from common.broker import client as access
 from common.broker import fast_client
 from common.broker.client import ERRORS, connect
 from common.broker.fast_client import FastConnection, SerialClient
 from common.broker.lua import SCRIPTS, ScriptCall
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 
 
@@ -64,27 +67,121 @@ async def test_a_lost_connection_is_raised_and_the_next_command_reconnects(
     assert await identity(client) != before
 
 
-class LostConnection(Connection):
-    """A connection that is lost as soon as it is open, as that to a broker which is killed."""
+OK = b"+OK\r\n"
+TOO_MANY = b"-ERR max number of clients reached\r\n"
+ENDS = {
+    "": ("redis://127.0.0.1:{}/0", b"", "closed by"),
+    "unasked": ("redis://127.0.0.1:{}/0", TOO_MANY, "max number of clients"),
+    "after_the_password": ("redis://:secret@127.0.0.1:{}/0", OK, "closed by"),
+    "in_a_reply_to_the_password": ("redis://:secret@127.0.0.1:{}/0", OK[:3], "closed by"),
+    "after_the_database": ("redis://127.0.0.1:{}/3", OK, "closed by"),
+}
 
-    async def connect(self) -> None:
-        await super().connect()  # type: ignore[no-untyped-call]
-        assert self._writer is not None
-        self._writer.transport.abort()
-        await self._writer.wait_closed()
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_connection_that_ends_while_it_opens_is_a_lost_connection(name: str) -> None:
+    """With the event loop of the product: that of asyncio told such an end all the same."""
+    url, spoken, words = ENDS[name]
+
+    def end_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as connection:
+                    if "unasked" not in name and spoken:
+                        connection.recv(1024)
+                    connection.sendall(spoken)
+
+    async def try_often() -> set[str]:
+        heard = set()
+        for _ in range(60):
+            client = SerialClient(connect(url.format(server.getsockname()[1])))
+            with pytest.raises(ERRORS) as lost:
+                await asyncio.wait_for(client.execute("PING"), timeout=10)
+            heard.add(str(lost.value))
+        return heard
+
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        threading.Thread(target=end_each, daemon=True).start()
+        heard = uvloop.run(try_often())
+        server.shutdown(socket.SHUT_RDWR)
+    assert any(words in one for one in heard), heard
+    assert "" not in heard, "one has hung"
 
 
-async def test_a_connection_that_is_lost_before_its_first_command_is_a_lost_connection(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with connect(brokers.open_port(broker.url)) as redis:
+@contextlib.asynccontextmanager
+async def silent_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """The URL of a broker that takes connections and commands, and answers none within the limit."""
+    monkeypatch.setattr(access, "ANSWER_S", 0.15)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
+
+
+async def test_a_broker_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with silent_server(monkeypatch) as url, connect(url) as redis:
         client = SerialClient(redis)
-        monkeypatch.setattr(redis.connection_pool, "connection_class", LostConnection)
-        with pytest.raises(ConnectionError, match="closed"):
-            await asyncio.wait_for(client.execute("PING"), timeout=10)
-        monkeypatch.undo()
-        assert await client.execute("PING") == b"PONG"
+        with pytest.raises(TimeoutError):
+            await client.execute("PING")
+        assert not client.is_connected
+        answers: list[Any] = []
+        await client.connect()
+        client.start(answers.append, "PING")
+        await wait_until(lambda: answers)
+        assert isinstance(answers[0], TimeoutError)
+        several = await FastConnection.connect(redis, answers.append)
+        several.send_all([("PING",), ("PING",)])
+        with pytest.raises(TimeoutError):
+            await several.closed
+        for url_with_greeting in (url, url.replace("//", "//:secret@")):
+            async with connect(url_with_greeting) as ordinary:
+                with pytest.raises(TimeoutError):
+                    await ordinary.ping()
+                with pytest.raises(TimeoutError):
+                    await ordinary.set("large", b"x" * 10**8)  # more than the kernel takes
+
+
+async def test_a_connection_that_owes_nothing_is_kept(
+    redis: Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "ANSWER_S", 0.15)
+    async with connect(url) as ordinary:
+        client = SerialClient(ordinary)
+        before = await identity(client), await ordinary.client_id()
+        held: list[Any] = []
+        client.start(held.append, "ECHO", "held")
+        await asyncio.sleep(4 * access.ANSWER_S)
+        assert held == [b"held"]
+        assert (await identity(client), await ordinary.client_id()) == before
         client.close()
+
+
+@pytest.mark.parametrize("writes", ["slow", "fast"])
+async def test_a_primary_that_became_a_replica_is_left_by_every_connection(writes: str) -> None:
+    with brokers.running() as one:
+        async with connect(one.url) as redis, connect(one.url) as other:
+            client, heard = SerialClient(redis), list[Any]()
+            old = await asyncio.gather(*(redis.client_id() for _ in range(3)))
+            fast_id = await identity(client)
+            await other.execute_command("REPLICAOF", "127.0.0.1", free_port())
+            listener = await FastConnection.connect(redis, heard.append)
+            listener.send("SUBSCRIBE", "here")
+            reader = asyncio.create_task(redis.xread({"nothing": "$"}, block=60_000))
+            await wait_until(lambda: num_blocked(other))
+            with pytest.raises(access.DEMOTED):
+                await (redis.set("key", 1) if writes == "slow" else client.execute("SET", "key", 1))
+            for closed in (listener.closed, reader):
+                with pytest.raises(ERRORS):
+                    await closed
+            with pytest.raises(ERRORS):
+                async with redis.pipeline(transaction=True) as pipe:
+                    pipe.set("key", 1)
+                    await pipe.execute()
+            assert await identity(client) != fast_id
+            assert await redis.client_id() not in old
+            client.close()
+
+
+async def num_blocked(redis: Redis) -> int:
+    return int((await redis.info("clients"))["blocked_clients"])
 
 
 async def test_a_reply_to_a_cancelled_command_is_not_taken_for_another(
