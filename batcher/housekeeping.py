@@ -203,7 +203,7 @@ class Housekeeping:
                 self.heartbeat.beat(waiting=counts["waiting"], rows=counts["rows"]),
                 oldest=control_id,
                 state_ttl_ms=STATE_TTL_MS,
-                counts=counts | {"adapters": load},
+                counts=counts | {"adapters": load, "silent": " ".join(sorted(self.workers.silent))},
             )
         )
 

@@ -123,7 +123,9 @@ class Batcher:
         self.inbox.read_ahead(self.scheduler.left_ms(self.lease.clock.now_ms(), self.housekeeping.wait_ms))
         acted = await self.run_pending()
         dead = self.housekeeping.take_dead()
-        self.pending.add(*(partial(self.recovery.seal, one, "no heartbeat") for one in dead))
+        for one in dead:
+            why = "it does not answer" if one in self.workers.lost else "no heartbeat"
+            self.pending.add(partial(self.recovery.seal, one, why))
         self.housekeeping.start(self.undecodable, self.inbox.done_id(self.keys.control))
         waits = not (acted or self.pending.can_run)  # requests that an action has resumed are placed first
         await self.inbox.fill(waits, self.housekeeping.tasks, self.pending.due)

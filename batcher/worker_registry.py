@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -11,6 +12,7 @@ from batcher.inbox import Inbox
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.silence import LOST_S, SILENT_S, Silence
 from common.broker import batcher_scripts, worker_scripts
 from common.broker.batcher_scripts import PlanReply, StartedRow
 from common.broker.keys import Keys
@@ -94,6 +96,8 @@ class WorkerRegistry:
     Attributes:
         listed: incarnations in the pool at the last look.
         sealed: incarnations that were sealed before this epoch and not removed.
+        silent: incarnations with a heartbeat that do not say what they owe.
+        lost: those of them that have been silent for too long.
     """
 
     def __init__(
@@ -110,6 +114,9 @@ class WorkerRegistry:
         self.workers: dict[str, KnownWorker] = {}
         self.listed: list[str] = []
         self.sealed: list[str] = []
+        self.silence = Silence()
+        self.silent: set[str] = set()
+        self.lost: set[str] = set()
 
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
@@ -199,8 +206,8 @@ class WorkerRegistry:
         return left
 
     async def check(self) -> list[str]:
-        """Take over new workers. Return the workers that must be sealed: dead ones, and unreadable ones that
-        may hold requests from before this epoch.
+        """Take over new workers. Return the workers that must be sealed: dead and lost ones, and unreadable
+        ones that may hold requests from before this epoch.
         """
         known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
         fields = ["state", "adapters"]
@@ -228,7 +235,26 @@ class WorkerRegistry:
             for incarnation in self.pending_takeovers()
             if self.state(incarnation) is WorkerState.UNREADABLE
         }
-        return sorted(dead | unreadable)
+        self.note_silence({incarnation for incarnation, state in states.items() if state is not None})
+        return sorted(dead | unreadable | self.lost)
+
+    def note_silence(self, alive: Iterable[str]) -> None:
+        """Note which of these workers are silent. What is read and not handled yet may be of them; and after
+        a pause of the detector all begin anew.
+        """
+        unheard = {entry.stream for entry in self.inbox.unhandled}
+        listened = [one for one in alive if self.pool.keys.reports(one) not in unheard]
+        debts = {(one, what): heard for one in listened for what, heard in self.debts(one).items()}
+        now_s = time.monotonic()
+        self.silence.look(debts if self.detector.active else {}, now_s)
+        self.silent, self.lost = (self.silence.workers(seconds, now_s) for seconds in (SILENT_S, LOST_S))
+
+    def debts(self, incarnation: str) -> dict[str, int]:
+        """What a worker owes, with what was last heard of it."""
+        if self.state(incarnation) is WorkerState.TAKEOVER_SENT:
+            return {"takeover": 0}
+        replica = self.scheduler.replicas.get(incarnation)
+        return replica.debts if replica is not None else {}
 
     async def seal(self, incarnation: str) -> bool:
         """Seal a worker's logs: nothing can be appended any more. Return whether they exist.

@@ -83,7 +83,8 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
         pipe.xlen(client.keys.requests)
         pipe.get(client.keys.batcher)
         pipe.info()
-        (seconds, microseconds), workers, others, num_live, holder, info = await pipe.execute()
+        pipe.hget(client.keys.state, "silent")
+        (seconds, microseconds), workers, others, num_live, holder, info, silent = await pipe.execute()
     seen = [(*member.decode().split(":", 1), seen_ms) for member, seen_ms in others]
     seen += [("worker", name.decode(), seen_ms) for name, seen_ms in workers]
     async with client.redis.pipeline(transaction=False) as pipe:
@@ -98,6 +99,9 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
         if heartbeat and (own := render_process(kind, heartbeat)) is not None:
             processes[name] = common | own
+    for name in (silent or b"").decode().split():
+        if name in processes:
+            processes[name]["state"] = "silent"
     for name, process in processes.items():
         if process["kind"] == "batcher":
             state = batcher_state(name, process["age_s"], holder_name, monitor.active)

@@ -210,6 +210,7 @@ class BatcherMonitor(Monitor):
         heartbeat: the holder, and the time of its last heartbeat by the broker's clock.
         worked_s: monotonic time of the last heartbeat of any holder; None before there was one.
         opened_s: monotonic time at which this gateway began to look.
+        silent: workers with a heartbeat that do not answer the batcher, as it said last.
     """
 
     def __init__(self, client: PoolClient, settings: Settings) -> None:
@@ -220,6 +221,7 @@ class BatcherMonitor(Monitor):
         self.heartbeat: tuple[str, float] | None = None
         self.worked_s: float | None = None
         self.opened_s = time.monotonic()
+        self.silent: list[str] = []
 
     async def run(self) -> None:
         """Never returns."""
@@ -242,7 +244,9 @@ class BatcherMonitor(Monitor):
             pipe.get(self.client.keys.batcher)
             pipe.zscore(self.client.keys.processes, f"batcher:{name}")
             pipe.time()
-            holder, seen_ms, (seconds, microseconds) = await pipe.execute()
+            pipe.hget(self.client.keys.state, "silent")
+            holder, seen_ms, (seconds, microseconds), silent = await pipe.execute()
+        self.silent = (silent or b"").decode().split()
         return (holder or b"").decode(), seen_ms, seconds * 1000 + microseconds / 1000
 
     def update(self, holder: str, seen_ms: float | None, now_ms: float) -> None:

@@ -149,6 +149,8 @@ class Pool:
         """Raises ApiError (503) if a request would not be served now."""
         await self.admission.check()
         await self.batcher.check()
+        if len(silent := self.batcher.silent) >= self.workers.num_ready > 0:
+            raise unavailable(f"no worker answers the batcher: {', '.join(silent)}")
 
 
 def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:

@@ -138,6 +138,14 @@ class Replica:
         return self.num_running > 0 and (lacks_blocks or self.step >= self.report_at)
 
     @property
+    def debts(self) -> dict[str, int]:
+        """What it owes (`batcher/scheduling/silence.py`), with what was last heard of it."""
+        if not (self.rows or self.leaving):
+            return {}
+        unseen = {"plans": self.plan_seen} if self.plan_seen < self.plan_written else {}
+        return {"reports": self.acknowledged} | unseen
+
+    @property
     def horizon(self) -> int:
         """How many steps it is granted ahead."""
         slots_per_row = self.pool.num_blocks * self.block_size // max(1, self.num_running)

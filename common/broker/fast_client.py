@@ -60,7 +60,7 @@ class FastConnection(asyncio.Protocol):
         Raises what connecting raises (`common.broker.client.ERRORS`).
         """
         connection: BrokerConnection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-        await connection.connect()
+        await connection.connect()  # type: ignore[no-untyped-call]
         if connection.has_spoken:  # unasked, as with too many clients; redis-py's reader has it, or the end
             reply = await connection.read_response()
             connection._close()  # type: ignore[no-untyped-call]

@@ -161,6 +161,8 @@ class Agent:
         failures = FailureLog(log, "a heartbeat")
         while True:
             self.flusher.poll()  # no step may come to do so
+            if self.flusher.report_due():
+                self.state.wake.set()
             self.engine.metrics.count_steps()
             with failures.caught():
                 await self.send_heartbeat()

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from api.admin.processes import ProcessList, judge_processes
 from api.requests import monitors
@@ -131,6 +132,19 @@ async def test_a_missing_worker_is_a_warning(broker: Broker) -> None:
         assert await health(client, one) == {"state": "warn", "text": "1 of 2 workers ready"}
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as other:
             assert await health(client, one, other) == {"state": "good", "text": "2 workers ready"}
+
+
+async def test_workers_that_do_not_answer_the_batcher_are_named(broker: Broker, redis: Redis) -> None:
+    async with batching(broker.url), answering(broker.url, Answer([11])) as (one, _, client):
+        await wait_until(lambda: is_healthy(client))
+        await redis.hset(KEYS.state, "silent", one.incarnation)  # type: ignore[misc]
+        await wait_until(lambda: is_unhealthy(client))
+        text = f"no worker answers the batcher: {one.incarnation}"
+        assert text in (await client.get("/health")).text
+        assert await health(client, one) == {"state": "bad", "text": f"Service unavailable: {text}"}
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as other:
+            await wait_until(lambda: is_healthy(client))
+            assert await health(client, one, other) == {"state": "warn", "text": "1 of 2 workers ready"}
 
 
 def worker(state: str = "ready", age_s: float = 0.1) -> dict[str, Any]:

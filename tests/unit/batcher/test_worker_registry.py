@@ -8,9 +8,10 @@ from redis.asyncio import Redis
 
 from batcher import failure_detector
 from batcher.failure_detector import FailureDetector
-from batcher.inbox import Inbox
+from batcher.inbox import Inbox, StreamEntry
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.silence import LOST_S, SILENT_S
 from batcher.worker_registry import KnownWorker, WorkerRegistry, WorkerState
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
@@ -195,3 +196,31 @@ async def test_a_worker_that_has_left_the_pool_is_sealed_once(redis: Redis, work
     await workers.seal("w1")
     await workers.remove_worker_keys("w1")
     assert await workers.check() == []
+
+
+async def test_a_worker_that_does_not_answer_a_takeover_is_silent_then_sealed(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    for worker in ("w1", "w2"):
+        await start_worker(redis, worker)
+    assert await workers.check() == []
+    answer_takeover(workers, "w2")
+    wait(workers, SILENT_S)
+    assert await workers.check() == []
+    assert workers.silent == {"w1"}
+    wait(workers, LOST_S)
+    assert await workers.check() == ["w1"]
+    workers.inbox.unhandled.append(StreamEntry(KEYS.reports("w1"), "1-0", {}))
+    assert await workers.check() == [], "what it has said is not handled yet"
+    workers.inbox.unhandled.clear()
+    await workers.check()
+    wait(workers, LOST_S)
+    workers.detector.pause()
+    assert await workers.check() == []
+    workers.detector.resumes_s = 0.0
+    assert await workers.check() == [], "it has the whole time again"
+
+
+def wait(workers: WorkerRegistry, seconds: float) -> None:
+    silence = workers.silence
+    silence.since = {debt: (heard, since_s - seconds) for debt, (heard, since_s) in silence.since.items()}

@@ -161,10 +161,10 @@ async def test_a_primary_that_became_a_replica_is_left_by_every_connection(write
             client, heard = SerialClient(redis), list[Any]()
             old = await asyncio.gather(*(redis.client_id() for _ in range(3)))
             fast_id = await identity(client)
-            await other.execute_command("REPLICAOF", "127.0.0.1", free_port())
+            await other.replicaof("127.0.0.1", free_port())
             listener = await FastConnection.connect(redis, heard.append)
             listener.send("SUBSCRIBE", "here")
-            reader = asyncio.create_task(redis.xread({"nothing": "$"}, block=60_000))
+            reader = asyncio.create_task(blocking_read(redis))
             await wait_until(lambda: num_blocked(other))
             with pytest.raises(access.DEMOTED):
                 await (redis.set("key", 1) if writes == "slow" else client.execute("SET", "key", 1))
@@ -178,6 +178,10 @@ async def test_a_primary_that_became_a_replica_is_left_by_every_connection(write
             assert await identity(client) != fast_id
             assert await redis.client_id() not in old
             client.close()
+
+
+async def blocking_read(redis: Redis) -> None:
+    await redis.xread({"nothing": "$"}, block=60_000)
 
 
 async def num_blocked(redis: Redis) -> int:
