@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.settings.settings import SettingError
-from deploy.cli.main import interruptible, main
+from deploy.cli.main import main
 
 SAGEMAKER_PORT = 8080
 PORT_FLAGS = ("--port", "-p")
@@ -32,15 +32,7 @@ def server() -> int:
 
 
 def benchmark() -> int:
-    return interruptible(run_benchmark)
-
-
-def run_benchmark() -> int:
-    from common.startup import exit_when_unservable
-    from deploy.tgi import benchmark
-
-    with exit_when_unservable():
-        return benchmark.main()
+    return main(benchmark_words)
 
 
 def launcher_words(words: Sequence[str]) -> list[str]:
@@ -68,6 +60,12 @@ def server_words(words: Sequence[str]) -> list[str]:
         case _:
             word = words[0] if words else ""
             raise SettingError("command", f"{word!r} is not {SERVER_HELP}")
+
+
+def benchmark_words(words: Sequence[str]) -> list[str]:
+    """Raises SettingError: other programs measure a running fleet."""
+    why = "is not served: measure a running fleet with `tokenfleet bench`, guidellm or aiperf"
+    raise SettingError("command", f"text-generation-benchmark {why}")
 
 
 def port_words(words: Sequence[str]) -> list[str]:

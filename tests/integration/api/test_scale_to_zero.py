@@ -11,16 +11,16 @@ import yaml
 
 from api.requests.pool import longest_request
 from common.settings.settings import Settings
-from deploy.kubernetes.make_chart import HERE
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import serving
 from tests.support.fleet.modeless_worker import modeless_worker
+from tests.support.kubernetes.manifests import FOLDER
 from tests.support.waiting import wait_until
 
 BODY = {"inputs": "a", "parameters": {"max_new_tokens": 3, "details": True}}
-SCALER, *_ = yaml.safe_load_all((HERE / "overlays/keda/scaler.yaml").read_text())
+SCALER, *_ = yaml.safe_load_all((FOLDER / "overlays/keda/scaler.yaml").read_text())
 LIVE: str = SCALER["spec"]["triggers"][0]["metadata"]["valueLocation"]
 """What the scaler of deploy/kubernetes reads."""
 

@@ -12,16 +12,19 @@ from common.metrics import catalogue
 from common.rank import machine_ranks
 from common.settings.fields import SettingFields
 from common.settings.settings import Settings
-from deploy.kubernetes import make_chart
-from deploy.kubernetes.make_chart import SETTINGS, Manifest, named
 from deploy.launcher.shutdown import LAST_WORDS_S
 from tests.support.kubernetes.manifests import (
+    FOLDER,
     OVERLAYS,
+    SETTINGS,
+    Manifest,
     containers,
     is_selected,
+    named,
     needs_kubectl,
     of_kind,
     pods,
+    render_folder,
     rendered,
 )
 
@@ -277,10 +280,10 @@ def test_a_leader_worker_set_starts_a_rank_for_each_gpu() -> None:
 def test_the_overlay_of_the_page_renders_with_its_images_settings_and_replicas(tmp_path: Path) -> None:
     page = (ROOT / "docs/kubernetes.md").read_text()
     [example] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "resources:" in text]
-    local = os.path.relpath(make_chart.HERE / "overlays/gpu", tmp_path.resolve())
+    local = os.path.relpath(FOLDER / "overlays/gpu", tmp_path.resolve())
     kustomization = re.sub(r"resources: \[.*\]", f"resources: [{local}]", example)
     (tmp_path / "kustomization.yaml").write_text(kustomization)
-    asked, manifests = yaml.safe_load(kustomization), make_chart.render_folder(tmp_path)
+    asked, manifests = yaml.safe_load(kustomization), render_folder(tmp_path)
     images = {f"{one['newName']}:{one['newTag']}" for one in asked["images"]}
     assert {one["image"] for name, one in containers(manifests).items() if name != "redis"} == images
     [generated] = asked["configMapGenerator"]

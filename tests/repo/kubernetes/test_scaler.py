@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from deploy.kubernetes.make_chart import HERE
+from tests.support.kubernetes.manifests import FOLDER
 
-SCALER, *_ = yaml.safe_load_all((HERE / "overlays/keda/scaler.yaml").read_text())
+SCALER, *_ = yaml.safe_load_all((FOLDER / "overlays/keda/scaler.yaml").read_text())
 SPEC: dict[str, Any] = SCALER["spec"]
 BEHAVIOR: dict[str, Any] = SPEC["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
 REQUESTS, _, KV_USAGE = SPEC["triggers"]

