@@ -101,5 +101,5 @@ def test_a_folder_that_vertex_names_goes_before_variables(monkeypatch: pytest.Mo
 
 
 def test_the_benchmark_is_refused_by_name() -> None:
-    with pytest.raises(SettingError, match="text-generation-benchmark is not served: .* guidellm or aiperf"):
+    with pytest.raises(SettingError, match=r"text-generation-benchmark is not served: .* guidellm or aiperf"):
         commands.benchmark_words(["--tokenizer-name", "org/model"])
