@@ -1,8 +1,8 @@
-"""The source tree as data: its files, who imports whom, and the rooms (folders) they lie in."""
+"""The source tree as data: its files, and who imports whom."""
 
 import ast
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -33,13 +33,6 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in FILES if path.name != "__init__.py"}
 
 
-@cache
-def room_of(module: str) -> str:
-    """The innermost folder of a module; a module that lies in no folder of its package is a room itself."""
-    package, *folders, _ = module.split(".")
-    return ".".join((package, *folders)) if folders else module
-
-
 def imported_modules(path: Path) -> Iterator[str]:
     """Modules of this tree that a file imports, anywhere in it."""
     for node in ast.walk(parse(path)):
@@ -56,18 +49,6 @@ def imported_modules(path: Path) -> Iterator[str]:
 @cache
 def module_graph() -> Graph:
     return {module: set(imported_modules(path)) - {module} for module, path in MODULES.items()}
-
-
-@cache
-def room_graph() -> Graph:
-    return merge(module_graph(), room_of)
-
-
-def merge(graph: Graph, group: Callable[[str], str]) -> Graph:
-    merged: Graph = {group(name): set() for name in graph}
-    for name, others in graph.items():
-        merged[group(name)] |= {group(other) for other in others} - {group(name)}
-    return merged
 
 
 def circle(graph: Graph) -> list[str]:
