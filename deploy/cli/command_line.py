@@ -135,6 +135,7 @@ def manage_or_start_jobs(argv: list[str]) -> int:
 
 
 GONE_COMMANDS = {
+    "plan": "measure with `tokenfleet bench`; /metrics says how full workers are",
     "replay": "the same request with the same `seed` gives the same tokens",
 }
 """Commands that have left → what serves in their place."""
@@ -191,9 +192,6 @@ SECTIONS = {
         ),
         "bench": module_command(
             "", "measure speed for a minute, beside another server", "deploy.bench.command"
-        ),
-        "plan": module_command(
-            "", "say how many workers a load needs, by this fleet's step times", "batcher.planning.command"
         ),
         "chaos": module_command(
             "", "strike a server under streams, and count lost tokens", "deploy.chaos.command"

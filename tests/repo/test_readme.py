@@ -40,17 +40,11 @@ FLAGS_OF_CHAOS = set(
     "kill restart pause unpause pause-s drop resume-s every fail-on report json streams duration prompts "
     "prompt-tokens seed".split()
 )
-FLAGS_OF_PLAN = set(
-    "from learn-s save step-times trace rps output-tokens spread first-token-p gap-p cost-per-worker-hour "
-    "max-workers concurrency".split()
-)
 FLAGS_OF_COMMANDS = {"acl", "against", "once", "max-tokens", "pid", "replace", "temperature", "url"}
 FLAGS_OF_QUANTIZE = set(
     "act-order bits calibration calibration-tokens group-size groupsize method percdamp scales".split()
 )
-FLAGS_OF_COMMANDS |= (
-    FLAGS_OF_CHAOS | FLAGS_OF_PLAN | FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id", "search", "status"}
-)
+FLAGS_OF_COMMANDS |= FLAGS_OF_CHAOS | FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id", "search", "status"}
 FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"class", "expires"}
 
 

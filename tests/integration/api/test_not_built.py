@@ -129,7 +129,6 @@ NOT_ASKED = {
     "sleep in memory with several ranks": "they sleep on disk",
     "jobs for further models": "docs/many-models.md says so",
     "balance of jobs": "no request can ask for it",
-    "does not simulate": "docs/planning.md says so",
     "the page does not list": "nothing there asks for it",
     "cloud metadata": "docs/runbook.md says so",
     "a gateway that inherits": "it is slower, not refused",
