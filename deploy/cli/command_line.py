@@ -135,6 +135,7 @@ def manage_or_start_jobs(argv: list[str]) -> int:
 
 
 GONE_COMMANDS = {
+    "chaos": "`python -m benchmarks.chaos`, in a checkout, kills a fleet's processes and counts lost tokens",
     "plan": "measure with `tokenfleet bench`; /metrics says how full workers are",
     "replay": "the same request with the same `seed` gives the same tokens",
 }
@@ -192,9 +193,6 @@ SECTIONS = {
         ),
         "bench": module_command(
             "", "measure speed for a minute, beside another server", "deploy.bench.command"
-        ),
-        "chaos": module_command(
-            "", "strike a server under streams, and count lost tokens", "deploy.chaos.command"
         ),
     },
     "Start one process (these need REDIS_URL)": {

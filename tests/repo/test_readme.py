@@ -36,15 +36,22 @@ FLAGS_OF_LAUNCHERS = {"nproc-per-node", "max-restarts", "ntasks-per-node", "gpus
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, *FLAGS_OF_LAUNCHERS, "help", "help-all", "config", "no-", "schema"}
 FLAGS_OF_CONTAINERS = {"format", "repo", "user"}  # of docker, and of gh
 FLAGS_OF_KUBERNETES = {"all", "for", "from-literal", "replicas", "set", "timeout"}
-FLAGS_OF_CHAOS = set(
-    "kill restart pause unpause pause-s drop resume-s every fail-on report json streams duration prompts "
-    "prompt-tokens seed".split()
-)
-FLAGS_OF_COMMANDS = {"acl", "against", "once", "max-tokens", "pid", "replace", "temperature", "url"}
+FLAGS_OF_COMMANDS = {
+    "acl",
+    "against",
+    "concurrency",
+    "from",
+    "once",
+    "max-tokens",
+    "pid",
+    "replace",
+    "temperature",
+    "url",
+}
 FLAGS_OF_QUANTIZE = set(
     "act-order bits calibration calibration-tokens group-size groupsize method percdamp scales".split()
 )
-FLAGS_OF_COMMANDS |= FLAGS_OF_CHAOS | FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id", "search", "status"}
+FLAGS_OF_COMMANDS |= FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id", "search", "status"}
 FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"class", "expires"}
 
 

@@ -21,7 +21,6 @@ from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.process.logs import next_incarnation
-from deploy.chaos import command as chaos
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.crowd import Crowd, Tally
@@ -31,7 +30,7 @@ from tests.support.fleet.http_calls import PROMPT
 from tests.support.fleet.resuming import ResumingClient
 from tests.support.load import Load, kill_both_workers
 from tests.support.sse import frames_of
-from tests.support.waiting import wait_until, wait_until_sync
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 NUM_STREAMS, MAX_NEW_TOKENS, ENDLESS = 6, 60, 2000
@@ -75,26 +74,6 @@ async def kill_processes(fleet: Fleet, plan: Plan) -> None:
         await strike_under_load(plan, crowd, attack)
         await attack.settled(num_processes, plan.counts["agent"])
     assert not crowd.tally.wrong and not attack.lost
-
-
-@pytest.mark.slow
-def test_chaos_counts_no_token_lost_by_a_killed_engine_and_cut_connections(
-    fleet: Fleet, tmp_path: Path
-) -> None:
-    """`tokenfleet chaos`, as a user calls it."""
-    wait_until_sync(lambda: fleet.workers_ready() == 2)
-    old_pid, [engine] = fleet.pid("w0"), fleet.engines("w0")
-    figures = tmp_path / "figures.json"
-    load = ["--duration", "4", "--streams", "4", "--prompts", "4", "--max-tokens", "48", "--drop", "0.3"]
-    kill = ["--kill", f"kill -9 {engine.pid}", "--every", "4"]
-    words = ["--against", fleet.base_url, *load, *kill, "--json", str(figures)]
-    assert chaos.main([*words, "--fail-on", "lost,repeated,changed,failed"]) == 0
-    found = orjson.loads(figures.read_bytes())
-    assert [strike["problem"] for strike in found["strikes"]] == [""]
-    assert found["figures"]["num_stable"] == 4
-    assert found["figures"]["returns"] >= found["figures"]["cuts"] > 0
-    fleet.restarted("w0", old_pid)
-    wait_until_sync(lambda: fleet.workers_ready() == 2)
 
 
 @pytest.mark.slow

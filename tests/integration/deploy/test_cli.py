@@ -158,6 +158,7 @@ def test_a_wrong_broker_password_is_refused() -> None:
         (["serv"], "COMMAND: 'serv' is not a command; the nearest is serve"),
         (["replay", "r1"], "COMMAND: 'replay' is not a command; the same request with the same `seed` gives"),
         (["plan"], "COMMAND: 'plan' is not a command; measure with `tokenfleet bench`"),
+        (["chaos"], "COMMAND: 'chaos' is not a command; `python -m benchmarks.chaos`, in a checkout, kills"),
         (["frobnicate"], "COMMAND: 'frobnicate' is not a command; `tokenfleet --help` lists them"),
         (["serve", "--zzz"], "--zzz: unknown flag; --help lists them"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
