@@ -313,11 +313,12 @@ class PoolRegistry:
         return not found.pool.relay.streams and (has_moved or self.clock() - found.used_s > IDLE_S)
 
     async def aclose(self) -> None:
-        """Close all foreign pools, and the directory."""
+        """Close all foreign pools, and the directory, unless it is at the own pool's broker."""
         for name in list(self.foreign):
             async with self.locks[name]:
                 await self.foreign.pop(name).stack.aclose()
-        await self.directory.client.redis.aclose()
+        if self.directory.client.redis is not self.own.client.redis:
+            await self.directory.client.redis.aclose()
 
 
 def is_named(model: str, served: list[str] | tuple[str, ...]) -> bool:

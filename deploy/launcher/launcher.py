@@ -183,7 +183,8 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
                 raise FleetEnded(os.EX_CONFIG)
             raise FleetEnded(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")
         pause_s = process.restarts.pause_s(lived_s)
-        log.warning(
+        log.log(
+            logging.WARNING if returncode else logging.INFO,  # 0: somebody told it to end, as a roll or drain
             "%s ended after %.1f s: %s; starts again in %.1f s",
             process.name,
             lived_s,

@@ -202,3 +202,12 @@ async def test_all_pools_of_a_gateway_share_what_it_may_tokenize_at_once(
         foreign = await gateway.pools.find("b")
         assert foreign is not gateway.pool
         assert foreign.tokenizer.budget is gateway.pool.tokenizer.budget
+
+
+async def test_a_gateway_that_ends_leaves_its_broker_last(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory is at the same broker: closed with the other pools, it took the connection of jobs."""
+    async with answering(broker.url, Answer([])):
+        pass
+    assert "outage of the broker" not in caplog.text

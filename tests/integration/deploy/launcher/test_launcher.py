@@ -109,6 +109,10 @@ def test_a_killed_worker_restarts_with_a_new_incarnation_and_the_batcher_is_info
     assert decode(WorkerDied, entry[b"died"]) == WorkerDied(incarnation)
     assert "w1 ended" in fleet.error()
     assert "killed by SIGKILL; starts again in 0.0 s" in fleet.error()
+    os.kill(fleet.starts("w0")[0][0], signal.SIGTERM)
+    wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
+    warned = [line for line in fleet.error().splitlines() if " W serve " in line]
+    assert not any("w0 ended" in line for line in warned), "it was told to end"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells who is stopped")
