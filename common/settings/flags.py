@@ -93,7 +93,9 @@ def read(
 def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[str, GivenValue]:
     parser = flag_parser(prog, everything="--help-all" in argv, description=description)
     found, unknown = parser.parse_known_args(spell_as_ours(argv, parser))
-    refuse_unknown(unknown, parser, "; a model is the first word, or follows --model-id")
+    models = own_words(unknown)
+    refuse_unknown([word for word in unknown if word not in models], parser)
+    refuse_unknown(models[1:], parser, f"; the model is {models[0]!r}" if models else "")
     given: dict[str, GivenValue] = {}
     for name, texts in vars(found).items():
         target = OTHERS.flags.get(name, name)
@@ -103,7 +105,16 @@ def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[st
             )
         text = ",".join(texts) if is_list(target) else texts[-1]
         given[target] = GivenValue(name if name == target else flag_of(name), text.strip())
-    return given
+    if models and "model_id" in given:
+        raise SettingError(
+            "arguments", f"{models[0]!r} and {flag_of(given['model_id'].name)} both name a model"
+        )
+    return given | ({"model_id": GivenValue("model_id", models[0])} if models else {})
+
+
+def own_words(unknown: Sequence[str]) -> list[str]:
+    """The words that belong to no flag: one may be there, the model."""
+    return [word for word in unknown if not word.startswith("-")]
 
 
 def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -116,6 +127,8 @@ def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
     i = words.index("--config")
     rest = words[:i] + words[i + 2 :]
     given = {word.split("=")[0] for word in rest}
+    if own_words(parser.parse_known_args(rest)[1]):
+        given |= {"--model-id", "--model"}
     in_file = config_flags(words[i + 1] if i + 1 < len(words) else "")
     return [*(flag for flag in in_file if flag.split("=")[0] not in given), *rest]
 
@@ -215,7 +228,7 @@ def unheeded(argv: Sequence[str]) -> list[str]:
 def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParser:
     """The parser of all flags. Its help has the options of other servers only with `everything`."""
     parser = FlagParser(
-        prog=prog, usage="%(prog)s [--setting X …]", description=description, allow_abbrev=False
+        prog=prog, usage="%(prog)s [MODEL] [--setting X …]", description=description, allow_abbrev=False
     )
     parser.add_argument("--help-all", action="help", help=f"show this help and the {OF_OTHERS}")
     own = f"tokenfleet {version('tokenfleet')}"

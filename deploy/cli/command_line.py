@@ -18,7 +18,6 @@ from common.process.logs import new_incarnation
 from common.process.parent_death import die_with_parent
 from common.rank import launcher_of
 from common.settings import flags
-from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
 from common.startup import exit_when_unservable
 from deploy.launcher import launcher, prepare
@@ -73,9 +72,9 @@ def suggestion(word: str) -> str:
 
 
 def serve(argv: list[str]) -> int:
-    settings = prepare.read_settings(argv, "tokenfleet serve", sentence(COMMANDS["serve"].help))
+    settings = Settings.read(argv, prog="tokenfleet serve", description=sentence(COMMANDS["serve"].help))
     logs.set_up("serve", settings.log_level, settings.json_output)
-    for line in flags.unheeded(prepare.name_model(argv)):
+    for line in flags.unheeded(argv):
         log.warning("%s", line)
     if {"--env", "-e"} & set(argv):
         run_module("deploy.cli.doctor", argv)
@@ -87,19 +86,17 @@ def serve(argv: list[str]) -> int:
 def replace_process(word: str, argv: list[str]) -> NoReturn:
     """Replace this process by one of the fleet, so that our parent watches and ends that one."""
     kind = KINDS[word]
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--name", default=f"{kind[0]}0")
-    own, rest = parser.parse_known_args(argv)
+    name, rest = launcher.take_name(argv, kind)
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
     setproctitle.setproctitle(
         f"tokenfleet {word}"
     )  # other users can read a command line, and this one has a key
-    incarnation = new_incarnation(own.name)
-    logs.set_up(own.name, settings.log_level, settings.json_output, incarnation)
+    incarnation = new_incarnation(name)
+    logs.set_up(name, settings.log_level, settings.json_output, incarnation)
     settings = prepare.prepare(settings, kind)
-    names = {"PROCESS_NAME": own.name, "INCARNATION": incarnation}
+    names = {"PROCESS_NAME": name, "INCARNATION": incarnation}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
 
@@ -109,8 +106,7 @@ def sentence(text: str) -> str:
 
 
 def describe_process(word: str) -> str:
-    name = f"--name X (default {KINDS[word][0]}0) is its name in logs and in `tokenfleet status`."
-    return f"Start {COMMANDS[word].help}. It needs REDIS_URL. {name}"
+    return f"Start {COMMANDS[word].help}. It needs REDIS_URL. {launcher.name_help(KINDS[word])}"
 
 
 def run_module(module: str, argv: list[str]) -> int:

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if ACL_FLAG in argv:
         return print_rules([word for word in argv if word != ACL_FLAG])
-    settings = prepare.read_settings(argv, "tokenfleet doctor", DESCRIPTION)
+    settings = Settings.read(argv, prog="tokenfleet doctor", description=DESCRIPTION)
     prepare.set_hub_variables(settings)
     findings = dict(examine(settings))
     print_lines(table(findings))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 def print_rules(argv: Sequence[str]) -> int:
     """Print an ACL file: a line for each kind of user of the broker. What to do with it goes to stderr."""
-    pools = prepare.read_settings(argv, "tokenfleet doctor", DESCRIPTION).pools
+    pools = Settings.read(argv, prog="tokenfleet doctor", description=DESCRIPTION).pools
     for kind in acl.USERS:
         print(f"user {kind} on {' '.join(acl.rules(kind, pools))}")
     print(

@@ -23,6 +23,7 @@ from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.process import logs
 from common.process.parent_death import die_with_parent
+from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
 from deploy.launcher.control_socket import Order, OrderFailed, RunningFleet, Say, current_folder, listening
@@ -50,7 +51,7 @@ SUPERVISE_HELP = f"""Start one process of a fleet and keep it alive, as containe
 The process is started again at once when it ends; a worker's death is reported to the batcher; a gateway's
 answers are kept for its successor.
 
-KIND is {", ".join(KINDS)}; settings are those of `tokenfleet KIND --help`."""
+KIND is {", ".join(KINDS)}; flags are those of `tokenfleet KIND --help`."""
 
 
 def serve(settings: Settings) -> int:
@@ -87,12 +88,28 @@ def main(argv: Sequence[str]) -> int:
             "kind", f"{word!r} is not one of {kinds}" if word else f"is missing; one of {kinds}"
         )
     kind = KINDS[word]
-    settings = Settings.read(argv[1:], prog=f"tokenfleet supervise {word}")
-    logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
+    name, rest = take_name(argv[1:], kind)
+    settings = Settings.read(rest, prog=f"tokenfleet supervise {word}", description=name_help(kind))
+    logs.set_up(f"supervisor of {name}", settings.log_level, settings.json_output)
     die_with_parent()
     setproctitle.setproctitle(f"tokenfleet supervise {word}")
     settings = prepare.prepare(settings, kind)
-    return asyncio.run(run(build_fleet(settings, None, {kind: 1})))
+    fleet = build_fleet(settings, None, {kind: 1})
+    [process] = fleet.ours
+    process.name = name
+    return asyncio.run(run(fleet))
+
+
+def take_name(argv: Sequence[str], kind: str) -> tuple[str, list[str]]:
+    """The name of a process that starts alone, and the words without it. Raises SettingError."""
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--name", default=f"{kind[0]}0")
+    own, rest = parser.parse_known_args(list(argv))
+    return own.name, rest
+
+
+def name_help(kind: str) -> str:
+    return f"--name X (default {kind[0]}0) is its name in logs and in `tokenfleet status`."
 
 
 async def run(fleet: LocalFleet) -> int:

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,6 @@ NVIDIA = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded."""
 KINDS_WITH_MODEL = ("gateway", "worker")
 """Kinds of processes that read files of the model."""
-
-
-def read_settings(argv: Sequence[str], prog: str, description: str) -> Settings:
-    """Settings of a command whose first word may be the model, without a flag. Raises SettingError."""
-    return Settings.read(name_model(argv), prog=f"{prog} [MODEL]", description=description)
-
-
-def name_model(argv: Sequence[str]) -> list[str]:
-    """The words of a command, with `--model-id` before a first word that is no flag."""
-    return ["--model-id", *argv] if argv and not argv[0].startswith("-") else list(argv)
 
 
 @contextlib.contextmanager

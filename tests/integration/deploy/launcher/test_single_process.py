@@ -31,7 +31,7 @@ class Supervised:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def incarnations(self) -> set[str]:
-        return {line["incarnation"] for line in self.lines() if line["process"] == "b0"}
+        return {line["incarnation"] for line in self.lines() if line["process"] == "b7"}
 
     def child(self) -> psutil.Process | None:
         """Return the process that it keeps alive."""
@@ -60,7 +60,7 @@ def supervised(broker: Broker, tmp_path: Path) -> Iterator[Supervised]:
     }
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.cli", "supervise", "batcher"],
+            [sys.executable, "-P", "-m", "deploy.cli", "supervise", "batcher", "--name", "b7"],
             env=os.environ | variables,
             stdout=log,
             stderr=log,

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,15 @@ def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None
         1,
         None,
     )
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_the_model_is_a_word_at_any_place(place: int, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model-id: other\nnum-workers: 3")
+    words = ["--port", "80", "--sharded=false", "--config", str(file)]
+    settings = Settings.read([*words[:place], "org/model", *words[place:]])
+    assert (settings.model_id, settings.port, settings.num_workers) == ("org/model", 80, 3)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +96,14 @@ WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
             for word in ("alice", "alice=", "alice=0", "alice=some", "=2", "alice=1e9")
         ],
         (
-            ["--port", "80", "org/model"],
+            ["--port", "80", "org/model", "other"],
             {},
-            "ARGUMENTS: 'org/model' is not expected; a model is the first word, or follows --model-id",
+            "ARGUMENTS: 'other' is not expected; the model is 'org/model'",
+        ),
+        (
+            ["org/model", "--model", "other"],
+            {},
+            "ARGUMENTS: 'org/model' and --model both name a model",
         ),
         (["--port"], {}, "--port: expected one argument"),
     ],
